@@ -1,0 +1,1 @@
+"""Pure functions of reinforcement learning: packing, advantages, log-probabilities, losses."""

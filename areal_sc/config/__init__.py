@@ -1,0 +1,1 @@
+"""Settings of a run: dataclasses, and the loader that fills and checks them."""

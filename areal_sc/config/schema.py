@@ -1,0 +1,199 @@
+"""Every setting of a run, as dataclasses that hydra fills.
+
+The comment of a setting gives its unit and meaning; `checks.py` holds what each may be, and what
+goes together. `${...}` defaults take the value of another setting, so that each is set once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Resume(StrEnum):
+    auto = "auto"
+    never = "never"
+    must = "must"
+
+
+class OverBound(StrEnum):
+    """What happens to a group or token that is staler than `max_staleness`."""
+
+    train = "train"
+    mask = "mask"
+    wait = "wait"
+    regenerate = "regenerate"
+
+
+class NormScope(StrEnum):
+    group = "group"
+    batch = "batch"
+    none = "none"
+
+
+class LrSchedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class ClipCenter(StrEnum):
+    """The policy around which PPO clips: `proximal` is decoupled PPO, `behavior` the naive form."""
+
+    proximal = "proximal"
+    behavior = "behavior"
+
+
+@dataclass
+class GenerationConfig:
+    """How completions are sampled."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW; the learning rate is constant within a training step."""
+
+    lr: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # 0: no clipping
+    schedule: LrSchedule = LrSchedule.constant
+    warmup_steps: int = 0  # training steps from 0 to lr
+    min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
+    total_steps: int = "${total_steps}"  # type: ignore[assignment]  # training steps of the schedule
+
+
+@dataclass
+class PPOConfig:
+    """Decoupled PPO (AReaL, arXiv:2505.24298, section 5.2)."""
+
+    num_minibatches: int = 4  # optimizer updates a training step
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_center: ClipCenter = ClipCenter.proximal
+    use_behavior_weight: bool = True  # the factor pi_prox / pi_behav
+    behavior_weight_cap: float = 5.0  # tokens whose factor is larger leave the numerator
+    advantage_mean: NormScope = NormScope.group
+    advantage_std: NormScope = NormScope.group
+    advantage_eps: float = 1e-6
+    temperature: float = "${generation.temperature}"  # type: ignore[assignment]
+
+
+@dataclass
+class ActorConfig:
+    """The trained policy: model, parallelism, memory, optimizer."""
+
+    path: str = MISSING  # Hugging Face model folder
+    num_workers: int = 1  # FSDP ranks, one process each
+    device: Device = Device.auto
+    dtype: Dtype = Dtype.float32  # of parameters in computation; optimizer state is float32
+    max_tokens_per_micro_batch: int = 4096
+    activation_checkpointing: bool = False
+    logprob_chunk_tokens: int = 1024  # tokens whose logits exist at one time
+    num_threads: int = 1  # CPU threads a rank
+    seed: int = "${seed}"  # type: ignore[assignment]
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+
+
+@dataclass
+class RolloutConfig:
+    """Generation: engines, admission, staleness, limits."""
+
+    path: str = "${actor.path}"
+    num_workers: int = 1
+    device: Device = Device.auto
+    dtype: Dtype = "${actor.dtype}"  # type: ignore[assignment]
+    max_running_sequences: int = 64  # decode slots a worker
+    max_context_tokens: int = 4096  # prompt and completion
+    max_prefill_tokens: int = 8192  # prompt tokens computed between two decode steps
+    num_threads: int = 1
+    seed: int = "${seed}"  # type: ignore[assignment]
+    train_batch_groups: int = 32  # B: groups a training step
+    group_size: int = 8  # completions a prompt
+    max_staleness: int = 4  # eta; 0 is synchronous
+    over_bound: OverBound = OverBound.train
+    max_concurrent_groups: int = 256  # running groups, all workers together
+    store_bytes: int = 4 << 30  # limit of one worker's tensor store
+    group_timeout_s: float = 3600.0
+    reward_timeout_s: float = 30.0
+    num_reward_processes: int = 1  # a worker; killable
+    max_rejection_rate: float = 0.5  # over the last `rejection_window` groups; 1: never stop
+    rejection_window: int = 128
+
+
+@dataclass
+class SchedulerConfig:
+    """Where and how worker processes run."""
+
+    type: str = "local"
+    run_dir: str = "${run_dir}"
+    startup_timeout_s: float = 180.0
+    heartbeat_interval_s: float = 2.0
+    orphan_timeout_s: float = 20.0  # a worker that hears no controller for so long exits
+    shutdown_timeout_s: float = 10.0
+
+
+@dataclass
+class TransportConfig:
+    """The wire between processes."""
+
+    bind: str = "127.0.0.1"  # interface that workers listen on
+    chunk_bytes: int = 1 << 20
+    max_inflight_chunks: int = 8  # receiver credits a pull
+    call_timeout_s: float = 600.0  # deadline of a control call, a training step included
+    pull_timeout_s: float = 300.0
+
+
+@dataclass
+class EvaluationConfig:
+    every_steps: int = 0  # 0: only before and after training
+    num_prompts: int = 256
+    greedy: bool = True  # also evaluate at temperature 0 at the end
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 0  # 0: none but the final model
+    keep: int = 2
+
+
+@dataclass
+class GRPOConfig:
+    """A whole run."""
+
+    run_dir: str = MISSING
+    total_steps: int = MISSING  # training steps
+    seed: int = 0
+    resume: Resume = Resume.auto
+    overwrite: bool = False  # empty the run folder first
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    task: dict[str, Any] = field(default_factory=dict)  # the script's own settings

@@ -1,0 +1,1 @@
+"""Controllers: they decide, and move metadata; they never hold a tensor."""

@@ -1,0 +1,132 @@
+"""What a worker asks of an engine. No torch at run time: controllers read these types too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from areal_sc.config.schema import GenerationConfig
+    from areal_sc.transport.packed_rows import PackedRows
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer.
+
+    Attributes:
+        token_ids: [C] sampled tokens, the stop token included.
+        logprobs: [C] float, nats, under the distribution that was sampled from
+            (temperature, top-p and top-k applied).
+        versions: [C] policy version of the weights that sampled each token.
+        finish_reason: `stop`, `length` (max_new_tokens), `context` (the model's limit) or
+            `cancelled` (partial answer).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
+class GenerationEngine(Protocol):
+    """Embedded or remote generation. Coroutines run on the worker's event loop."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_context_tokens: int
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights that the next token is sampled from."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: GenerationConfig, *, prefix_group: str | None = None
+    ) -> Completion:
+        """Samples one completion. Cancelling the task frees the slot at once.
+
+        Args:
+            prefix_group: requests of one group share their prompt's prefill.
+        Raises: WorkflowError: the prompt leaves no room in the context.
+        """
+        ...
+
+    def cancel_group(self, prefix_group: str) -> None:
+        """Ends the group's running requests; each returns its partial answer as `cancelled`."""
+        ...
+
+    async def update_weights(
+        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Replaces weights between two decode steps; running requests go on, KV recomputed."""
+        ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since start: generated_tokens, prefill_tokens, recomputed_tokens, busy_s."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """One rank's part of one parameter.
+
+    The whole parameter, flattened, is the concatenation of all ranks' `values` in rank order.
+
+    Attributes:
+        name: parameter name in the Hugging Face model.
+        shape: shape of the whole parameter.
+        values: [n] this rank's flat part, in the dtype of publication.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: torch.Tensor
+
+
+class TrainEngine(Protocol):
+    """One rank of the trained model. Called from one thread; every rank gets the same calls."""
+
+    def initialize(self, rank: int, world_size: int, init_method: str) -> None: ...
+
+    def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
+        """[T] float32, nats: log-probability of each token given those before; 0 at row starts."""
+        ...
+
+    def ppo_update(
+        self, minibatches: Sequence[PackedRows], *, step: int, min_token_version: int | None
+    ) -> dict[str, float]: ...
+
+    def sft_update(self, rows: PackedRows, *, step: int) -> dict[str, float]: ...
+
+    def export_weights(self) -> Iterable[WeightShard]: ...
+
+    def save_hf(self, folder: Path) -> None: ...
+
+    def save_snapshot(self, folder: Path) -> None: ...
+
+    def load_snapshot(self, folder: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EngineHandle(Protocol):
+    """Torch-free stand-in for an engine in the user's script."""
+
+    config: Any
+
+    def build(self) -> Any:
+        """Imports the worker-side class and returns the engine itself."""
+        ...

@@ -1,0 +1,137 @@
+"""Every error that areal_sc raises on purpose, at a glance.
+
+    ArealError                    exit code 1
+    |- ConfigError                exit code 2   a setting is unknown, of the wrong type, or impossible
+    |- RunFolderError             exit code 3   the run folder is in use, finished, or cannot be resumed
+    |- MetadataError              exit code 4   metadata operations with arguments that do not fit
+    |- TransportError             exit code 4   talking to another process failed
+    |  |- RpcTimeout                            no reply before the call's deadline
+    |  |- PeerLost                              the other side is gone
+    |  |- IncarnationMismatch                   the call was meant for an earlier life of the worker
+    |  |- ProtocolError                         a frame that no correct peer sends
+    |  |- RemoteError                           the worker's method raised; carries the remote traceback
+    |  |- ShardGone                             the tensor store no longer holds the shard
+    |  `- StoreFull                             the tensor store has reached its byte limit
+    |- WorkerError                exit code 5   a worker process failed
+    |  |- WorkerStartError                      it did not come up
+    |  `- WorkerLost                            it died or stopped answering
+    |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
+    |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
+    |  |- RewardError                            a reward raised, gave no finite number, or timed out
+    |  `- TooManyRejections                     the share of rejected groups passed its limit
+    `- CheckpointError            exit code 8   a snapshot could not be written or read
+"""
+
+from __future__ import annotations
+
+
+class ArealError(Exception):
+    """Base of all errors raised on purpose; `exit_code` ends the process of a script."""
+
+    exit_code = 1
+
+
+class ConfigError(ArealError, ValueError):
+    """A setting is unknown, of the wrong type, or impossible together with another."""
+
+    exit_code = 2
+
+
+class RunFolderError(ArealError):
+    """The run folder is in use, already finished, or cannot be resumed."""
+
+    exit_code = 3
+
+
+class MetadataError(ArealError, ValueError):
+    """A metadata operation was given arguments that do not fit together."""
+
+    exit_code = 4
+
+
+class TransportError(ArealError):
+    """Talking to another process failed."""
+
+    exit_code = 4
+
+
+class RpcTimeout(TransportError, TimeoutError):
+    """No reply came before the call's deadline."""
+
+
+class PeerLost(TransportError):
+    """The other side closed, died or cannot be reached."""
+
+
+class IncarnationMismatch(TransportError):
+    """The call named an incarnation of the worker that is not the one running."""
+
+
+class ProtocolError(TransportError):
+    """A frame was malformed, oversized or of another protocol version."""
+
+
+class RemoteError(TransportError):
+    """The called method raised in the other process.
+
+    Attributes:
+        error_type: class name of the remote exception.
+        remote_traceback: formatted traceback of the other process.
+        remote_exit_code: `exit_code` of the remote exception (1 when it is not an ArealError).
+    """
+
+    def __init__(
+        self, message: str, *, error_type: str, remote_traceback: str, remote_exit_code: int = 1
+    ) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.remote_traceback = remote_traceback
+        self.exit_code = remote_exit_code
+
+
+class ShardGone(TransportError):
+    """The tensor store no longer holds the shard."""
+
+
+class StoreFull(TransportError):
+    """The tensor store has reached its byte limit."""
+
+
+class WorkerError(ArealError):
+    """A worker process failed."""
+
+    exit_code = 5
+
+
+class WorkerStartError(WorkerError):
+    """A worker process did not come up."""
+
+
+class WorkerLost(WorkerError):
+    """A worker process died or stopped answering."""
+
+
+class ModelError(ArealError):
+    """A model folder or checkpoint cannot be used."""
+
+    exit_code = 6
+
+
+class WorkflowError(ArealError):
+    """The user's workflow, reward or dataset cannot be used."""
+
+    exit_code = 7
+
+
+class RewardError(WorkflowError):
+    """A reward function raised, returned no finite number, or passed its time limit."""
+
+
+class TooManyRejections(WorkflowError):
+    """The share of rejected groups passed `rollout.max_rejection_rate`."""
+
+
+class CheckpointError(ArealError):
+    """A snapshot could not be written or read."""
+
+    exit_code = 8

@@ -1,0 +1,1 @@
+"""The wire: RPC between processes, the tensor store of each worker, lazy pull between stores."""

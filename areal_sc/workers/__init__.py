@@ -1,0 +1,1 @@
+"""Worker processes: entry point, train worker, rollout worker."""

@@ -1,0 +1,1 @@
+"""Episodes: the protocol, shipped workflows, and rewards in killable processes."""

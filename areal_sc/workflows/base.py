@@ -1,0 +1,88 @@
+"""The protocol between a user's episode and the worker that runs it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
+from areal_sc.workflows.reference import Referable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RewardFunction = Callable[..., float | Awaitable[float]]
+"""reward(prompt: dict, completion: str) -> float; sync (run in a killable process) or async."""
+
+
+@dataclass
+class Trajectory:
+    """One episode, token by token.
+
+    Attributes:
+        input_ids: [T] prompt and completion tokens, over all turns.
+        loss_mask: [T] True on tokens that the policy sampled and that are trained.
+        behavior_logprobs: [T] nats; 0 where `loss_mask` is False.
+        versions: [T] policy version that sampled the token; -1 where `loss_mask` is False.
+        reward: scalar, finite.
+        metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
+    """
+
+    input_ids: Sequence[int]
+    loss_mask: Sequence[bool]
+    behavior_logprobs: Sequence[float]
+    versions: Sequence[int]
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class EpisodeEngine(Protocol):
+    """What an episode can do; given to it by the worker."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_context_tokens: int
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+    ) -> Completion:
+        """Samples one completion; None samples as the run's `generation` section says.
+
+        During an evaluation the worker replaces the temperature by that of the evaluation.
+        Raises: WorkflowError: the prompt leaves no room in the context.
+        """
+        ...
+
+    async def score(self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str) -> float:
+        """Runs the reward: an async one on the event loop, a sync one in a killable process.
+
+        Raises: RewardError: it raised, returned no finite number, or passed its time limit.
+        """
+        ...
+
+
+class Workflow(Referable):
+    """Base class of episodes. Subclasses are recorded by import path and constructor arguments."""
+
+    async def run_episode(
+        self, prompt: dict[str, Any], engine: EpisodeEngine
+    ) -> Trajectory | None:
+        """Plays one episode; called `group_size` times a prompt, concurrently.
+
+        Returns: the trajectory, or None to reject it.
+        """
+        raise NotImplementedError
+
+
+class Prompts(Referable):
+    """Base class of datasets that a script gives by reference; workers read the rows.
+
+    `len()` is the number of prompts; one epoch is a seeded permutation of it.
+    """
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise NotImplementedError
