@@ -1,0 +1,59 @@
+"""areal_sc: asynchronous reinforcement learning of language models from one Python script.
+
+The names below are resolved when they are first used, so that importing the package costs nothing
+and never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_sc.config.loader import load_config as load_config
+    from areal_sc.config.schema import GRPOConfig as GRPOConfig
+    from areal_sc.controller.control_loop import start as start
+    from areal_sc.controller.rollout import RolloutController as RolloutController
+    from areal_sc.controller.train import TrainController as TrainController
+    from areal_sc.engines.handles import FSDPPPOActor as FSDPPPOActor
+    from areal_sc.engines.handles import FSDPSFTActor as FSDPSFTActor
+    from areal_sc.engines.handles import LocalGenerator as LocalGenerator
+    from areal_sc.schedulers.base import make_scheduler as make_scheduler
+    from areal_sc.trainer.failure import run_script as run_script
+    from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from areal_sc.workflows.base import Prompts as Prompts
+    from areal_sc.workflows.base import Trajectory as Trajectory
+    from areal_sc.workflows.base import Workflow as Workflow
+    from areal_sc.workflows.prompts import JsonlPrompts as JsonlPrompts
+    from areal_sc.workflows.single_turn import SingleTurnWorkflow as SingleTurnWorkflow
+
+_HOMES = {
+    "FSDPPPOActor": "areal_sc.engines.handles",
+    "FSDPSFTActor": "areal_sc.engines.handles",
+    "GRPOConfig": "areal_sc.config.schema",
+    "JsonlPrompts": "areal_sc.workflows.prompts",
+    "LocalGenerator": "areal_sc.engines.handles",
+    "PPOTrainer": "areal_sc.trainer.ppo_trainer",
+    "Prompts": "areal_sc.workflows.base",
+    "RolloutController": "areal_sc.controller.rollout",
+    "SingleTurnWorkflow": "areal_sc.workflows.single_turn",
+    "TrainController": "areal_sc.controller.train",
+    "Trajectory": "areal_sc.workflows.base",
+    "Workflow": "areal_sc.workflows.base",
+    "load_config": "areal_sc.config.loader",
+    "make_scheduler": "areal_sc.schedulers.base",
+    "run_script": "areal_sc.trainer.failure",
+    "start": "areal_sc.controller.control_loop",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -19,10 +19,13 @@
     |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
     |  |- RewardError                            a reward raised, gave no finite number, or timed out
     |  `- TooManyRejections                     the share of rejected groups passed its limit
-    `- CheckpointError            exit code 8   a snapshot could not be written or read
+    |- CheckpointError            exit code 8   a snapshot could not be written or read
+    `- LedgerError                exit code 1   a group was asked for a change that it cannot make
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class ArealError(Exception):
@@ -98,9 +101,21 @@ class StoreFull(TransportError):
 
 
 class WorkerError(ArealError):
-    """A worker process failed."""
+    """A worker process failed.
+
+    Attributes:
+        log_path: the worker's log, or None.
+        log_tail: its last lines.
+    """
 
     exit_code = 5
+
+    def __init__(
+        self, message: str, *, log_path: str | None = None, log_tail: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.log_path = log_path
+        self.log_tail = tuple(log_tail)
 
 
 class WorkerStartError(WorkerError):
@@ -135,3 +150,7 @@ class CheckpointError(ArealError):
     """A snapshot could not be written or read."""
 
     exit_code = 8
+
+
+class LedgerError(ArealError):
+    """A group was asked for a change of state that it cannot make."""

@@ -25,6 +25,25 @@ Wire = list[Any]
 """msgpack-able positional lists: the compact form that travels on the controllers' sockets."""
 
 
+TRAJECTORY_FIELDS: Mapping[str, str] = {
+    "input_ids": "int32",
+    "loss_mask": "bool",
+    "behavior_logprobs": "float32",
+    "versions": "int32",
+}
+"""The fields, and their dtypes, of a generated trajectory; each has one value a token."""
+
+TRAJECTORY_BYTES_PER_TOKEN = 13
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReference:
+    """Sealed weights of one policy version: (node_id, node_addr, shard_id) of each rank's part."""
+
+    version: int
+    shards: tuple[tuple[str, str, str], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class PromptReference:
     """A prompt by name: row `index` of registered dataset `dataset`, sampled with `seed`."""
@@ -117,6 +136,7 @@ class BatchMetadata:
         total_batch_size: number of rows.
         shards: pieces; for each field they cover every row exactly once.
         rows: per-row metadata, length `total_batch_size`.
+        min_token_version: tokens sampled by an earlier version are not trained; None trains all.
     """
 
     batch_id: str
@@ -124,6 +144,7 @@ class BatchMetadata:
     total_batch_size: int
     shards: tuple[ShardMetadata, ...]
     rows: tuple[RowMetadata, ...]
+    min_token_version: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.total_batch_size:
@@ -304,6 +325,7 @@ class BatchMetadata:
                 [row.advantage for row in self.rows],
             ],
             _shards_to_wire(self.shards),
+            self.min_token_version,
         ]
 
     @classmethod
@@ -313,7 +335,7 @@ class BatchMetadata:
         Raises: MetadataError: the list does not have the form that `to_wire` gives.
         """
         try:
-            batch_id, global_step, columns, shards = wire
+            batch_id, global_step, columns, shards, min_token_version = wire
             rows = tuple(
                 RowMetadata(
                     int(group_id),
@@ -329,7 +351,12 @@ class BatchMetadata:
                 )
             )
             return cls(
-                str(batch_id), int(global_step), len(rows), tuple(_shards_from_wire(shards, len(rows))), rows
+                str(batch_id),
+                int(global_step),
+                len(rows),
+                tuple(_shards_from_wire(shards, len(rows))),
+                rows,
+                None if min_token_version is None else int(min_token_version),
             )
         except (TypeError, ValueError, KeyError, IndexError) as error:
             if isinstance(error, MetadataError):
@@ -338,7 +365,11 @@ class BatchMetadata:
 
 
 def concat(
-    batches: Sequence[BatchMetadata], *, batch_id: str, global_step: int
+    batches: Sequence[BatchMetadata],
+    *,
+    batch_id: str,
+    global_step: int,
+    min_token_version: int | None = None,
 ) -> BatchMetadata:
     """The rows of all batches, one after the other.
 
@@ -358,7 +389,9 @@ def concat(
     for batch in filled:
         shards += [replace(shard, offset=shard.offset + len(rows)) for shard in batch.shards]
         rows += batch.rows
-    return BatchMetadata(batch_id, global_step, len(rows), tuple(shards), tuple(rows))
+    return BatchMetadata(
+        batch_id, global_step, len(rows), tuple(shards), tuple(rows), min_token_version
+    )
 
 
 def _identity(row: RowMetadata) -> tuple[int, int, int]:

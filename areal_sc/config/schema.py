@@ -106,6 +106,7 @@ class ActorConfig:
     """The trained policy: model, parallelism, memory, optimizer."""
 
     path: str = MISSING  # Hugging Face model folder
+    random_init: bool = False  # config.json and tokenizer only; weights drawn from `seed`
     num_workers: int = 1  # FSDP ranks, one process each
     device: Device = Device.auto
     dtype: Dtype = Dtype.float32  # of parameters in computation; optimizer state is float32
@@ -113,6 +114,7 @@ class ActorConfig:
     activation_checkpointing: bool = False
     logprob_chunk_tokens: int = 1024  # tokens whose logits exist at one time
     num_threads: int = 1  # CPU threads a rank
+    store_bytes: int = 4 << 30  # limit of one rank's tensor store
     seed: int = "${seed}"  # type: ignore[assignment]
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
@@ -123,6 +125,7 @@ class RolloutConfig:
     """Generation: engines, admission, staleness, limits."""
 
     path: str = "${actor.path}"
+    generation: GenerationConfig = "${generation}"  # type: ignore[assignment]
     num_workers: int = 1
     device: Device = Device.auto
     dtype: Dtype = "${actor.dtype}"  # type: ignore[assignment]
@@ -145,18 +148,6 @@ class RolloutConfig:
 
 
 @dataclass
-class SchedulerConfig:
-    """Where and how worker processes run."""
-
-    type: str = "local"
-    run_dir: str = "${run_dir}"
-    startup_timeout_s: float = 180.0
-    heartbeat_interval_s: float = 2.0
-    orphan_timeout_s: float = 20.0  # a worker that hears no controller for so long exits
-    shutdown_timeout_s: float = 10.0
-
-
-@dataclass
 class TransportConfig:
     """The wire between processes."""
 
@@ -165,6 +156,19 @@ class TransportConfig:
     max_inflight_chunks: int = 8  # receiver credits a pull
     call_timeout_s: float = 600.0  # deadline of a control call, a training step included
     pull_timeout_s: float = 300.0
+
+
+@dataclass
+class SchedulerConfig:
+    """Where and how worker processes run."""
+
+    type: str = "local"
+    run_dir: str = "${run_dir}"
+    transport: TransportConfig = "${transport}"  # type: ignore[assignment]
+    startup_timeout_s: float = 180.0
+    heartbeat_interval_s: float = 2.0
+    orphan_timeout_s: float = 20.0  # a worker that hears no controller for so long exits
+    shutdown_timeout_s: float = 10.0
 
 
 @dataclass
@@ -189,6 +193,7 @@ class GRPOConfig:
     seed: int = 0
     resume: Resume = Resume.auto
     overwrite: bool = False  # empty the run folder first
+    dry_run: bool = False  # check placement and memory, say what would be started, and end
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -1,0 +1,27 @@
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/installed
+
+.PHONY: quickstart test lint install clean
+
+quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
+	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
+		run_dir=runs/quickstart task.warm_start.rebuild=true --overwrite $(ARGS)
+
+test: lint  ## everything that has to be green
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,178 @@
+"""Log-probabilities and entropies from hidden states, without the logits of all tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+def chunked_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy.
+
+    At most `chunk_tokens` rows of logits exist at one time; the backward pass computes them
+    again, chunk by chunk. Logits and sums are float32, also for bfloat16 inputs (float64 stays).
+
+    Args:
+        hidden: [N, H] final hidden states.
+        weight: [V, H] of the output layer.
+        targets: [N] int64, the token whose probability is asked at each position.
+        temperature: > 0, divides the logits.
+        chunk_tokens: >= 1.
+    Returns: logprobs [N] in nats, differentiable in `hidden` and `weight`; entropy [N] in nats,
+        without gradient.
+    Raises: ValueError: shapes do not fit, or the temperature is not positive.
+    """
+    _check(hidden, targets, temperature, chunk_tokens)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}")
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens)
+    return logprobs, entropy
+
+
+def logprobs_of_logits_function(
+    hidden: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `chunked_logprobs`, for an output layer with a bias, or any other function.
+
+    Args:
+        logits_of: [n, H] -> [n, V], row by row independent; differentiable.
+    """
+    _check(hidden, targets, temperature, chunk_tokens)
+
+    def of_chunk(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return logprobs_of_logits(logits_of(chunk), chunk_targets, temperature=temperature)
+
+    pieces = [
+        checkpoint(of_chunk, chunk, chunk_targets, use_reentrant=False, preserve_rng_state=False)
+        for chunk, chunk_targets in zip(
+            hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
+        )
+    ]
+    return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
+
+
+def logprobs_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, *, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from full logits [N, V]."""
+    scaled = _at_least_float32(logits) / temperature
+    logprobs = scaled.log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def _check(
+    hidden: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_tokens: int
+) -> None:
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"expected hidden [N, H] and targets [N], got {tuple(hidden.shape)} and "
+            f"{tuple(targets.shape)}"
+        )
+    if not temperature > 0 or chunk_tokens < 1:
+        raise ValueError(f"temperature={temperature} and chunk_tokens={chunk_tokens} must be > 0")
+
+
+def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[n, V] at least float32, accumulated in float32 whatever the inputs are."""
+    if hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
+        # tensor cores, without rounding the result to bfloat16
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return _at_least_float32(hidden) @ _at_least_float32(weight).t()
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Keeps the inputs and the log-sum-exp [N]; with one chunk also its probabilities [N, V]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        num_tokens = len(targets)
+        logprobs = hidden.new_empty(num_tokens, dtype=dtype)
+        entropy = hidden.new_empty(num_tokens, dtype=dtype)
+        normalizer = hidden.new_empty(num_tokens, dtype=dtype)
+        probabilities = None
+        for start in range(0, num_tokens, chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = _logits(hidden[part], weight)
+            if temperature != 1.0:
+                logits.div_(temperature)
+            normalizer[part] = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizer[part]
+            probabilities = (logits - normalizer[part, None]).exp_()
+            # H = lse - E[logit]; einsum keeps the product of the two from being stored
+            entropy[part] = normalizer[part] - torch.einsum("nv,nv->n", probabilities, logits)
+        keep = probabilities if num_tokens <= chunk_tokens else None
+        ctx.save_for_backward(hidden, weight, targets, normalizer, keep)
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logprobs: torch.Tensor, _grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        hidden, weight, targets, normalizer, kept = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        dtype = normalizer.dtype
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        for start in range(0, len(targets), ctx.chunk_tokens):
+            part = slice(start, start + ctx.chunk_tokens)
+            if kept is None:
+                logits = _logits(hidden[part], weight)
+                if ctx.temperature != 1.0:
+                    logits.div_(ctx.temperature)
+                probabilities = logits.sub_(normalizer[part, None]).exp_()
+            else:
+                probabilities = kept.clone()
+            # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
+            scale = (grad_logprobs[part] / ctx.temperature)[:, None]
+            grad_logits = probabilities.mul_(-scale)
+            grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
+            if grad_hidden is not None:
+                grad_hidden[part] = _product(grad_logits, weight)
+            if grad_weight is not None:
+                grad_weight += _product(grad_logits.t(), hidden[part])
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Gradient times weight or hidden; on CUDA bfloat16 goes through the tensor cores."""
+    if other.is_cuda and other.dtype == torch.bfloat16:
+        return torch.mm(grad_logits.bfloat16(), other, out_dtype=torch.float32)
+    return grad_logits @ other.to(grad_logits.dtype)

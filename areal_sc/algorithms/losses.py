@@ -1,0 +1,116 @@
+"""Losses over packed tokens. Sums over micro-batches and ranks give the loss of the minibatch."""
+
+from __future__ import annotations
+
+import torch
+
+Metrics = dict[str, torch.Tensor]
+"""Scalar sums over trained tokens, without gradient; they add up over micro-batches and ranks."""
+
+
+def decoupled_ppo_loss(
+    logprobs: torch.Tensor,
+    proximal_logprobs: torch.Tensor,
+    behavior_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    behavior_weight_cap: float | None,
+    num_loss_tokens: float,
+) -> tuple[torch.Tensor, Metrics]:
+    """Token-mean PPO loss whose trust region is centred on a proximal policy.
+
+    L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / num_loss_tokens,
+    r = pi_theta / pi_prox, w = pi_prox / pi_behav (no gradient).
+    Source: AReaL, arXiv:2505.24298, eq. 5.
+
+    Args:
+        logprobs: [T] nats, requires grad.
+        proximal_logprobs: [T] nats, of the policy at the start of the training step.
+        behavior_logprobs: [T] nats, of the policy that sampled the token.
+        advantages: [T].
+        loss_mask: [T] bool, True on trained tokens. The others may hold anything, NaN included.
+        clip_low, clip_high: how far r may fall below and rise above 1 before the gain is cut.
+        behavior_weight_cap: tokens with w above it leave the numerator, not the denominator;
+            None for no cap.
+        num_loss_tokens: trained tokens of the minibatch over all ranks and micro-batches, > 0.
+    Returns: scalar loss, and sums over this call's trained tokens: `num_tokens`, `num_clipped`
+        (the clipped branch is the smaller one), `num_capped`, `sum_ratio`,
+        `sum_behavior_weight` (before the cap), `sum_abs_advantage`,
+        `sum_proximal_kl` and `sum_behavior_kl` (the k3 estimates of KL(pi_prox || pi_theta) and
+        KL(pi_behav || pi_prox), up to the sampling distribution).
+    Raises: ValueError: shapes differ, or num_loss_tokens <= 0.
+    """
+    _check_shapes(
+        logprobs=logprobs,
+        proximal_logprobs=proximal_logprobs,
+        behavior_logprobs=behavior_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+    )
+    _check_denominator(num_loss_tokens)
+    # Selecting, rather than multiplying by the mask, keeps NaN and inf out of both directions.
+    mask = loss_mask.bool()
+    trained = logprobs[mask]
+    proximal = proximal_logprobs[mask].detach().to(trained.dtype)
+    behavior = behavior_logprobs[mask].detach().to(trained.dtype)
+    advantage = advantages[mask].detach().to(trained.dtype)
+
+    log_ratio = trained - proximal
+    ratio = log_ratio.exp()
+    log_weight = proximal - behavior
+    weight = log_weight.exp()
+    unclipped = ratio * advantage
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
+    gain = weight * torch.minimum(unclipped, clipped)
+    is_capped = torch.zeros_like(weight, dtype=torch.bool)
+    if behavior_weight_cap is not None:
+        # ~(w <= cap) also catches a weight that is not a number; its gain is replaced, not scaled
+        is_capped = ~(weight <= behavior_weight_cap)
+        gain = torch.where(is_capped, torch.zeros_like(gain), gain)
+    loss = -gain.sum() / num_loss_tokens
+    with torch.no_grad():
+        metrics = {
+            "num_tokens": mask.sum(),
+            "num_clipped": (clipped < unclipped).sum(),
+            "num_capped": is_capped.sum(),
+            "sum_ratio": ratio.sum(),
+            "sum_behavior_weight": weight.sum(),
+            "sum_abs_advantage": advantage.abs().sum(),
+            "sum_proximal_kl": (ratio - 1 - log_ratio).sum(),
+            "sum_behavior_kl": (weight - 1 - log_weight).sum(),
+        }
+    return loss, {name: value.detach().float() for name, value in metrics.items()}
+
+
+def sft_loss(
+    logprobs: torch.Tensor, loss_mask: torch.Tensor, *, num_loss_tokens: float
+) -> tuple[torch.Tensor, Metrics]:
+    """Token-mean cross entropy: -sum_t logprobs_t / num_loss_tokens over the masked-in tokens.
+
+    Args:
+        logprobs: [T] nats, requires grad.
+        loss_mask: [T] bool, True on trained tokens. The others may hold anything.
+        num_loss_tokens: trained tokens of the batch over all ranks and micro-batches, > 0.
+    Returns: scalar loss, and the sums `num_tokens` and `sum_logprob`.
+    Raises: ValueError: shapes differ, or num_loss_tokens <= 0.
+    """
+    _check_shapes(logprobs=logprobs, loss_mask=loss_mask)
+    _check_denominator(num_loss_tokens)
+    total = logprobs[loss_mask.bool()].sum()
+    metrics = {"num_tokens": loss_mask.sum().float(), "sum_logprob": total.detach().float()}
+    return -total / num_loss_tokens, metrics
+
+
+def _check_shapes(**tensors: torch.Tensor) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"expected one shape [T] for all, got {listed}")
+
+
+def _check_denominator(num_loss_tokens: float) -> None:
+    if not num_loss_tokens > 0:
+        raise ValueError(f"num_loss_tokens must be > 0, got {num_loss_tokens}")

@@ -1,0 +1,97 @@
+"""The command line of a script: `python script.py --config x.yaml key=value ...`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from areal_sc.errors import ConfigError
+
+_EXAMPLES = """\
+examples:
+  %(prog)s --config x.yaml                                 run it
+  %(prog)s --config x.yaml total_steps=10 rollout.max_staleness=0
+  %(prog)s --config x.yaml --print-config                  show every setting
+  %(prog)s --config x.yaml --dry-run                       show what would be started
+
+A YAML may build on others of its folder by a list at its top, `defaults: [base]`; what it sets
+itself wins, and key=value wins over both. A key that the YAML's free-form `task` section does not
+have yet is added by +task.key=value. Relative paths, in the YAML too, are relative to the current
+directory.
+"""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A parsed command line.
+
+    Attributes:
+        config_path: the YAML file, as given.
+        overrides: `key=value` in hydra's grammar, those that flags stand for included, last.
+        print_config: show the resolved settings and end.
+    """
+
+    config_path: Path
+    overrides: tuple[str, ...]
+    print_config: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"command line: {message}; {self.prog} --help shows what is possible")
+
+
+def parse_arguments(argv: Sequence[str], settings: str = "") -> Arguments:
+    """Splits a command line, without the program's name, into its parts.
+
+    Args:
+        settings: text about the settings, shown at the end of `--help`.
+    Raises:
+        ConfigError: no `--config`, an unknown flag, or a value that is not `key=value`.
+        SystemExit: `--help`, after it has been shown.
+    """
+    parser = _Parser(
+        usage="%(prog)s --config FILE.yaml [flags] [key=value ...]",
+        epilog=_EXAMPLES + settings.replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", type=Path, help="the settings of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces one setting")
+    parser.add_argument("--print-config", action="store_true", help="show every setting and end")
+    parser.add_argument(
+        "--dry-run",
+        dest="flag_overrides",
+        action="append_const",
+        const="dry_run=true",
+        help="check placement and memory, show what would be started, and end",
+    )
+    parser.add_argument(
+        "--overwrite",
+        dest="flag_overrides",
+        action="append_const",
+        const="overwrite=true",
+        help="empty the run folder first (overwrite=true)",
+    )
+    parser.add_argument(
+        "--resume",
+        dest="flag_overrides",
+        action="append_const",
+        const="resume=must",
+        help="go on with the run in run_dir, or fail if there is none (resume=must)",
+    )
+    parsed = parser.parse_intermixed_args(list(argv))
+    for override in parsed.overrides:
+        if "=" not in override and not override.startswith("~"):
+            hint = f"; did you mean --config {override}?" if override.endswith(".yaml") else ""
+            raise ConfigError(f"command line: expected key=value, got {override!r}{hint}")
+    if parsed.config is None:
+        raise ConfigError("command line: no settings given; name a YAML file by --config FILE.yaml")
+    return Arguments(
+        config_path=parsed.config,
+        overrides=(*parsed.overrides, *(parsed.flag_overrides or ())),
+        print_config=parsed.print_config,
+    )

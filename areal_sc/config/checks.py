@@ -1,0 +1,357 @@
+"""What each setting may be, which settings go together, and which have no effect.
+
+Everything here is cheap and needs no worker: it runs before any is started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from areal_sc.config.keys import value_at
+from areal_sc.config.machine import count_cuda_devices
+from areal_sc.config.model_folder import read_model_shape
+from areal_sc.config.schema import (
+    ClipCenter,
+    Device,
+    GRPOConfig,
+    LrSchedule,
+    NormScope,
+    OverBound,
+    Resume,
+)
+from areal_sc.errors import ConfigError
+from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN
+
+MIN_HEARTBEATS_TO_ORPHAN = 2
+"""Heartbeats that must be missing before a worker gives its controller up."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; an open end is not itself allowed."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    infinite: bool = False  # infinity is allowed
+
+    def __contains__(self, value: float) -> bool:
+        if math.isnan(value) or (math.isinf(value) and not self.infinite):
+            return False
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        if math.isinf(self.high):
+            return low
+        return f"{low} and {'below' if self.high_open else 'at most'} {self.high:g}"
+
+
+COUNT = Range(low=1)
+NOT_NEGATIVE = Range(low=0)
+POSITIVE = Range(low=0, low_open=True)
+SHARE = Range(low=0, high=1)
+DECAY = Range(low=0, high=1, high_open=True)
+
+RANGES: dict[str, Range] = {
+    "total_steps": COUNT,
+    "seed": NOT_NEGATIVE,
+    "generation.max_new_tokens": COUNT,
+    "generation.temperature": NOT_NEGATIVE,
+    "generation.top_p": Range(low=0, high=1, low_open=True),
+    "generation.top_k": NOT_NEGATIVE,
+    "actor.num_workers": COUNT,
+    "actor.max_tokens_per_micro_batch": COUNT,
+    "actor.logprob_chunk_tokens": COUNT,
+    "actor.num_threads": COUNT,
+    "actor.store_bytes": COUNT,
+    "actor.seed": NOT_NEGATIVE,
+    "actor.optimizer.lr": NOT_NEGATIVE,
+    "actor.optimizer.beta1": DECAY,
+    "actor.optimizer.beta2": DECAY,
+    "actor.optimizer.eps": POSITIVE,
+    "actor.optimizer.weight_decay": NOT_NEGATIVE,
+    "actor.optimizer.max_grad_norm": NOT_NEGATIVE,
+    "actor.optimizer.warmup_steps": NOT_NEGATIVE,
+    "actor.optimizer.min_lr_ratio": SHARE,
+    "actor.optimizer.total_steps": COUNT,
+    "actor.ppo.num_minibatches": COUNT,
+    "actor.ppo.clip_low": Range(low=0, high=1, low_open=True),
+    "actor.ppo.clip_high": POSITIVE,
+    "actor.ppo.behavior_weight_cap": Range(low=0, low_open=True, infinite=True),
+    "actor.ppo.advantage_eps": POSITIVE,
+    "actor.ppo.temperature": POSITIVE,
+    "rollout.num_workers": COUNT,
+    "rollout.max_running_sequences": COUNT,
+    "rollout.max_context_tokens": Range(low=2),
+    "rollout.max_prefill_tokens": COUNT,
+    "rollout.num_threads": COUNT,
+    "rollout.seed": NOT_NEGATIVE,
+    "rollout.train_batch_groups": COUNT,
+    "rollout.group_size": COUNT,
+    "rollout.max_staleness": NOT_NEGATIVE,
+    "rollout.max_concurrent_groups": COUNT,
+    "rollout.store_bytes": COUNT,
+    "rollout.group_timeout_s": POSITIVE,
+    "rollout.reward_timeout_s": POSITIVE,
+    "rollout.num_reward_processes": COUNT,
+    "rollout.max_rejection_rate": Range(low=0, high=1, low_open=True),
+    "rollout.rejection_window": COUNT,
+    "scheduler.startup_timeout_s": POSITIVE,
+    "scheduler.heartbeat_interval_s": POSITIVE,
+    "scheduler.orphan_timeout_s": POSITIVE,
+    "scheduler.shutdown_timeout_s": POSITIVE,
+    "transport.chunk_bytes": Range(low=1024),
+    "transport.max_inflight_chunks": COUNT,
+    "transport.call_timeout_s": POSITIVE,
+    "transport.pull_timeout_s": POSITIVE,
+    "evaluation.every_steps": NOT_NEGATIVE,
+    "evaluation.num_prompts": COUNT,
+    "checkpoint.every_steps": NOT_NEGATIVE,
+    "checkpoint.keep": COUNT,
+}
+
+
+def check_config(
+    config: GRPOConfig, count_devices: Callable[[], int] = count_cuda_devices
+) -> list[str]:
+    """Checks every setting and what goes together.
+
+    Args:
+        count_devices: number of CUDA devices of this machine; asked only when it matters.
+    Returns: warnings: settings without effect, and settings that are allowed but seldom meant.
+    Raises:
+        ConfigError: names the setting, its value, and what is allowed.
+        ModelError: the folder at `actor.path` exists and cannot be read.
+    """
+    for key, allowed in RANGES.items():
+        value = value_at(config, key)
+        if isinstance(value, str):
+            raise ConfigError(
+                f"{key}: {value!r} is not replaced by its value yet; "
+                "pass a configuration built in Python through resolve() first"
+            )
+        if value not in allowed:
+            raise ConfigError(f"{key}: expected {_kind(value)} {allowed}, got {value}")
+    _check_lists_and_names(config)
+    _check_batch(config)
+    _check_lengths(config)
+    _check_model_context(config)
+    _check_store(config)
+    _check_times(config)
+    _check_devices(config, count_devices)
+    return [*_distribution_warnings(config), *_effect_warnings(config), *_rank_warnings(config)]
+
+
+def resolved_device(device: Device, num_cuda_devices: int) -> Device:
+    """`auto` is CUDA where there is a device, else the CPU."""
+    if device is not Device.auto:
+        return device
+    return Device.cuda if num_cuda_devices else Device.cpu
+
+
+def _kind(value: float) -> str:
+    return "a number" if isinstance(value, float) else "an integer"
+
+
+def _check_lists_and_names(config: GRPOConfig) -> None:
+    for key in ("run_dir", "actor.path", "rollout.path", "transport.bind"):
+        if not value_at(config, key):
+            raise ConfigError(f"{key}: expected a name, got an empty one")
+    for token in config.generation.stop_token_ids:
+        if token < 0:
+            raise ConfigError(
+                f"generation.stop_token_ids: expected token ids of at least 0, got {token}"
+            )
+    if config.scheduler.type == "slurm":
+        raise ConfigError("scheduler.type: slurm is not available yet; use local")
+    if config.scheduler.type != "local":
+        raise ConfigError(f"scheduler.type: expected local, got {config.scheduler.type!r}")
+    if config.overwrite and config.resume is Resume.must:
+        raise ConfigError(
+            "resume: must needs the run that overwrite=true would delete; give one of them"
+        )
+
+
+def _check_batch(config: GRPOConfig) -> None:
+    rollout, ppo = config.rollout, config.actor.ppo
+    num_rows = rollout.train_batch_groups * rollout.group_size
+    if ppo.num_minibatches > num_rows:
+        raise ConfigError(
+            f"actor.ppo.num_minibatches: expected at most {num_rows} "
+            "(rollout.train_batch_groups * rollout.group_size, the rows of a step), "
+            f"got {ppo.num_minibatches}"
+        )
+    for key in ("advantage_mean", "advantage_std"):
+        scope = value_at(ppo, key)
+        size = {NormScope.group: rollout.group_size, NormScope.batch: num_rows}.get(scope, 2)
+        if size < 2:
+            raise ConfigError(
+                f"rollout.group_size: expected at least 2 with actor.ppo.{key}={scope} "
+                f"(one answer alone has no better or worse), got {rollout.group_size}"
+            )
+
+
+def _check_lengths(config: GRPOConfig) -> None:
+    context = config.rollout.max_context_tokens
+    if config.generation.max_new_tokens >= context:
+        raise ConfigError(
+            f"generation.max_new_tokens: expected less than rollout.max_context_tokens={context}, "
+            f"which is prompt and answer, got {config.generation.max_new_tokens}"
+        )
+    if config.actor.max_tokens_per_micro_batch < context:
+        raise ConfigError(
+            f"actor.max_tokens_per_micro_batch: expected at least "
+            f"rollout.max_context_tokens={context}, the longest row, "
+            f"got {config.actor.max_tokens_per_micro_batch}"
+        )
+
+
+def _check_model_context(config: GRPOConfig) -> None:
+    for path in dict.fromkeys((config.actor.path, config.rollout.path)):
+        shape = read_model_shape(path)
+        limit = shape.max_context_tokens if shape else None
+        if limit is not None and config.rollout.max_context_tokens > limit:
+            raise ConfigError(
+                f"rollout.max_context_tokens: expected at most {limit} "
+                f"(the context of the model in {path}), got {config.rollout.max_context_tokens}"
+            )
+
+
+def _check_store(config: GRPOConfig) -> None:
+    rollout = config.rollout
+    group_bytes = rollout.group_size * rollout.max_context_tokens * TRAJECTORY_BYTES_PER_TOKEN
+    # a group lies whole in one store
+    groups_per_worker = -(-rollout.train_batch_groups // rollout.num_workers)
+    if rollout.store_bytes < groups_per_worker * group_bytes:
+        raise ConfigError(
+            f"rollout.store_bytes: expected at least {groups_per_worker * group_bytes} "
+            f"({groups_per_worker} groups a worker make a batch; a group takes up to "
+            f"rollout.group_size * rollout.max_context_tokens * {TRAJECTORY_BYTES_PER_TOKEN} bytes "
+            f"= {group_bytes}), got {rollout.store_bytes}"
+        )
+
+
+def _check_times(config: GRPOConfig) -> None:
+    scheduler = config.scheduler
+    least = MIN_HEARTBEATS_TO_ORPHAN * scheduler.heartbeat_interval_s
+    if scheduler.orphan_timeout_s < least:
+        raise ConfigError(
+            f"scheduler.orphan_timeout_s: expected at least {least:g} "
+            f"({MIN_HEARTBEATS_TO_ORPHAN} heartbeats of scheduler.heartbeat_interval_s), "
+            f"got {scheduler.orphan_timeout_s:g}"
+        )
+
+
+def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> None:
+    roles = [
+        ("actor", config.actor.device, config.actor.num_workers),
+        ("rollout", config.rollout.device, config.rollout.num_workers),
+    ]
+    if all(device is Device.cpu for _, device, _ in roles):
+        return
+    num_devices = count_devices()
+    for role, device, num_workers in roles:
+        if resolved_device(device, num_devices) is Device.cpu:
+            continue
+        if num_workers > num_devices:
+            raise ConfigError(
+                f"{role}.num_workers: expected at most {num_devices} with "
+                f"{role}.device={device} (the CUDA devices of this machine), got "
+                f"{num_workers}; {role}.device=cpu needs none"
+            )
+
+
+def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Settings by which the trained distribution is not the one that was sampled from."""
+    generation, ppo = config.generation, config.actor.ppo
+    if ppo.temperature != generation.temperature:
+        yield (
+            f"actor.ppo.temperature={ppo.temperature:g} differs from "
+            f"generation.temperature={generation.temperature:g}: "
+            "the trained distribution is not the sampled one"
+        )
+    if generation.top_p < 1:
+        yield (
+            f"generation.top_p={generation.top_p:g} cuts the sampled distribution, "
+            "the trainer's is over the whole vocabulary"
+        )
+    if generation.top_k > 0:
+        yield (
+            f"generation.top_k={generation.top_k} cuts the sampled distribution, "
+            "the trainer's is over the whole vocabulary"
+        )
+
+
+def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Settings that the user changed and that change nothing."""
+    ppo, optimizer, rollout = config.actor.ppo, config.actor.optimizer, config.rollout
+    without_effect = [
+        # (the setting, whether something makes it idle, what does)
+        (
+            "actor.optimizer.min_lr_ratio",
+            optimizer.schedule is LrSchedule.constant,
+            "actor.optimizer.schedule=constant",
+        ),
+        (
+            "actor.ppo.behavior_weight_cap",
+            not ppo.use_behavior_weight,
+            "actor.ppo.use_behavior_weight=false",
+        ),
+        (
+            "actor.ppo.advantage_eps",
+            ppo.advantage_std is NormScope.none,
+            "actor.ppo.advantage_std=none",
+        ),
+        (
+            "rollout.over_bound",
+            rollout.max_staleness == 0 and rollout.over_bound is not OverBound.train,
+            "rollout.max_staleness=0: no group is ever over the bound",
+        ),
+        (
+            "rollout.rejection_window",
+            rollout.max_rejection_rate == 1,
+            "rollout.max_rejection_rate=1: no share of rejections ends the run",
+        ),
+        (
+            "checkpoint.keep",
+            config.checkpoint.every_steps == 0,
+            "checkpoint.every_steps=0: only the final model is kept",
+        ),
+    ]
+    if ppo.clip_center is ClipCenter.proximal and ppo.num_minibatches == 1:
+        # the policy of the only minibatch is the proximal one, so its ratio is 1
+        reason = "actor.ppo.num_minibatches=1: the only update starts at the clip's centre"
+        without_effect += [
+            (f"actor.ppo.{name}", True, reason) for name in ("clip_low", "clip_high")
+        ]
+    defaults = GRPOConfig()
+    for key, is_idle, reason in without_effect:
+        value = value_at(config, key)
+        if is_idle and value != value_at(defaults, key):
+            yield f"{key}={value} has no effect with {reason}"
+    if 0 < optimizer.total_steps <= optimizer.warmup_steps:
+        yield (
+            f"actor.optimizer.warmup_steps={optimizer.warmup_steps} is not below "
+            f"actor.optimizer.total_steps={optimizer.total_steps}: lr is never reached"
+        )
+    for section in ("evaluation", "checkpoint"):
+        every = value_at(config, f"{section}.every_steps")
+        if every > config.total_steps:
+            yield (
+                f"{section}.every_steps={every} has no effect with total_steps={config.total_steps}"
+            )
+
+
+def _rank_warnings(config: GRPOConfig) -> Iterator[str]:
+    rollout, ranks = config.rollout, config.actor.num_workers
+    rows = rollout.train_batch_groups * rollout.group_size // config.actor.ppo.num_minibatches
+    if rows < ranks:
+        yield (
+            f"actor.num_workers={ranks}: a minibatch has {rows} rows, so some ranks are idle in it"
+        )

@@ -1,0 +1,231 @@
+"""From a command line to a checked configuration, by hydra's compose on structured dataclasses.
+
+    schema (dataclass defaults)  <-  `defaults:` of the YAML  <-  the YAML  <-  key=value
+
+Each takes precedence over those to its left. Hydra is used for composition alone: it starts no
+job, changes no directory, sets up no logging, and its global state is as before afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.singleton import Singleton
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_sc.config import explain
+from areal_sc.config.arguments import parse_arguments
+from areal_sc.config.checks import check_config
+from areal_sc.config.keys import is_free_form, is_section, known_keys
+from areal_sc.config.machine import count_cuda_devices
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import ConfigError
+
+T = TypeVar("T")
+
+HYDRA_VERSION_BASE = "1.3"
+"""The hydra release whose defaults composition follows; newer ones keep to it."""
+
+_SCHEMA_NAME = "areal_sc_schema"
+_PRIMARY_NAME = "areal_sc_primary"
+
+_logger = logging.getLogger(__name__)
+
+
+def load_config(
+    argv: Sequence[str], schema: type[T], *, count_devices: Callable[[], int] = count_cuda_devices
+) -> T:
+    """Composes, checks and returns the configuration that a command line names.
+
+    Args:
+        argv: `--config x.yaml key=value ...`, without the program's name.
+        schema: `GRPOConfig`, or a dataclass that derives from it.
+        count_devices: number of CUDA devices of this machine; asked only when it matters.
+    Returns: an instance of `schema` in which every `${...}` is replaced by its value.
+    Raises:
+        ConfigError: anything that is wrong with the command line, the files or the settings.
+        SystemExit: `--help` or `--print-config`, after it has been shown.
+    """
+    arguments = parse_arguments(argv, _describe_settings(schema))
+    config = compose_config(arguments.config_path, arguments.overrides, schema)
+    if arguments.print_config:
+        sys.stdout.write(config_text(config))
+        raise SystemExit(0)
+    if isinstance(config, GRPOConfig):
+        for warning in check_config(config, count_devices):
+            _logger.warning("%s", warning)
+    return config
+
+
+def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T]) -> T:
+    """The configuration of a YAML file and `key=value` overrides, of the right types, unchecked.
+
+    Raises: ConfigError: as for `load_config`.
+    """
+    _require_mapping(config_path)
+    keys = known_keys(schema)
+    parsed = _parse_overrides(overrides)
+    folder = config_path.absolute().parent
+    with _isolated_hydra():
+        store = ConfigStore.instance()
+        store.store(name=_SCHEMA_NAME, node=schema)
+        store.store(
+            name=_PRIMARY_NAME,
+            node={"defaults": [_SCHEMA_NAME, config_path.absolute().stem, "_self_"]},
+        )
+        try:
+            with initialize_config_dir(str(folder), version_base=HYDRA_VERSION_BASE):
+                composed = compose(_PRIMARY_NAME, list(overrides))
+        except (
+            HydraException,
+            OmegaConfBaseException,
+            yaml.YAMLError,
+            OSError,
+            ValueError,
+        ) as error:
+            raise explain.refused_composition(error, config_path, parsed, keys) from None
+    _require_known_keys(composed, config_path, parsed, keys)
+    _require_all_set(composed, config_path)
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise explain.refused_value(error, config_path, keys) from None
+    assert isinstance(config, schema)
+    return config
+
+
+def resolve(config: T) -> T:
+    """A configuration built in Python, its types checked and its `${...}` replaced.
+
+    Raises: ConfigError: a value of the wrong type, a missing one, or a `${...}` without a target.
+    """
+    source = Path(type(config).__name__)
+    keys = known_keys(type(config))
+    try:
+        structured = OmegaConf.structured(config)
+        _require_all_set(structured, source)
+        resolved = OmegaConf.to_object(structured)
+    except OmegaConfBaseException as error:
+        raise explain.refused_value(error, source, keys) from None
+    assert isinstance(resolved, type(config))
+    return resolved
+
+
+def config_text(config: Any) -> str:
+    """The configuration as YAML; `load_config` of it gives the same configuration again."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+@contextmanager
+def _isolated_hydra() -> Iterator[None]:
+    """Hides hydra's process-wide state from the caller, and the caller's from us."""
+    state = Singleton.get_state()
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+        Singleton.set_state(state)
+
+
+def _require_mapping(config_path: Path) -> None:
+    if not config_path.is_file():
+        kind = "is a folder" if config_path.is_dir() else "there is no such file"
+        raise ConfigError(f"--config {config_path}: {kind} (current directory: {Path.cwd()})")
+    if config_path.suffix != ".yaml":
+        raise ConfigError(f"--config {config_path}: expected a name that ends in .yaml")
+    try:
+        content = yaml.safe_load(config_path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise explain.broken_yaml(error, config_path) from None
+    except OSError as error:
+        raise ConfigError(f"--config {config_path}: {error.strerror}") from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(
+            f"{config_path}: expected `key: value` lines, got a {type(content).__name__}"
+        )
+
+
+def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"override {text}: not of the form key=value ({reason}); "
+                "quote special characters twice: 'key=\"value\"'"
+            ) from None
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"override {text}: one value is needed, not several; "
+                "a list is written key=[a,b], a string with a comma 'key=\"a,b\"'"
+            )
+        if override.is_delete():
+            raise ConfigError(f"override {text}: a setting cannot be removed; give it a value")
+        parsed.append(override)
+    return parsed
+
+
+def _require_known_keys(
+    composed: DictConfig, config_path: Path, overrides: Sequence[Override], keys: Mapping[str, Any]
+) -> None:
+    """Refuses what `+key=value` slipped past the schema."""
+    for override in overrides:
+        key = override.key_or_group
+        if override.is_add() and key not in keys and not is_free_form(key, keys):
+            raise explain.unknown_key(f"override {override.input_line}", key, keys)
+    for name in composed:
+        if str(name) not in keys:
+            raise explain.unknown_key(str(config_path), str(name), keys)
+
+
+def _require_all_set(composed: DictConfig, source: Path) -> None:
+    missing = list(_missing_keys(composed))
+    if missing:
+        raise ConfigError(
+            f"{source}: no value for {', '.join(missing)}; "
+            f"set it in the YAML or on the command line ({missing[0]}=...)"
+        )
+
+
+def _missing_keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
+    for name in map(str, section):
+        # a `${...}` that leads to a missing value is not itself what the user has to set
+        if OmegaConf.is_interpolation(section, name):
+            continue
+        if OmegaConf.is_missing(section, name):
+            yield f"{prefix}{name}"
+        elif isinstance(section[name], DictConfig):
+            yield from _missing_keys(section[name], f"{prefix}{name}.")
+
+
+def _describe_settings(schema: type[Any]) -> str:
+    """All settings with their defaults, for `--help`."""
+    defaults: Any = OmegaConf.to_container(
+        OmegaConf.structured(schema), resolve=False, enum_to_str=True
+    )
+    lines = ["", "settings and their defaults:"]
+    for key, annotation in known_keys(schema).items():
+        if not is_section(annotation):
+            value = defaults
+            for part in key.split("."):
+                value = value[part]
+            shown = str(value).lower() if isinstance(value, bool) else value
+            lines.append(f"  {key}={'(required)' if value == MISSING else shown}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,126 @@
+"""What this machine offers to workers: CUDA devices and memory, found without torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PROBE_TIMEOUT_S = 20.0
+"""`nvidia-smi` takes seconds where the driver has to be loaded first."""
+
+CommandOutput = Callable[[list[str]], str | None]
+"""Runs a command; its standard output, or None when it is not there or fails."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory and CUDA devices that workers can use.
+
+    Attributes:
+        host_memory_bytes: memory that can be taken without swapping; None: unknown.
+        cuda_memory_bytes: total memory of each visible CUDA device, None where it is unknown.
+    """
+
+    host_memory_bytes: int | None = None
+    cuda_memory_bytes: tuple[int | None, ...] = ()
+
+    @property
+    def num_cuda_devices(self) -> int:
+        return len(self.cuda_memory_bytes)
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on, as its environment lets it see it."""
+    return Machine(
+        host_memory_bytes=available_memory_bytes(Path("/")),
+        cuda_memory_bytes=visible_cuda_memory(os.environ, _command_output, Path("/dev")),
+    )
+
+
+def count_cuda_devices() -> int:
+    """Number of CUDA devices that a worker on this machine would see."""
+    return len(visible_cuda_memory(os.environ, _command_output, Path("/dev")))
+
+
+def visible_cuda_memory(
+    environment: Mapping[str, str], command_output: CommandOutput, device_folder: Path
+) -> tuple[int | None, ...]:
+    """Total memory of each CUDA device that a worker would see, in bytes.
+
+    Args:
+        environment: its `CUDA_VISIBLE_DEVICES` limits the devices, as it does for CUDA.
+        command_output: runs `nvidia-smi`.
+        device_folder: `/dev`; its `nvidia<N>` are counted when `nvidia-smi` gives nothing.
+    """
+    memory = _installed_cuda_memory(command_output, device_folder)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return memory
+    selected: list[int | None] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.startswith(("GPU-", "MIG-")):
+            if not memory:
+                break
+            selected.append(memory[0] if len(set(memory)) == 1 else None)
+        elif entry.isdecimal() and int(entry) < len(memory):
+            selected.append(memory[int(entry)])
+        else:
+            break  # CUDA ignores an invalid entry and all that follow it
+    return tuple(selected)
+
+
+def available_memory_bytes(root: Path) -> int | None:
+    """Memory free for new processes: the machine's, or what the cgroup leaves if that is less.
+
+    Args:
+        root: `/`, under which `proc` and `sys` are read.
+    """
+    bounds = []
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+    except OSError:
+        meminfo = ""
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            bounds.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        (
+            "sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            bounds.append(max(0, int((root / limit).read_text()) - int((root / used).read_text())))
+        except (OSError, ValueError):  # no such cgroup version, or the word "max": no limit
+            continue
+    return min(bounds, default=None)
+
+
+def _installed_cuda_memory(
+    command_output: CommandOutput, device_folder: Path
+) -> tuple[int | None, ...]:
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    listed = command_output(query)
+    if listed is not None:
+        lines = [line.strip() for line in listed.splitlines() if line.strip()]
+        # in MiB; devices without memory of their own answer [N/A]
+        return tuple(int(line) << 20 if line.isdecimal() else None for line in lines)
+    nodes = [node for node in device_folder.glob("nvidia*") if node.name[6:].isdecimal()]
+    return (None,) * len(nodes)
+
+
+def _command_output(command: list[str]) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,123 @@
+"""What a Hugging Face model folder says about its model, read without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from areal_sc.errors import ModelError
+
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+MAX_HEADER_BYTES = 100 << 20
+"""The safetensors format's own limit of a header."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder that memory depends on; None where the folder does not tell.
+
+    Attributes:
+        num_parameters: of the whole model.
+        max_context_tokens: longest sequence that its positions cover.
+        kv_values_per_token: numbers that the KV cache keeps of one token, over all layers.
+    """
+
+    num_parameters: int | None
+    max_context_tokens: int | None
+    kv_values_per_token: int | None
+
+
+def check_model_folder(path: str | Path) -> None:
+    """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
+
+    Raises: ModelError: no folder, no config.json, or no weights; names what is missing.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"model folder {path}: there is no such folder")
+    if read_model_config(folder) is None:
+        raise ModelError(f"model folder {path}: it has no config.json")
+    if not any(_weight_files(folder)):
+        raise ModelError(
+            f"model folder {path}: it has no weights; "
+            f"expected files named {' or '.join(WEIGHT_PATTERNS)}"
+        )
+
+
+def read_model_config(folder: Path) -> dict[str, Any] | None:
+    """The decoder's part of `config.json`, or None when there is no such file.
+
+    Raises: ModelError: the file is not a JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+    # multimodal models keep the decoder's settings in a section of their own
+    decoder = content.get("text_config", content)
+    return decoder if isinstance(decoder, dict) else content
+
+
+def read_model_shape(path: str | Path) -> ModelShape | None:
+    """The sizes that a model folder tells, or None when there is no model yet.
+
+    Raises: ModelError: `config.json` or a weight file is broken.
+    """
+    folder = Path(path)
+    config = read_model_config(folder)
+    if config is None:
+        return None
+    return ModelShape(
+        num_parameters=_count_parameters(folder),
+        max_context_tokens=_first_int(config, "max_position_embeddings", "n_positions"),
+        kv_values_per_token=_kv_values_per_token(config),
+    )
+
+
+def _count_parameters(folder: Path) -> int | None:
+    """From the headers of the safetensors files; None when there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(map(_count_in_safetensors, files)) if files else None
+
+
+def _count_in_safetensors(path: Path) -> int:
+    """A safetensors file starts with its header: 8 bytes of length, then JSON."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ModelError(f"{path}: not a safetensors file: its header has {length} bytes")
+            header = json.loads(file.read(length))
+        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+        return sum(prod(shape) for shape in shapes)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def _kv_values_per_token(config: dict[str, Any]) -> int | None:
+    layers = _first_int(config, "num_hidden_layers", "n_layer")
+    heads = _first_int(config, "num_attention_heads", "n_head")
+    hidden = _first_int(config, "hidden_size", "n_embd")
+    if layers is None or heads is None or hidden is None:
+        return None
+    kv_heads = _first_int(config, "num_key_value_heads") or heads
+    head_size = _first_int(config, "head_dim") or hidden // heads
+    return 2 * layers * kv_heads * head_size
+
+
+def _first_int(config: dict[str, Any], *names: str) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)]

@@ -1,0 +1,24 @@
+"""Settings as plain values, for the way to a worker process and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+
+T = TypeVar("T")
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A section of the settings as nested dicts of numbers, strings and lists."""
+    plain: dict[str, Any] = asdict(config)
+    return plain
+
+
+def from_plain(section: type[T], plain: Mapping[str, Any]) -> T:
+    """Inverse of `to_plain`: an instance of the dataclass `section`, enums restored."""
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), dict(plain)))
+    assert isinstance(config, section)
+    return config

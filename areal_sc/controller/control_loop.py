@@ -1,0 +1,126 @@
+"""The synchronous shell: one event loop in a thread, shared by the controllers of a script.
+
+Controllers are asyncio inside. Their loop runs in a thread of its own, so admission, heartbeats
+and weight updates go on while the user's script computes, sleeps, or waits in another call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+JOIN_TIMEOUT_S = 30.0
+
+
+class ControlLoop:
+    """Runs coroutines of the controllers; `run` blocks the calling thread until one is done."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="areal-controllers", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Result of the coroutine. Ctrl-C in the calling thread cancels it."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            with contextlib.suppress(concurrent.futures.CancelledError, Exception):
+                future.exception(timeout=JOIN_TIMEOUT_S)
+            raise
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Runs the coroutine beside whatever comes next."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Stops the loop and joins its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+class Startable(Protocol):
+    """A controller, as `start` sees it."""
+
+    def attach(self, control_loop: ControlLoop | None) -> None: ...
+
+    async def start_async(self) -> None: ...
+
+    async def close_async(self) -> None: ...
+
+
+class Shell:
+    """Base of controllers: gives their synchronous methods the loop of the `start` block."""
+
+    _control_loop: ControlLoop | None = None
+
+    def attach(self, control_loop: ControlLoop | None) -> None:
+        self._control_loop = control_loop
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._started(coroutine).run(coroutine)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return self._started(coroutine).submit(coroutine)
+
+    def _started(self, coroutine: Coroutine[Any, Any, Any]) -> ControlLoop:
+        if self._control_loop is None:
+            coroutine.close()
+            raise RuntimeError(
+                f"{type(self).__name__} is not started: call it inside "
+                "`with areal_sc.start(actor, rollout):`"
+            )
+        return self._control_loop
+
+
+@contextlib.contextmanager
+def start(*controllers: Startable) -> Iterator[None]:
+    """Starts the workers of all controllers, concurrently, and stops them at the end.
+
+    However the block ends (return, exception, Ctrl-C), every worker is gone afterwards.
+    """
+    control_loop = ControlLoop()
+    try:
+        for controller in controllers:
+            controller.attach(control_loop)
+        try:
+            control_loop.run(_all([controller.start_async for controller in controllers]))
+            yield
+        finally:
+            control_loop.run(_close([controller.close_async for controller in controllers]))
+            for controller in controllers:
+                controller.attach(None)
+    finally:
+        control_loop.close()
+
+
+async def _all(starts: list[Callable[[], Awaitable[None]]]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for begin in starts:
+                group.create_task(_run(begin))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _close(closes: list[Callable[[], Awaitable[None]]]) -> None:
+    """Closes all, then raises the first error."""
+    results = await asyncio.gather(*(_run(close) for close in closes), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _run(begin: Callable[[], Awaitable[None]]) -> None:
+    await begin()

@@ -1,0 +1,430 @@
+"""The ledger: the truth about every group ever admitted.
+
+    admit        start          finish           consume(step)
+    -----> queued -----> running -----> finished ------------> consumed
+              ^------------'---------------'  requeue: its worker or its rows are lost
+              '------------'---------------'-----------------> rejected   reject(reason)
+
+A group is the completions of one prompt; its id is given once, in order of admission, and never
+again. An infrastructure failure is no result: `requeue` starts a new *attempt* of the same group
+under the same admission version, and what an earlier attempt still sends is ignored.
+
+Pure state: nothing here waits, reads a clock or touches a file. Every change is first handed to
+the injected `journal`, as a msgpack-able record, and made only when that returns; `replay` makes
+the same changes from the records. Consumed and rejected groups leave nothing but counts and a mark
+in `_IdSet`, so that the ledger's size is that of the groups in flight, however long the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from areal_sc.errors import LedgerError
+from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
+
+Record = dict[str, Any]
+"""One change of the ledger: `op` and its arguments, msgpack-able."""
+
+
+class GroupState(StrEnum):
+    queued = "queued"
+    running = "running"
+    finished = "finished"
+    consumed = "consumed"
+    rejected = "rejected"
+
+
+@dataclass(slots=True)
+class Group:
+    """One admitted prompt. Only the ledger changes it.
+
+    Attributes:
+        group_id: place in the order of admission.
+        prompt: which prompt, by reference.
+        admitted_version: policy version at admission; staleness counts from here.
+        attempt: which run of the group is current; only its result counts.
+        state: where it is in its life.
+        worker: who generates, or holds, its rows; None while queued.
+        batch: its rows, while finished; None otherwise.
+        consumed_step: training step that took it, once consumed.
+        reject_reason: why, once rejected.
+    """
+
+    group_id: int
+    prompt: PromptReference
+    admitted_version: int
+    attempt: int = 0
+    state: GroupState = GroupState.queued
+    worker: str | None = None
+    batch: BatchMetadata | None = None
+    consumed_step: int | None = None
+    reject_reason: str | None = None
+
+
+class _IdSet:
+    """A set of group ids that only grows: all below a mark, and the few above it."""
+
+    def __init__(self, mark: int = 0, above: Iterable[int] = ()) -> None:
+        self.mark = mark
+        self.above = set(above)
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id < self.mark or group_id in self.above
+
+    def add(self, group_id: int) -> None:
+        if group_id < self.mark:
+            return
+        self.above.add(group_id)
+        while self.mark in self.above:
+            self.above.remove(self.mark)
+            self.mark += 1
+
+
+class Ledger:
+    """Every group's state, and the counts that admission and the run's account need.
+
+    Args:
+        journal: receives each change before it is made; what it raises leaves the ledger as it was.
+    """
+
+    def __init__(self, journal: Callable[[Record], None] | None = None) -> None:
+        self._journal = journal
+        self._next_id = 0
+        self._unconsumed: dict[int, Group] = {}  # insertion order is id order
+        self._by_state: dict[GroupState, dict[int, Group]] = {
+            state: {} for state in (GroupState.queued, GroupState.running, GroupState.finished)
+        }
+        self._num_consumed = 0
+        self._rejected: Counter[str] = Counter()
+        self._rows_consumed = 0
+        self._rows_trained = 0
+        self._rows_trained_twice = 0
+        self._trained_or_rejected = _IdSet()
+
+    @property
+    def num_admitted(self) -> int:
+        return self._next_id
+
+    @property
+    def num_admitted_not_rejected(self) -> int:
+        """N of AReaL's eq. 3 (arXiv:2505.24298): rejected groups are refunded."""
+        return self._next_id - self._rejected.total()
+
+    def num(self, state: GroupState) -> int:
+        """Number of groups in a state; O(1)."""
+        if state is GroupState.consumed:
+            return self._num_consumed
+        if state is GroupState.rejected:
+            return self._rejected.total()
+        return len(self._by_state[state])
+
+    def unconsumed(self) -> Iterator[Group]:
+        """Queued, running and finished groups, by ascending group id."""
+        return iter(self._unconsumed.values())
+
+    def in_state(self, state: GroupState) -> list[Group]:
+        """The groups in an unconsumed state, by ascending group id."""
+        return [group for _, group in sorted(self._by_state[state].items())]
+
+    def group(self, group_id: int) -> Group:
+        """An unconsumed group.
+
+        Raises: LedgerError: it was consumed or rejected, or never admitted.
+        """
+        if group_id not in self._unconsumed:
+            raise LedgerError(f"group {group_id} is {self._state_of(group_id)}")
+        return self._unconsumed[group_id]
+
+    def admit(self, prompt: PromptReference, version: int) -> Group:
+        """A new group, queued, admitted under policy `version`."""
+        group = Group(self._next_id, prompt, version)
+        self._write(
+            op="admit",
+            group_id=group.group_id,
+            prompt=[prompt.dataset, prompt.index, prompt.seed],
+            version=version,
+        )
+        self._next_id += 1
+        self._insert(group)
+        return group
+
+    def start(self, group_id: int, worker: str) -> int:
+        """queued -> running on `worker`; returns the attempt that its result must name."""
+        group = self._expect(group_id, "start", GroupState.running, GroupState.queued)
+        self._write(op="start", group_id=group_id, worker=worker)
+        self._move(group, GroupState.running)
+        group.worker = worker
+        return group.attempt
+
+    def finish(self, group_id: int, attempt: int, batch: BatchMetadata) -> bool:
+        """running -> finished with the rows of `batch`.
+
+        Returns: False, and nothing changes, for the late result of an attempt that is not current
+            or of a group that no longer runs.
+        Raises: LedgerError: the group was never admitted, the batch is empty, or it holds rows of
+            another group, attempt or admission version.
+        """
+        if group_id >= self._next_id:
+            raise LedgerError(f"finish: group {group_id} is {self._state_of(group_id)}")
+        group = self._by_state[GroupState.running].get(group_id)
+        if group is None or group.attempt != attempt:
+            return False
+        expected = (group_id, attempt, group.admitted_version)
+        if not batch.rows:
+            raise LedgerError(
+                f"finish: batch {batch.batch_id} of group {group_id} has no rows; "
+                "a group without rows is rejected, with its cause"
+            )
+        for row in batch.rows:
+            if (got := (row.group_id, row.attempt, row.admitted_version)) != expected:
+                raise LedgerError(
+                    f"finish: batch {batch.batch_id} holds a row of (group, attempt, admitted "
+                    f"version) {got}, expected {expected}"
+                )
+        self._write(op="finish", group_id=group_id, attempt=attempt, batch=batch.to_wire())
+        self._move(group, GroupState.finished)
+        group.batch = batch
+        return True
+
+    def requeue(self, group_id: int) -> int:
+        """running | finished -> queued: its worker or its rows are lost; returns the new attempt.
+
+        The admission version, and with it the deadline, stays.
+        """
+        group = self._expect(
+            group_id, "requeue", GroupState.queued, GroupState.running, GroupState.finished
+        )
+        self._write(op="requeue", group_id=group_id)
+        self._requeue(group)
+        return group.attempt
+
+    def requeue_all(self) -> None:
+        """Every unconsumed group -> queued with a new attempt: no worker of before is left."""
+        self._write(op="requeue_all")
+        for group in self.unconsumed():
+            self._requeue(group)
+
+    def reject(self, group_id: int, reason: str) -> Group:
+        """queued | running | finished -> rejected, and refunded.
+
+        Args:
+            group_id: the group.
+            reason: a category that is counted (`stale`, `reward_error`, ...), not a message: each
+                distinct one is kept for the whole run.
+        """
+        group = self._expect(group_id, "reject", GroupState.rejected, *self._by_state)
+        self._write(op="reject", group_id=group_id, reason=reason)
+        self._remove(group, GroupState.rejected)
+        group.reject_reason = reason
+        self._rejected[reason] += 1
+        self._trained_or_rejected.add(group_id)
+        return group
+
+    def consume(self, group_ids: Sequence[int], step: int) -> list[BatchMetadata]:
+        """finished -> consumed by training step `step`; all of them, or none when one cannot be.
+
+        Returns: the groups' batches, in the order of `group_ids`; the ledger lets go of them.
+        Raises: LedgerError: a group is not finished, is named twice, or was consumed before.
+        """
+        if len(set(group_ids)) != len(group_ids):
+            raise LedgerError(f"consume at step {step}: a group is named twice in {group_ids}")
+        groups = [
+            self._expect(
+                group_id, f"consume at step {step}", GroupState.consumed, GroupState.finished
+            )
+            for group_id in group_ids
+        ]
+        self._write(op="consume", group_ids=list(group_ids), step=step)
+        batches = []
+        for group in groups:
+            assert group.batch is not None
+            batches.append(group.batch)
+            self._remove(group, GroupState.consumed)
+            group.consumed_step = step
+        self._num_consumed += len(groups)
+        self._rows_consumed += sum(batch.total_batch_size for batch in batches)
+        return batches
+
+    def record_trained(self, rows: Iterable[RowMetadata]) -> None:
+        """Counts the rows that one training step was really given, once it is done.
+
+        A row of a group that an earlier call named was trained twice, and is counted as such: the
+        account says what happened, not what was meant to.
+
+        Raises: LedgerError: a row's group was not consumed.
+        """
+        self._record_trained(Counter(row.group_id for row in rows))
+
+    def _record_trained(self, num_rows: Mapping[int, int]) -> None:
+        for group_id in num_rows:
+            if group_id >= self._next_id or group_id in self._unconsumed:
+                raise LedgerError(
+                    f"trained on group {group_id}: expected consumed, "
+                    f"it is {self._state_of(group_id)}"
+                )
+        self._write(op="trained", num_rows=[[g, n] for g, n in num_rows.items()])
+        for group_id, count in num_rows.items():
+            self._rows_trained += count
+            if group_id in self._trained_or_rejected:
+                self._rows_trained_twice += count
+            self._trained_or_rejected.add(group_id)
+
+    def account(self) -> dict[str, Any]:
+        """Where every group ever admitted is, and what was trained.
+
+        admitted == queued + running + finished + consumed + sum(rejected.values()), always.
+        `rows_trained` and `rows_trained_twice` count what `record_trained` was told;
+        `rows_consumed` what `consume` handed out.
+        """
+        account = {
+            "admitted": self._next_id,
+            "queued": self.num(GroupState.queued),
+            "running": self.num(GroupState.running),
+            "finished": self.num(GroupState.finished),
+            "consumed": self._num_consumed,
+            "rejected": dict(self._rejected),
+            "rows_consumed": self._rows_consumed,
+            "rows_trained": self._rows_trained,
+            "rows_trained_twice": self._rows_trained_twice,
+        }
+        num_known = len(self._unconsumed) + self._num_consumed + self._rejected.total()
+        assert self._next_id == num_known, f"groups were lost: {account}"
+        return account
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole ledger, msgpack-able; `restore` is its inverse."""
+        return {
+            "next_id": self._next_id,
+            "unconsumed": [
+                [
+                    group.group_id,
+                    [group.prompt.dataset, group.prompt.index, group.prompt.seed],
+                    group.admitted_version,
+                    group.attempt,
+                    group.state.value,
+                    group.worker,
+                    None if group.batch is None else group.batch.to_wire(),
+                ]
+                for group in self.unconsumed()
+            ],
+            "num_consumed": self._num_consumed,
+            "rejected": dict(self._rejected),
+            "rows": [self._rows_consumed, self._rows_trained, self._rows_trained_twice],
+            "trained_or_rejected": [
+                self._trained_or_rejected.mark,
+                sorted(self._trained_or_rejected.above),
+            ],
+        }
+
+    @classmethod
+    def restore(
+        cls, snapshot: Mapping[str, Any], journal: Callable[[Record], None] | None = None
+    ) -> Ledger:
+        """The ledger that `snapshot` was taken of, exactly; nothing is journalled.
+
+        Records journalled after the snapshot can be replayed on it. Where the workers of then are
+        gone, `requeue_all` follows: unconsumed groups keep id and admission version, and are
+        generated again as new attempts, so that "trained once" holds across restarts.
+        """
+        ledger = cls()
+        for group_id, prompt, version, attempt, state, worker, batch in snapshot["unconsumed"]:
+            ledger._insert(
+                Group(
+                    group_id=group_id,
+                    prompt=PromptReference(*prompt),
+                    admitted_version=version,
+                    attempt=attempt,
+                    state=GroupState(state),
+                    worker=worker,
+                    batch=None if batch is None else BatchMetadata.from_wire(batch),
+                )
+            )
+        ledger._next_id = snapshot["next_id"]
+        ledger._num_consumed = snapshot["num_consumed"]
+        ledger._rejected = Counter(snapshot["rejected"])
+        rows_consumed, rows_trained, rows_trained_twice = snapshot["rows"]
+        ledger._rows_consumed = rows_consumed
+        ledger._rows_trained = rows_trained
+        ledger._rows_trained_twice = rows_trained_twice
+        ledger._trained_or_rejected = _IdSet(*snapshot["trained_or_rejected"])
+        ledger._journal = journal
+        return ledger
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Makes the changes of a journal again; nothing is journalled.
+
+        Raises: LedgerError: the records do not follow on this ledger's state.
+        """
+        journal, self._journal = self._journal, None
+        try:
+            for record in records:
+                self._replay_one(**record)
+        finally:
+            self._journal = journal
+
+    def _replay_one(self, op: str, **arguments: Any) -> None:
+        if op == "admit":
+            if arguments["group_id"] != self._next_id:
+                raise LedgerError(
+                    f"replay: expected the admission of group {self._next_id}, "
+                    f"got group {arguments['group_id']}; records are missing or repeated"
+                )
+            self.admit(PromptReference(*arguments["prompt"]), arguments["version"])
+        elif op == "finish":
+            batch = BatchMetadata.from_wire(arguments["batch"])
+            if not self.finish(arguments["group_id"], arguments["attempt"], batch):
+                raise LedgerError(
+                    f"replay: group {arguments['group_id']} does not run "
+                    f"attempt {arguments['attempt']}; records are missing or repeated"
+                )
+        elif op == "trained":
+            self._record_trained(dict(arguments["num_rows"]))
+        elif op in ("start", "requeue", "requeue_all", "reject", "consume"):
+            getattr(self, op)(**arguments)
+        else:
+            raise LedgerError(f"replay: unknown record {op!r}")
+
+    def _write(self, **record: Any) -> None:
+        if self._journal is not None:
+            self._journal(record)
+
+    def _insert(self, group: Group) -> None:
+        self._unconsumed[group.group_id] = group
+        self._by_state[group.state][group.group_id] = group
+
+    def _move(self, group: Group, state: GroupState) -> None:
+        del self._by_state[group.state][group.group_id]
+        group.state = state
+        self._by_state[state][group.group_id] = group
+
+    def _remove(self, group: Group, state: GroupState) -> None:
+        del self._by_state[group.state][group.group_id]
+        del self._unconsumed[group.group_id]
+        group.state = state
+        group.batch = None
+
+    def _requeue(self, group: Group) -> None:
+        self._move(group, GroupState.queued)
+        group.attempt += 1
+        group.worker = None
+        group.batch = None
+
+    def _expect(self, group_id: int, verb: str, target: GroupState, *sources: GroupState) -> Group:
+        group = self._unconsumed.get(group_id)
+        if group is None or group.state not in sources:
+            raise LedgerError(
+                f"{verb}: group {group_id} cannot become {target}: expected "
+                f"{' or '.join(sources)}, it is {self._state_of(group_id)}"
+            )
+        return group
+
+    def _state_of(self, group_id: int) -> str:
+        if group_id >= self._next_id:
+            return f"unknown ({self._next_id} groups were admitted)"
+        if group_id not in self._unconsumed:
+            return "consumed or rejected already"
+        return self._unconsumed[group_id].state

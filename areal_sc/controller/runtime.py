@@ -1,0 +1,32 @@
+"""What is not deterministic in a controller, gathered so that a simulation can replace it.
+
+Time is not here: controllers ask the event loop for it (`loop.time()`, `asyncio.sleep`), so a
+loop with virtual time is enough. Process control is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from areal_sc.config.schema import TransportConfig
+from areal_sc.ids import random_id
+from areal_sc.transport.rpc import Transport, ZmqTransport
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Injected into both controllers.
+
+    Attributes:
+        transport: opens connections to workers.
+        new_id: names batches, operations and incarnations.
+    """
+
+    transport: Transport
+    new_id: Callable[[], str] = random_id
+
+    @classmethod
+    def create(cls, config: TransportConfig) -> Runtime:
+        """The real one: ZMQ and random ids."""
+        return cls(transport=ZmqTransport())

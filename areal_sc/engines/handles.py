@@ -1,0 +1,87 @@
+"""Torch-free stand-ins for engines: what a user's script names, and a worker turns into the engine.
+
+A handle holds the settings and the name of the class that runs in the workers. Building it, and
+nothing else, imports that class, so that a script which only steers never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from areal_sc.config.plain import from_plain
+from areal_sc.config.schema import ActorConfig, RolloutConfig
+from areal_sc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_sc.engines.fsdp import FSDPEngine
+    from areal_sc.engines.local import LocalEngine
+
+
+@dataclass(frozen=True)
+class FSDPPPOActor:
+    """A policy trained with PPO by `FSDPEngine`."""
+
+    config: ActorConfig
+    config_class: ClassVar[type[ActorConfig]] = ActorConfig
+    worker_class: ClassVar[str] = "areal_sc.engines.fsdp:FSDPEngine"
+
+    def build(self) -> FSDPEngine:
+        """The engine of one rank, not yet initialised. Imports torch."""
+        return _load(self.worker_class)(self.config)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class FSDPSFTActor:
+    """A policy trained on given completions by `FSDPEngine`."""
+
+    config: ActorConfig
+    config_class: ClassVar[type[ActorConfig]] = ActorConfig
+    worker_class: ClassVar[str] = "areal_sc.engines.fsdp:FSDPEngine"
+
+    def build(self) -> FSDPEngine:
+        """The engine of one rank, not yet initialised. Imports torch."""
+        return _load(self.worker_class)(self.config)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class LocalGenerator:
+    """Generation by the embedded `LocalEngine`."""
+
+    config: RolloutConfig
+    config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
+    worker_class: ClassVar[str] = "areal_sc.engines.local:LocalEngine"
+
+    def build(self) -> LocalEngine:
+        """The engine, not yet started. Imports torch."""
+        return _load(self.worker_class)(self.config)  # type: ignore[no-any-return]
+
+
+Handle = FSDPPPOActor | FSDPSFTActor | LocalGenerator
+
+_HANDLES: MappingProxyType[str, Any] = MappingProxyType(
+    {handle.__name__: handle for handle in (FSDPPPOActor, FSDPSFTActor, LocalGenerator)}
+)
+
+
+def handle_from_plain(name: str, plain: Mapping[str, Any]) -> Handle:
+    """The handle of this name; the names that a worker accepts are these and no others.
+
+    Args:
+        name: class name of a handle, e.g. `FSDPPPOActor`.
+        plain: its section of the settings, as `to_plain` gives it.
+    Raises: ConfigError: there is no such handle.
+    """
+    if name not in _HANDLES:
+        raise ConfigError(f"no engine handle is called {name!r}; there are {', '.join(_HANDLES)}")
+    handle_class = _HANDLES[name]
+    handle: Handle = handle_class(config=from_plain(handle_class.config_class, plain))
+    return handle
+
+
+def _load(worker_class: str) -> Any:
+    module, _, name = worker_class.partition(":")
+    return getattr(importlib.import_module(module), name)

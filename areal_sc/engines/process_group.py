@@ -1,0 +1,151 @@
+"""The ranks of one engine: how they find each other, agree, and fail together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from areal_sc.errors import WorkerStartError
+
+RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""A rank that waits longer for the others in one collective operation gives up with an error."""
+
+
+def host_rendezvous(host: str) -> tuple[dist.TCPStore, str]:
+    """Opens the meeting point of the ranks on a port of the system's choice.
+
+    Args:
+        host: address of this machine that the other ranks can reach.
+    Returns: the store, to be kept until the ranks have met, and its address `tcp://host:port`.
+    """
+    store = dist.TCPStore(
+        host, 0, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT
+    )
+    return store, f"tcp://{host}:{store.port}"
+
+
+@dataclass
+class ProcessGroup:
+    """This rank's view of the group. One rank alone needs no group and may do without.
+
+    Attributes:
+        is_owner: this object initialised `torch.distributed` and ends it on `close`.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    is_owner: bool
+
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        device: torch.device,
+        *,
+        hosted: dist.TCPStore | None,
+        is_needed: bool,
+    ) -> ProcessGroup:
+        """Meets the other ranks; gloo on the CPU, NCCL on CUDA.
+
+        Args:
+            init_method: `tcp://host:port` or `env://` (as set by torchrun); one rank ignores it.
+            hosted: the store behind `init_method`, when this rank has opened it.
+            is_needed: a single rank wants a group, too.
+        Raises: WorkerStartError: the ranks did not meet in time.
+        """
+        if dist.is_initialized():
+            found = (dist.get_rank(), dist.get_world_size())
+            if found != (rank, world_size):
+                raise WorkerStartError(
+                    f"torch.distributed runs as rank {found[0]} of {found[1]}, "
+                    f"expected rank {rank} of {world_size}"
+                )
+            return cls(rank, world_size, device, is_owner=False)
+        if world_size == 1 and not is_needed:
+            return cls(rank, world_size, device, is_owner=False)
+        arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
+        try:
+            if world_size == 1:
+                arguments["store"] = dist.HashStore()
+            elif init_method == "env://":
+                arguments["init_method"] = init_method
+            else:
+                arguments["store"] = hosted or _connect(init_method, is_master=rank == 0)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                arguments["device_id"] = device
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT, **arguments
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise WorkerStartError(
+                f"rank {rank} of {world_size} did not meet the others at {init_method!r} within "
+                f"{RENDEZVOUS_TIMEOUT.total_seconds():.0f} s: {error}"
+            ) from error
+        return cls(rank, world_size, device, is_owner=True)
+
+    def all_reduce(self, values: torch.Tensor, operation: Literal["sum", "max"]) -> torch.Tensor:
+        """In place over all ranks, in the values' dtype; returns them on their own device."""
+        if self.world_size == 1:
+            return values
+        on_device = values.to(self.device)
+        dist.all_reduce(on_device, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
+        return on_device.to(values.device)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's object, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object, on every rank, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def close(self) -> None:
+        if self.is_owner and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def select_device(device: str, rank: int) -> torch.device:
+    """The device of a rank: its own GPU where there is one and the setting allows it.
+
+    Args:
+        device: `auto`, `cpu` or `cuda`.
+    Raises: WorkerStartError: `cuda` was asked for, and there is none.
+    """
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise WorkerStartError("actor.device is cuda, but torch finds no CUDA device")
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _connect(init_method: str, *, is_master: bool) -> dist.TCPStore:
+    address = urlsplit(init_method)
+    if address.scheme != "tcp" or not address.hostname or not address.port:
+        raise ValueError(f"expected tcp://host:port or env://, got {init_method!r}")
+    return dist.TCPStore(
+        address.hostname,
+        address.port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=RENDEZVOUS_TIMEOUT,
+    )

@@ -1,0 +1,335 @@
+"""The folder that a run lives in: one owner at a time, and files that survive a crash.
+
+    run.json         marks the folder as a run's; only such a folder is ever emptied
+    config.yaml      the resolved settings
+    summary.json     written last: the run is finished
+    metrics.jsonl    one line a training step
+    learning_curve.png
+    logs/            <role>-<index>.log
+    checkpoints/     step-<number>/: a snapshot; one that is being written has another name
+    model/           the trained model
+    workers/ datasets/ workflows/   what running processes and later runs need to find
+    previous/<n>/    what an earlier start left that had no snapshot to go on from
+
+The lock is the kernel's (`flock` on `.lock`), so it ends with its process, however that ends.
+A process forked from the owner without `exec` shares the lock and must not outlive it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+
+from areal_sc.config.differences import check_resumable
+from areal_sc.errors import RunFolderError
+
+FORMAT_VERSION = 1
+OWNER_ONLY = 0o700
+
+_LOCK = ".lock"
+_MARKER = "run.json"
+_SUBFOLDERS = ("logs", "workers", "checkpoints", "datasets", "workflows")
+_PREVIOUS = "previous"
+_SNAPSHOT_PREFIX = "step-"
+
+_logger = logging.getLogger(__name__)
+
+
+class Opening(Enum):
+    """What opening a folder does."""
+
+    start = "start a new run"
+    resume = "go on from the last snapshot"
+    restart = "start again, because an earlier start left no snapshot"
+    overwrite = "empty the folder and start a new run"
+
+
+class RunFolder:
+    """The durable files of one run; construct it anywhere, `open` it to own it.
+
+    Attributes:
+        path: absolute path of the folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._lock_fd: int | None = None
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def learning_curve_path(self) -> Path:
+        return self.path / "learning_curve.png"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def workers(self) -> Path:
+        return self.path / "workers"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def datasets(self) -> Path:
+        return self.path / "datasets"
+
+    @property
+    def workflows(self) -> Path:
+        return self.path / "workflows"
+
+    def log_path(self, role: str, index: int) -> Path:
+        return self.logs / f"{role}-{index}.log"
+
+    def snapshot_path(self, step: int) -> Path:
+        """Where the snapshot after `step` training steps lies once it is whole."""
+        return self.checkpoints / f"{_SNAPSHOT_PREFIX}{step:06d}"
+
+    def snapshots(self) -> list[Path]:
+        """Whole snapshots, oldest first."""
+        found = []
+        for folder in self.checkpoints.glob(f"{_SNAPSHOT_PREFIX}*"):
+            step = folder.name.removeprefix(_SNAPSHOT_PREFIX)
+            if step.isdecimal() and folder.is_dir():  # one being written has a longer name
+                found.append((int(step), folder))
+        return [folder for _, folder in sorted(found)]
+
+    def decide(self, *, resume: str = "auto", overwrite: bool = False) -> Opening:
+        """What `open` would do with the folder as it is now; changes nothing.
+
+        Args:
+            resume: `auto` goes on with an unfinished run, else starts one; `never` needs a new or
+                empty folder; `must` needs an unfinished run with a snapshot.
+            overwrite: empty the folder first, provided that it is a run's.
+        Raises: RunFolderError: the folder is in no state for it.
+        """
+        assert resume in ("auto", "never", "must"), resume
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"run folder {self.path}: it is a file, not a folder")
+        is_new = not self._entries()
+        if not is_new and not self._is_marked():
+            raise RunFolderError(
+                f"run folder {self.path}: it has other files in it ({self._sample()}) and is not "
+                "the folder of a run, so it is left alone; choose another run_dir"
+            )
+        if is_new:
+            if resume == "must":
+                raise RunFolderError(f"run folder {self.path}: there is no run to resume")
+            return Opening.start
+        if overwrite:
+            return Opening.overwrite
+        if self.summary_path.exists():
+            raise RunFolderError(
+                f"run folder {self.path}: its run is finished; choose another run_dir, "
+                "or delete the run by --overwrite"
+            )
+        if resume == "never":
+            raise RunFolderError(
+                f"run folder {self.path}: it holds an unfinished run, and resume=never; choose "
+                "another run_dir, go on with resume=auto, or delete the run by --overwrite"
+            )
+        if self.snapshots():
+            return Opening.resume
+        if resume == "must":
+            raise RunFolderError(f"run folder {self.path}: its run has no snapshot to resume from")
+        return Opening.restart
+
+    def open(self, *, config_text: str, resume: str = "auto", overwrite: bool = False) -> Opening:
+        """Takes the folder for this process and brings it into the state to run in.
+
+        Args:
+            config_text: the resolved configuration as YAML, kept as `config.yaml`.
+            resume, overwrite: as in `decide`.
+        Returns: what was done; `Opening.resume` asks the caller to go on from the last snapshot.
+        Raises: RunFolderError: the folder is in use, not writable, in no state for it, or its run
+            was begun with settings that cannot change.
+        """
+        assert self._lock_fd is None, f"run folder {self.path} is open already"
+        self.decide(resume=resume, overwrite=overwrite)  # before anything is created
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+            self._take_lock()
+        except OSError as error:
+            raise RunFolderError(
+                f"run folder {self.path}: it cannot be used: {error.strerror}"
+            ) from error
+        try:
+            opening = self.decide(resume=resume, overwrite=overwrite)  # now that no other can act
+            self._prepare(opening, config_text)
+        except OSError as error:
+            self.close()
+            raise RunFolderError(
+                f"run folder {self.path}: it cannot be written to: {error.strerror}"
+            ) from error
+        except RunFolderError:
+            self.close()
+            raise
+        return opening
+
+    def close(self) -> None:
+        """Gives the folder up; nothing is deleted. Closing again does nothing."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def write_atomic(self, path: str | Path, content: bytes) -> None:
+        """Replaces a file: afterwards, crash or not, it holds the old or the new content, whole.
+
+        Args:
+            path: relative to the folder, or absolute; its parent exists.
+        Raises: RunFolderError: it cannot be written, for example because the disk is full.
+        """
+        target = self.path / path
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+            _sync(target.parent)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
+
+    def commit_folder(self, partial: Path, final: Path) -> None:
+        """Gives a folder its final name once all of it is on disk; what had the name is deleted.
+
+        `partial` lies beside `final`. A crash leaves `final` whole or absent, never in part.
+
+        Raises: RunFolderError: the disk is full, or the folder cannot be renamed.
+        """
+        try:
+            for entry in [*partial.rglob("*"), partial]:
+                _sync(entry)
+            if final.exists():
+                shutil.rmtree(final)
+            partial.replace(final)
+            _sync(final.parent)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {final}: {error.strerror}") from error
+
+    def append_line(self, path: str | Path, line: str) -> None:
+        """Adds one line to a text file, in one write, so that readers see it whole.
+
+        Raises: RunFolderError: it cannot be written.
+        """
+        target = self.path / path
+        try:
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, f"{line}\n".encode())
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
+
+    def _take_lock(self) -> None:
+        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(fd, 32).decode(errors="replace").strip()
+            os.close(fd)
+            owner = f"process {pid}" if pid else "another process"
+            raise RunFolderError(
+                f"run folder {self.path}: {owner} is running in it; "
+                "wait for it, stop it, or choose another run_dir"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        self._lock_fd = fd
+
+    def _prepare(self, opening: Opening, config_text: str) -> None:
+        if opening is Opening.overwrite:
+            self._empty()
+        elif opening is Opening.restart:
+            self._set_aside()
+        elif opening is Opening.resume:
+            for change in check_resumable(self.config_path.read_text(), config_text):
+                _logger.warning("setting changed since the run began: %s", change)
+        marker = {"kind": "areal_sc run", "format_version": FORMAT_VERSION}
+        self.write_atomic(_MARKER, f"{json.dumps(marker)}\n".encode())
+        for name in _SUBFOLDERS:
+            (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
+        self.write_atomic(self.config_path, config_text.encode())
+
+    def _entries(self) -> list[Path]:
+        """What lies in the folder, without the lock and a marker cut short by a crash."""
+        if not self.path.is_dir():
+            return []
+        own = (_LOCK, f".{_MARKER}.")
+        return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
+
+    def _is_marked(self) -> bool:
+        try:
+            marker = json.loads((self.path / _MARKER).read_text())
+        except (OSError, ValueError):
+            return False
+        return isinstance(marker, dict) and marker.get("kind") == "areal_sc run"
+
+    def _sample(self) -> str:
+        names = [entry.name for entry in self._entries()]
+        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+    def _empty(self) -> None:
+        """Deletes all but the lock; the marker last, so that a crash leaves a marked folder."""
+        for entry in self._entries():
+            if entry.name == _MARKER:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        (self.path / _MARKER).unlink()
+
+    def _set_aside(self) -> None:
+        """Moves what an earlier start left to `previous/<n>/`."""
+        previous = self.path / _PREVIOUS
+        previous.mkdir(exist_ok=True, mode=OWNER_ONLY)
+        target = previous / str(len(list(previous.iterdir())) + 1)
+        target.mkdir(mode=OWNER_ONLY)
+        for entry in self._entries():
+            if entry.name not in (_MARKER, _PREVIOUS):
+                entry.rename(target / entry.name)
+
+
+def _sync(path: Path) -> None:
+    """Makes a file's content, or the names in a folder, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

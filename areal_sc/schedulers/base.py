@@ -1,0 +1,93 @@
+"""The one interface between controllers and whatever runs worker processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal_sc.config.schema import Device, SchedulerConfig
+from areal_sc.errors import ConfigError
+from areal_sc.workers.spec import WorkerReport, WorkerSpec
+
+LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A worker that a controller wants.
+
+    Attributes:
+        role: `train` or `rollout`.
+        index: number of the worker within its role.
+        engine: name of the engine's handle.
+        engine_config: the handle's config as a plain dict.
+        device: `cuda` takes one device of the node for the worker.
+        store_bytes: limit of the worker's tensor store.
+    """
+
+    role: str
+    index: int
+    engine: str
+    engine_config: dict[str, Any]
+    device: Device
+    store_bytes: int
+
+
+@dataclass(frozen=True)
+class RunningWorker:
+    """A worker process that serves RPC."""
+
+    spec: WorkerSpec
+    report: WorkerReport
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+class Scheduler(Protocol):
+    """Starts, watches and stops worker processes. Used from one controller's event loop."""
+
+    config: SchedulerConfig
+
+    async def launch(self, request: LaunchRequest) -> RunningWorker:
+        """Starts one worker and waits, bounded, until it serves.
+
+        Raises: WorkerStartError: it ended or did not report in time; carries its last log lines.
+        """
+        ...
+
+    async def exit_status(self, worker: RunningWorker) -> str | None:
+        """How the worker's process ended (`exit code 1`, `signal 9 (SIGKILL)`), None if it runs."""
+        ...
+
+    async def stop(self, workers: list[RunningWorker]) -> None:
+        """Ends the processes, first gently, then by force, within `shutdown_timeout_s`."""
+        ...
+
+
+def log_tail(path: Path, num_lines: int = LOG_TAIL_LINES) -> list[str]:
+    """Last lines of a worker's log, [] when there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(0, 2)
+            log.seek(max(0, log.tell() - 64 * 1024))
+            return log.read().decode(errors="replace").splitlines()[-num_lines:]
+    except FileNotFoundError:
+        return []
+
+
+def make_scheduler(config: SchedulerConfig) -> Scheduler:
+    """The scheduler that `config.type` names.
+
+    Raises: ConfigError: there is none of that name.
+    """
+    from areal_sc.schedulers.local import LocalScheduler
+
+    schedulers = {"local": LocalScheduler}
+    if config.type not in schedulers:
+        raise ConfigError(
+            f"scheduler.type: expected one of {sorted(schedulers)}, got {config.type!r}"
+        )
+    return schedulers[config.type](config)

@@ -1,0 +1,187 @@
+"""LocalScheduler: workers on this machine, forked from a server that has imported torch already.
+
+    make_scheduler      the fork server starts importing at once, in the background
+    launch              fork -> the worker binds its socket -> it writes its report file -> serving
+    stop                the workers were asked to end; what is left gets SIGTERM, then SIGKILL
+
+Workers on a CUDA device are started by exec instead of fork. The fork server is a process of its
+own; it and the workers outlive this one by `orphan_timeout_s` at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from areal_sc.config.checks import resolved_device
+from areal_sc.config.machine import Machine, this_machine
+from areal_sc.config.schema import Device, SchedulerConfig
+from areal_sc.ids import random_id
+from areal_sc.errors import WorkerStartError
+from areal_sc.schedulers.base import LaunchRequest, RunningWorker, log_tail
+from areal_sc.workers.fork_client import ForkServerClient, start_fork_server
+from areal_sc.workers.spec import WorkerReport, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+REPORT_POLL_S = 0.01
+PRELOAD = (
+    "torch",
+    "transformers",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.auto.modeling_auto",
+    "areal_sc.workers.entry",
+    "areal_sc.workers.train_worker",
+    "areal_sc.workers.rollout_worker",
+    "areal_sc.engines.fsdp",
+    "areal_sc.engines.local",
+)
+
+
+class LocalScheduler:
+    """Runs workers on this machine.
+
+    Args:
+        config: the `scheduler` section.
+        new_id: names incarnations.
+        probe: what this machine offers.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        new_id: Callable[[], str] = random_id,
+        probe: Callable[[], Machine] = this_machine,
+    ) -> None:
+        self.config = config
+        self._new_id = new_id
+        self._machine = probe()
+        self._device_users: dict[int, list[str]] = {
+            index: [] for index in range(self._machine.num_cuda_devices)
+        }
+        self._exit_codes: dict[int, int] = {}
+        self._run_dir = Path(config.run_dir).resolve()
+        for folder in ("logs", "workers"):
+            (self._run_dir / folder).mkdir(parents=True, exist_ok=True)
+        self._fork_server = self._start_fork_server()
+
+    async def launch(self, request: LaunchRequest) -> RunningWorker:
+        spec = self._spec(request)
+        spec.report_path.unlink(missing_ok=True)
+        started = time.monotonic()
+        pid = await asyncio.to_thread(
+            self._fork_server.spawn,
+            "worker",
+            spec.to_dict(),
+            spec.log_path,
+            timeout_s=self.config.startup_timeout_s,
+        )
+        report = await self._wait_for_report(spec, pid)
+        logger.info(
+            "worker=%s pid=%d address=%s start_s=%.2f",
+            *(spec.name, pid, report.address, time.monotonic() - started),
+        )
+        return RunningWorker(spec, report)
+
+    async def exit_status(self, worker: RunningWorker) -> str | None:
+        return await self._exit_status(worker.report.pid)
+
+    async def stop(self, workers: list[RunningWorker]) -> None:
+        loop = asyncio.get_running_loop()
+        gentle_until = loop.time() + self.config.shutdown_timeout_s / 2
+        running = await self._running(workers)
+        while running and loop.time() < gentle_until:
+            await asyncio.sleep(REPORT_POLL_S)
+            running = await self._running(running)
+        for worker in running:
+            logger.warning("worker=%s did not end by itself; killed", worker.name)
+            await asyncio.to_thread(
+                self._fork_server.kill, worker.report.pid, signal.SIGKILL
+            )
+        for worker in workers:
+            worker.spec.report_path.unlink(missing_ok=True)
+            for users in self._device_users.values():
+                if worker.name in users:
+                    users.remove(worker.name)
+
+    def _start_fork_server(self) -> ForkServerClient:
+        return start_fork_server(
+            socket_dir=Path(tempfile.mkdtemp(prefix="areal-sc-")),
+            preload=() if self._device_users else PRELOAD,
+            orphan_timeout_s=self.config.orphan_timeout_s,
+            log_path=self._run_dir / "logs" / "fork_server.log",
+            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
+            timeout_s=self.config.startup_timeout_s,
+        )
+
+    def _spec(self, request: LaunchRequest) -> WorkerSpec:
+        name = f"{request.role}/{request.index}"
+        return WorkerSpec(
+            role=request.role,
+            index=request.index,
+            incarnation=self._new_id(),
+            engine=request.engine,
+            engine_config=request.engine_config,
+            run_dir=str(self._run_dir),
+            transport=asdict(self.config.transport),
+            store_bytes=request.store_bytes,
+            orphan_timeout_s=self.config.orphan_timeout_s,
+            environment=self._device_environment(request, name),
+        )
+
+    def _device_environment(self, request: LaunchRequest, name: str) -> dict[str, str]:
+        """CUDA_VISIBLE_DEVICES of one device: a free one, else one not used by the same role."""
+        if resolved_device(request.device, self._machine) is Device.cpu:
+            return {"CUDA_VISIBLE_DEVICES": ""}
+        device = min(
+            self._device_users,
+            key=lambda index: (
+                any(user.startswith(f"{request.role}/") for user in self._device_users[index]),
+                len(self._device_users[index]),
+            ),
+        )
+        self._device_users[device].append(name)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(index) for index in self._device_users]
+        return {"CUDA_VISIBLE_DEVICES": names[device]}
+
+    async def _wait_for_report(self, spec: WorkerSpec, pid: int) -> WorkerReport:
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self.config.startup_timeout_s
+        while True:
+            report = WorkerReport.read(spec.report_path, spec.incarnation)
+            if report:
+                return report
+            status = await self._exit_status(pid)
+            if status or loop.time() > give_up:
+                what = (
+                    f"ended with {status} before it served"
+                    if status
+                    else f"did not report within {self.config.startup_timeout_s:g} s"
+                )
+                raise WorkerStartError(
+                    f"worker {spec.name} {what}; its log is {spec.log_path}",
+                    log_path=str(spec.log_path),
+                    log_tail=log_tail(spec.log_path),
+                )
+            await asyncio.sleep(REPORT_POLL_S)
+
+    async def _running(self, workers: list[RunningWorker]) -> list[RunningWorker]:
+        return [w for w in workers if await self._exit_status(w.report.pid) is None]
+
+    async def _exit_status(self, pid: int) -> str | None:
+        self._exit_codes.update(await asyncio.to_thread(self._fork_server.poll))
+        code = self._exit_codes.get(pid)
+        if code is None:
+            return None
+        if code < 0:
+            return f"signal {-code} ({signal.Signals(-code).name})"
+        return f"exit code {code}"

@@ -1,0 +1,264 @@
+"""How a script ends: its exit code, and a failure as one readable block on standard error."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from areal_sc.errors import (
+    ArealError,
+    CheckpointError,
+    ConfigError,
+    MetadataError,
+    ModelError,
+    RemoteError,
+    RunFolderError,
+    TransportError,
+    WorkerError,
+    WorkflowError,
+)
+
+EXIT_UNEXPECTED = 1
+EXIT_CTRL_C = 128 + signal.SIGINT
+EXIT_SIGTERM = 128 + signal.SIGTERM
+
+_NUM_FRAMES = 3
+_NUM_NOTE_LINES = 6
+_NUM_LOG_LINES = 15
+
+_TITLES: tuple[tuple[type[ArealError], str], ...] = (
+    (ConfigError, "The configuration cannot be used"),
+    (RunFolderError, "The run folder cannot be used"),
+    (RemoteError, "A worker reported an error"),
+    (WorkerError, "A worker failed"),
+    (ModelError, "The model cannot be used"),
+    (WorkflowError, "The workflow, the reward or the dataset cannot be used"),
+    (CheckpointError, "A checkpoint failed"),
+    (TransportError, "Talking to a worker failed"),
+    (MetadataError, "Metadata do not fit together"),
+    (ArealError, "The run failed"),
+)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived. Whatever cleans up after Ctrl-C cleans up after this too."""
+
+
+def run_script(
+    main: Callable[[list[str]], None],
+    argv: Sequence[str] | None = None,
+    *,
+    console: Console | None = None,
+) -> int:
+    """Runs a script's `main` to its end: `sys.exit(run_script(main))`.
+
+    A failure is shown as one block. SIGTERM unwinds `main` as Ctrl-C does, once; further ones are
+    ignored, so that the clean-up can finish. Must be called in the main thread.
+
+    Args:
+        main: takes the command line's arguments.
+        argv: None is `sys.argv[1:]`.
+        console: where a failure is shown; None is standard error.
+    Returns: the process's exit code, 0 when `main` returned.
+    """
+    try:
+        with _sigterm_raises():
+            main(list(sys.argv[1:] if argv is None else argv))
+    except SystemExit:
+        raise
+    except BaseException as error:  # the boundary of the process
+        return report_failure(error, console, run_dir=_folder_of_log())
+    return 0
+
+
+def report_failure(
+    error: BaseException, console: Console | None = None, run_dir: Path | None = None
+) -> int:
+    """Shows why the run ended: what failed, where, the last lines of its log, where to read on.
+
+    An error may carry `log_tail` (lines of the failed worker's log) and `log_path`; notes
+    (`add_note`) are shown too. The whole traceback goes to `logs/controller.log` of the run
+    folder. Without one, that of an unexpected error is shown whole.
+
+    Args:
+        error: what ended the run; of an exception group the first error of the engine counts.
+        console: None is standard error.
+        run_dir: the run's folder, if it has come to that.
+    Returns: the exit code that the process should end with.
+    """
+    block = _Block(console or Console(stderr=True))
+    if isinstance(error, KeyboardInterrupt):
+        is_sigterm = isinstance(error, Terminated)
+        block.line("stopped by SIGTERM" if is_sigterm else "stopped by Ctrl-C", style="yellow")
+        return EXIT_SIGTERM if is_sigterm else EXIT_CTRL_C
+    cause, num_others = _first_cause(error)
+    if isinstance(cause, ConfigError):
+        block.title(_title(cause))
+        block.text(str(cause))
+        return cause.exit_code
+
+    is_ours = not isinstance(cause, RunFolderError)  # the folder may be another run's
+    log_path = _write_traceback(error, run_dir) if run_dir is not None and is_ours else None
+    block.title(_title(cause))
+    if isinstance(cause, ArealError):
+        block.text(str(cause) or type(cause).__name__)
+    else:
+        block.text(f"{type(cause).__name__}: {cause}")
+    for reason in _reasons(cause):
+        block.text(f"because of {reason}")
+    if num_others:
+        block.text(f"({num_others} more errors came with it)")
+    _show_place(block, cause, has_log=log_path is not None)
+    if log_path is not None:
+        block.line(f"full traceback: {log_path}", style="bold")
+        block.line(f"logs of the workers: {log_path.parent}", style="bold")
+    return cause.exit_code if isinstance(cause, ArealError) else EXIT_UNEXPECTED
+
+
+class _Block:
+    """Lines that wrap on a terminal only: elsewhere they stay whole, for grep."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def title(self, text: str) -> None:
+        self.line(f"ERROR {text}", style="bold red")
+
+    def text(self, text: str) -> None:
+        for line in text.splitlines():
+            self.line(line, prefix="  ")
+
+    def quote(self, heading: str, lines: Sequence[str]) -> None:
+        self.line(f"{heading}:", style="bold")
+        for line in lines:
+            self.line(line.rstrip(), prefix="  | ", style="dim")
+
+    def line(self, text: str, *, prefix: str = "", style: str = "") -> None:
+        plain = Text(Text.from_ansi(text).plain, style=style)
+        if not self._console.is_terminal:
+            self._console.print(Text(prefix) + plain, soft_wrap=True)
+            return
+        wrapped = plain.wrap(self._console, max(self._console.width - len(prefix), 1))
+        for part in wrapped or [plain]:
+            self._console.print(Text(prefix) + part, no_wrap=True, overflow="ignore")
+
+
+def _show_place(block: _Block, cause: BaseException, *, has_log: bool) -> None:
+    """Where it happened: a worker's log, the remote end, or this script's own frames.
+
+    Errors that were raised on purpose say all in their message, so their notes (a remote traceback
+    among them) are cut to the first line where the log has the rest.
+    """
+    is_foreseen = isinstance(cause, ArealError) and not isinstance(cause, RemoteError)
+    notes = list(getattr(cause, "__notes__", ()))
+    if isinstance(cause, RemoteError) and not any(
+        cause.remote_traceback.strip() in n for n in notes
+    ):
+        notes.append(f"remote traceback:\n{cause.remote_traceback.strip()}")
+    for note in notes:
+        heading, _, rest = note.partition("\n")
+        if rest and not (is_foreseen and has_log):
+            block.quote(heading.rstrip(":"), rest.splitlines()[-_NUM_NOTE_LINES:])
+        else:
+            block.text(heading.rstrip(":"))
+    log_tail = getattr(cause, "log_tail", None)
+    if log_tail:
+        lines = log_tail.splitlines() if isinstance(log_tail, str) else list(log_tail)
+        log_path = getattr(cause, "log_path", None)
+        heading = "last lines of its log" if log_path is None else f"last lines of {log_path}"
+        block.quote(heading, lines[-_NUM_LOG_LINES:])
+    if isinstance(cause, ArealError):
+        return
+    if has_log:
+        frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename != __file__]
+        innermost = frames[: -_NUM_FRAMES - 1 : -1]
+        block.quote(
+            "at (innermost first)",
+            [f"{f.filename}:{f.lineno} in {f.name}: {f.line or ''}" for f in innermost],
+        )
+    else:
+        text = "".join(traceback.format_exception(cause))
+        block.quote("traceback", text.rstrip().splitlines())
+
+
+def _title(cause: BaseException) -> str:
+    return next(
+        (title for error_type, title in _TITLES if isinstance(cause, error_type)),
+        "The run ended with an unexpected error",
+    )
+
+
+def _first_cause(error: BaseException) -> tuple[BaseException, int]:
+    """The error to show, and the number of others that came in the same exception group."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error, 0
+    leaves = list(_leaves(error))
+    chosen = next((leaf for leaf in leaves if isinstance(leaf, ArealError)), leaves[0])
+    return chosen, len(leaves) - 1
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for member in error.exceptions:
+            yield from _leaves(member)
+    else:
+        yield error
+
+
+def _reasons(error: BaseException) -> Iterator[str]:
+    """The explicit causes below an error whose text it does not contain already."""
+    told = str(error)
+    cause = error.__cause__
+    while cause is not None:
+        text = str(cause)
+        if text and text not in told:
+            yield f"{type(cause).__name__}: {text}"
+            told += text
+        cause = cause.__cause__
+
+
+def _write_traceback(error: BaseException, run_dir: Path) -> Path | None:
+    """Appends the whole traceback to the run's log; None where that is not possible."""
+    path = run_dir / "logs" / "controller.log"
+    try:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{datetime.now():%H:%M:%S} ERROR controller: the run ended with\n")
+            file.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return None  # no such folder, or a full disk: the caller shows the traceback instead
+    return path
+
+
+def _folder_of_log() -> Path | None:
+    """The run folder whose `logs/controller.log` this process logs to, if it does."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            path = Path(handler.baseFilename)
+            if path.name == "controller.log" and path.parent.name == "logs":
+                return path.parent.parent
+    return None
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """While open, SIGTERM raises `Terminated` in the main thread."""
+
+    def stop(signal_number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,374 @@
+"""What is measured of a run: the records of `metrics.jsonl` and of `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from areal_sc.errors import RunFolderError
+
+Bound = Literal["generation", "training", "synchronisation"]
+
+MAX_WAITING_SHARE = 0.2
+"""Share of a step that the trainer may wait for its batch before generation counts as the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One training step.
+
+    Staleness is in policy versions: of a group since its admission, of a token since it was
+    sampled. Statistics of tokens are over the step's trained tokens.
+
+    Attributes:
+        step: number of training steps done, this one included.
+        reward: mean over rows.
+        accuracy: mean over the rows whose workflow reports the metric `accuracy`; None without any.
+        num_rows: rows trained on.
+        num_rejected_groups: groups rejected since the step before.
+        num_generated_tokens: tokens sampled since the step before, by all rollout workers.
+        num_trained_tokens: tokens in the loss.
+        num_masked_tokens: tokens kept out of the loss because they are over the bound.
+        num_wasted_tokens: tokens generated and thrown away since the step before.
+        mean_sequence_length: tokens a row, prompt and completion.
+        step_time_s: from the end of the step before to the end of this one.
+        wait_s: waiting for the batch, that is for generation.
+        train_s: proximal log-probabilities, advantages and updates.
+        sync_s: publication of the weights.
+        controller_bytes: bytes on the controllers' sockets since the step before.
+        train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
+        counters: of tensor stores and transport.
+    """
+
+    step: int
+    reward: float
+    group_staleness_mean: float
+    group_staleness_max: int
+    token_staleness_mean: float
+    token_staleness_max: int
+    num_rows: int
+    num_generated_tokens: int
+    num_trained_tokens: int
+    step_time_s: float
+    wait_s: float
+    train_s: float
+    sync_s: float
+    accuracy: float | None = None
+    num_rejected_groups: int = 0
+    num_masked_tokens: int = 0
+    num_wasted_tokens: int = 0
+    mean_sequence_length: float = 0.0
+    controller_bytes: int = 0
+    train: Mapping[str, float] = field(default_factory=dict)
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def masked_share(self) -> float:
+        """Masked tokens as a share of those that could have been trained."""
+        return _ratio(self.num_masked_tokens, self.num_masked_tokens + self.num_trained_tokens)
+
+    @property
+    def wasted_share(self) -> float:
+        """Wasted tokens as a share of the wasted and the used ones."""
+        used = self.num_trained_tokens + self.num_masked_tokens
+        return _ratio(self.num_wasted_tokens, self.num_wasted_tokens + used)
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        return _ratio(self.num_generated_tokens, self.step_time_s)
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        return _ratio(self.num_trained_tokens, self.step_time_s)
+
+    @property
+    def bound(self) -> Bound:
+        """What the step's time is due to.
+
+        Generation overlaps with training, so a trainer that waits noticeably for its batch would
+        not step sooner if it trained faster: generation is the bound, even where training takes
+        more of the step. Otherwise it is the longer one of training and publication.
+        """
+        if self.wait_s > MAX_WAITING_SHARE * (self.wait_s + self.train_s + self.sync_s):
+            return "generation"
+        return "synchronisation" if self.sync_s > self.train_s else "training"
+
+    def to_record(self) -> dict[str, Any]:
+        """The fields and what follows from them; `from_record` is its inverse."""
+        return asdict(self) | {
+            "masked_share": self.masked_share,
+            "wasted_share": self.wasted_share,
+            "generated_tokens_per_s": self.generated_tokens_per_s,
+            "trained_tokens_per_s": self.trained_tokens_per_s,
+            "bound": self.bound,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        return cls(**_field_values(cls, record))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """One evaluation on held-out prompts.
+
+    Attributes:
+        name: `before`, `after`, `greedy`, or `periodic`.
+        step: training steps done when it began.
+        accuracy: mean of the metric `accuracy` over answers; None where the workflow has none.
+        reward: mean over answers.
+        version_min: oldest policy version that sampled a token of it.
+        version_max: newest one; the same as `version_min` where no publication fell into it.
+        temperature: 0 is greedy.
+    """
+
+    name: str
+    step: int
+    reward: float
+    num_prompts: int
+    version_min: int
+    version_max: int
+    temperature: float
+    accuracy: float | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        return cls(**_field_values(cls, record))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The numbers of a whole run, as in `summary.json`; None where nothing was measured.
+
+    Attributes:
+        first_step_s: from the start of the process to the end of the first training step.
+        wait_share: share of the steps' time spent waiting for generation.
+        train_share: ... on proximal log-probabilities, advantages and updates.
+        sync_share: ... on publishing weights.
+        max_token_staleness_trained: policy versions, over all trained tokens.
+        max_group_staleness: policy versions, over all trained groups.
+        num_rows_trained_twice: by the ledger; anything but 0 is a defect.
+        controller_bytes_per_row: bytes on the controllers' sockets for each trained row.
+        num_masked_tokens: kept out of the loss because they were over the bound.
+        num_wasted_tokens: generated and thrown away.
+    """
+
+    num_steps: int
+    wall_time_s: float
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    greedy_accuracy_after: float | None = None
+    reward_before: float | None = None
+    reward_after: float | None = None
+    max_token_staleness_trained: int | None = None
+    max_group_staleness: int | None = None
+    num_rows_trained: int | None = None
+    num_rows_trained_twice: int | None = None
+    num_rows_rejected: int | None = None
+    num_masked_tokens: int | None = None
+    num_wasted_tokens: int | None = None
+    controller_bytes_per_row: float | None = None
+    generated_tokens_per_s: float | None = None
+    trained_tokens_per_s: float | None = None
+    first_step_s: float | None = None
+    wait_share: float | None = None
+    train_share: float | None = None
+    sync_share: float | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The content of `summary.json`: every field, null where it is None or not finite."""
+        return json.dumps(_without_nonfinite(self.to_record()), indent=2, allow_nan=False) + "\n"
+
+
+def summarize(
+    steps: Sequence[StepMetrics],
+    evaluations: Sequence[EvaluationResult],
+    *,
+    wall_time_s: float,
+    first_step_s: float | None = None,
+    num_rows_trained: int | None = None,
+    num_rows_trained_twice: int | None = None,
+    num_rows_rejected: int | None = None,
+) -> Summary:
+    """The summary of a run.
+
+    Args:
+        steps: every training step of the surviving history, once.
+        evaluations: in the order in which they were made; the last one of a name counts.
+        num_rows_trained: by the ledger, as the next two; None adds up the steps' rows instead.
+    """
+    accuracy = {result.name: result.accuracy for result in evaluations}
+    reward = {result.name: result.reward for result in evaluations}
+    measured: dict[str, Any] = {}
+    if steps:
+        time_s = sum(step.step_time_s for step in steps)
+        num_rows = sum(step.num_rows for step in steps)
+        measured = {
+            "max_token_staleness_trained": max(step.token_staleness_max for step in steps),
+            "max_group_staleness": max(step.group_staleness_max for step in steps),
+            "num_masked_tokens": sum(step.num_masked_tokens for step in steps),
+            "num_wasted_tokens": sum(step.num_wasted_tokens for step in steps),
+            "controller_bytes_per_row": _ratio(sum(s.controller_bytes for s in steps), num_rows),
+            "generated_tokens_per_s": _ratio(sum(s.num_generated_tokens for s in steps), time_s),
+            "trained_tokens_per_s": _ratio(sum(s.num_trained_tokens for s in steps), time_s),
+            "wait_share": _ratio(sum(step.wait_s for step in steps), time_s),
+            "train_share": _ratio(sum(step.train_s for step in steps), time_s),
+            "sync_share": _ratio(sum(step.sync_s for step in steps), time_s),
+        }
+        if num_rows_trained is None:
+            num_rows_trained = num_rows
+    return Summary(
+        num_steps=len(steps),
+        wall_time_s=wall_time_s,
+        accuracy_before=accuracy.get("before"),
+        accuracy_after=accuracy.get("after"),
+        greedy_accuracy_after=accuracy.get("greedy"),
+        reward_before=reward.get("before"),
+        reward_after=reward.get("after"),
+        num_rows_trained=num_rows_trained,
+        num_rows_trained_twice=num_rows_trained_twice,
+        num_rows_rejected=num_rows_rejected,
+        first_step_s=first_step_s,
+        **measured,
+    )
+
+
+class MetricsLog:
+    """Appends records to `metrics.jsonl`, one JSON object a line, each flushed.
+
+    Every record has `kind` (`step`, `evaluation` or `event`) and `time` (Unix time, seconds).
+    Values that are not finite are written as null. A last line that an earlier process did not
+    finish is cut off first, so that the file stays readable after a crash.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Raises: RunFolderError: the file cannot be opened."""
+        self.path = path
+        self._clock = clock
+        try:
+            _cut_unfinished_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._append("step", metrics.to_record())
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        self._append("evaluation", result.to_record())
+
+    def event(self, name: str, **values: Any) -> None:
+        """Something else worth keeping: started, resumed, snapshot, worker restarted, ..."""
+        self._append("event", {"name": name, **values})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _append(self, kind: str, values: dict[str, Any]) -> None:
+        record = {"kind": kind, "time": round(self._clock(), 3), **_without_nonfinite(values)}
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a metrics file, in order; an unfinished last line is left out.
+
+    Raises: RunFolderError: the file cannot be read, or a line before the last is no JSON object.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):  # after the last newline: unfinished
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise RunFolderError(f"{path}, line {number}: expected JSON, got {line!r}") from error
+        if not isinstance(record, dict):
+            raise RunFolderError(f"{path}, line {number}: expected a JSON object, got {line!r}")
+        records.append(record)
+    return records
+
+
+def surviving_steps(records: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
+    """The training steps among the records, without those that the run went back behind.
+
+    A resumed run repeats the steps after its snapshot: a step takes the place of an earlier
+    record of the same number and of all that followed it.
+    """
+    steps: list[StepMetrics] = []
+    for record in records:
+        if record["kind"] == "step":
+            while steps and steps[-1].step >= record["step"]:
+                steps.pop()
+            steps.append(StepMetrics.from_record(record))
+    return steps
+
+
+def evaluations_in(records: Sequence[Mapping[str, Any]]) -> list[EvaluationResult]:
+    """The evaluations among the records, in order."""
+    return [EvaluationResult.from_record(r) for r in records if r["kind"] == "evaluation"]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _field_values(
+    record_type: type[StepMetrics] | type[EvaluationResult], record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Constructor arguments from a record; null in a field of type float was not finite."""
+    values = {}
+    for item in fields(record_type):
+        if item.name in record:
+            value = record[item.name]
+            values[item.name] = math.nan if value is None and item.type == "float" else value
+    return values
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Shortens the file to its last newline."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

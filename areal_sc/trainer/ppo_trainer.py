@@ -1,0 +1,420 @@
+"""PPOTrainer: THE training loop, with evaluation, snapshots, recovery, metrics and display.
+
+    for each policy version:
+        rollout.prepare_batch            waits for generation           wait_s
+        compute_proximal_logprobs
+        compute_advantages, ppo_update   trains                         train_s
+        publish_weights                  version += 1                   sync_s
+
+Generation never waits for this loop; it is limited by the staleness bound alone. Evaluations
+within a run go on beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from areal_sc.config.checks import check_config
+from areal_sc.config.loader import config_text
+from areal_sc.config.plan import plan
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.controller.control_loop import start
+from areal_sc.controller.rollout import EvaluationOutcome, RolloutController
+from areal_sc.controller.staleness import StalenessStats
+from areal_sc.controller.train import TrainController
+from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
+from areal_sc.errors import CheckpointError
+from areal_sc.log import setup_logging
+from areal_sc.metadata import BatchMetadata
+from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.schedulers.base import Scheduler, make_scheduler
+from areal_sc.trainer.advice import tail_advice
+from areal_sc.trainer.display import RunDisplay, make_display
+from areal_sc.trainer.learning_curve import plot_learning_curve
+from areal_sc.trainer.metrics import (
+    EvaluationResult,
+    MetricsLog,
+    StepMetrics,
+    Summary,
+    evaluations_in,
+    read_metrics,
+    summarize,
+    surviving_steps,
+)
+from areal_sc.trainer.recovery import load_latest_snapshot, save_snapshot
+from areal_sc.workflows.base import Workflow
+from areal_sc.workflows.sources import PromptSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Totals:
+    """Counters of the rollout workers at the end of the step before."""
+
+    generated_tokens: float = 0.0
+    wasted_tokens: float = 0.0
+    rejected_groups: int = 0
+    controller_bytes: int = 0
+
+
+@dataclass
+class _Pending:
+    """An evaluation that goes on beside training."""
+
+    name: str
+    step: int
+    temperature: float
+    outcome: Future[EvaluationOutcome]
+
+
+@dataclass
+class _Clock:
+    """Seconds of one step by what they went to."""
+
+    began: float = field(default_factory=time.monotonic)
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - began
+
+
+class PPOTrainer:
+    """Owns the run folder, the scheduler and the display of one run.
+
+    Use it as a context manager when something runs before `fit` in the same run, a warm start
+    say; `fit` alone opens and closes it by itself.
+
+    Attributes:
+        config: the run's settings.
+        folder: the run folder.
+        scheduler: starts the workers; its fork server begins to import at once.
+        display: shows the run.
+    """
+
+    folder: RunFolder
+    scheduler: Scheduler
+    display: RunDisplay
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config = config
+        self._stack = ExitStack()
+        self._is_open = False
+        self._opening = Opening.start
+        self._steps: list[StepMetrics] = []
+        self._evaluations: list[EvaluationResult] = []
+        self._pending: _Pending | None = None
+        self._totals = _Totals()
+        self._began = time.monotonic()
+        self._first_step_s: float | None = None
+
+    def __enter__(self) -> Self:
+        warnings = check_config(self.config)
+        if self.config.dry_run:
+            self._show_plan()
+        self.folder = RunFolder(self.config.run_dir)
+        self._opening = self.folder.open(
+            config_text=config_text(self.config),
+            resume=self.config.resume.value,
+            overwrite=self.config.overwrite,
+        )
+        self._stack.callback(self.folder.close)
+        setup_logging("controller", self.folder.logs / "controller.log")
+        self.scheduler = make_scheduler(self.config.scheduler)
+        self.display = self._stack.enter_context(
+            make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)
+        )
+        self._log = self._stack.enter_context(MetricsLog(self.folder.metrics_path))
+        for warning in warnings:
+            self.display.warning(warning)
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_open = False
+        self._stack.close()
+
+    def fit(
+        self,
+        workflow: Workflow,
+        prompts: PromptSource,
+        *,
+        evaluation_prompts: PromptSource | None = None,
+        evaluation_workflow: Workflow | None = None,
+    ) -> Summary:
+        """Trains for `total_steps` steps and leaves the model in `<run_dir>/model`.
+
+        Args:
+            workflow: the episode; run `rollout.group_size` times a prompt.
+            prompts: a dataset, or a list of dicts.
+            evaluation_prompts: held-out prompts; None: nothing is evaluated.
+            evaluation_workflow: None: as for training.
+        Returns: the numbers of `summary.json`.
+        """
+        if not self._is_open:
+            with self:
+                return self.fit(
+                    workflow,
+                    prompts,
+                    evaluation_prompts=evaluation_prompts,
+                    evaluation_workflow=evaluation_workflow,
+                )
+        actor = TrainController(FSDPPPOActor(self.config.actor), self.scheduler)
+        rollout = RolloutController(LocalGenerator(self.config.rollout), self.scheduler)
+        rollout.total_steps = self.config.total_steps
+        evaluation = (evaluation_workflow or workflow, evaluation_prompts)
+        with ExitStack() as stack:
+            with self.display.phase("start-up"):
+                stack.enter_context(start(actor, rollout))
+                self._resume(actor, rollout)
+            self._train(actor, rollout, workflow, prompts, evaluation)
+            summary = self._finish(actor, rollout, evaluation)
+        self.display.finish(summary, self.folder.path)
+        return summary
+
+    # ------------------------------------------------------------------ the loop
+
+    def _train(
+        self,
+        actor: TrainController,
+        rollout: RolloutController,
+        workflow: Workflow,
+        prompts: PromptSource,
+        evaluation: tuple[Workflow, PromptSource | None],
+    ) -> None:
+        total = self.config.total_steps
+        with self.display.phase("training", total, "steps") as phase:
+            phase.advance(actor.version)
+            if actor.version == 0:
+                self._begin_evaluation("before", actor, rollout, evaluation)
+            for step in range(actor.version, total):
+                clock = _Clock()
+                with clock.part("wait"):
+                    batch = rollout.prepare_batch(prompts, workflow)
+                with clock.part("train"):
+                    batch = actor.compute_proximal_logprobs(batch)
+                    batch = actor.compute_advantages(batch)
+                    stats = actor.ppo_update(batch)
+                if step == 0:
+                    self._collect_evaluation()  # the first one sees no publication
+                with clock.part("sync"):
+                    actor.publish_weights(rollout)
+                self._record_step(batch, rollout, actor, stats, clock)
+                phase.advance()
+                self._after_step(actor, rollout, evaluation)
+            self._collect_evaluation()
+
+    def _after_step(
+        self,
+        actor: TrainController,
+        rollout: RolloutController,
+        evaluation: tuple[Workflow, PromptSource | None],
+    ) -> None:
+        is_last = actor.version == self.config.total_steps
+        if self._pending and self._pending.outcome.done():
+            self._collect_evaluation()
+        if _is_due(actor.version, self.config.evaluation.every_steps) and not is_last:
+            self._collect_evaluation()
+            self._begin_evaluation("periodic", actor, rollout, evaluation)
+        if _is_due(actor.version, self.config.checkpoint.every_steps) and not is_last:
+            try:
+                save_snapshot(self.folder, actor, rollout, self.config.checkpoint.keep)
+                self._log.event("snapshot", step=actor.version)
+            except CheckpointError as error:
+                self.display.warning(f"{error}; the run goes on without this snapshot")
+                self._log.event("snapshot_failed", step=actor.version, error=str(error))
+
+    def _finish(
+        self,
+        actor: TrainController,
+        rollout: RolloutController,
+        evaluation: tuple[Workflow, PromptSource | None],
+    ) -> Summary:
+        rollout.wait_for_weights()
+        self._begin_evaluation("after", actor, rollout, evaluation)
+        self._collect_evaluation()
+        if self.config.evaluation.greedy:
+            self._begin_evaluation("greedy", actor, rollout, evaluation, temperature=0.0)
+            self._collect_evaluation()
+        actor.save_hf(self.folder.path / "model")
+        account = rollout.ledger.account()
+        rejected_groups = sum(account["rejected"].values())
+        stale_rows = account["rejected"].get("stale", 0) * self.config.rollout.group_size
+        logger.info("account=%s rejected_groups=%d", account, rejected_groups)
+        summary = summarize(
+            self._steps,
+            self._evaluations,
+            wall_time_s=time.monotonic() - self._began,
+            first_step_s=self._first_step_s,
+            num_rows_trained=account["rows_trained"],
+            num_rows_trained_twice=account["rows_trained_twice"],
+            num_rows_rejected=rollout.counters.rejected_rows.total() + stale_rows,
+        )
+        plot_learning_curve(self.folder.metrics_path, self.folder.learning_curve_path)
+        summary.save(self.folder.summary_path)
+        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        return summary
+
+    def _record_step(
+        self,
+        batch: BatchMetadata,
+        rollout: RolloutController,
+        actor: TrainController,
+        stats: dict[str, float],
+        clock: _Clock,
+    ) -> None:
+        staleness = StalenessStats.of(batch.rows, batch.global_step, batch.min_token_version)
+        workers = rollout.worker_stats()
+        now = _Totals(
+            generated_tokens=sum(worker["generated_tokens"] for worker in workers),
+            wasted_tokens=rollout.counters.wasted_tokens
+            + sum(worker["cancelled_tokens"] for worker in workers),
+            rejected_groups=sum(rollout.ledger.account()["rejected"].values()),
+            controller_bytes=actor.num_bytes + rollout.num_bytes,
+        )
+        before, self._totals = self._totals, now
+        metrics = StepMetrics(
+            step=actor.version,
+            reward=sum(row.reward for row in batch.rows) / batch.total_batch_size,
+            accuracy=rollout.batch_metrics.get("accuracy"),
+            group_staleness_mean=staleness.group_mean,
+            group_staleness_max=staleness.group_max,
+            token_staleness_mean=staleness.token_mean,
+            token_staleness_max=staleness.token_max,
+            num_rows=batch.total_batch_size,
+            num_generated_tokens=int(now.generated_tokens - before.generated_tokens),
+            num_trained_tokens=staleness.num_tokens_trained,
+            num_masked_tokens=staleness.num_tokens_masked,
+            num_wasted_tokens=int(now.wasted_tokens - before.wasted_tokens),
+            num_rejected_groups=now.rejected_groups - before.rejected_groups,
+            mean_sequence_length=batch.num_tokens / batch.total_batch_size,
+            step_time_s=time.monotonic() - clock.began,
+            wait_s=clock.spent["wait"],
+            train_s=clock.spent["train"],
+            sync_s=clock.spent["sync"],
+            controller_bytes=now.controller_bytes - before.controller_bytes,
+            train=stats,
+            counters={
+                name: sum(worker[name] for worker in workers)
+                for name in ("store_bytes", "store_shards", "pulled_bytes")
+            },
+        )
+        if self._first_step_s is None:
+            self._first_step_s = _process_age_s()
+        self._steps.append(metrics)
+        self._log.step(metrics)
+        self.display.step(metrics)
+        self._advise(metrics)
+
+    def _advise(self, metrics: StepMetrics) -> None:
+        """One line of advice, once a run, when its tail goes far over the bound."""
+        advice = tail_advice(
+            max_staleness=self.config.rollout.max_staleness,
+            over_bound=self.config.rollout.over_bound,
+            group_staleness_max=metrics.group_staleness_max,
+            masked_share=metrics.masked_share,
+            wasted_share=metrics.wasted_share,
+        )
+        if advice and not self._has_advised:
+            self._has_advised = True
+            self.display.warning(advice)
+
+    _has_advised = False
+
+    # ------------------------------------------------------------------ evaluation
+
+    def _begin_evaluation(
+        self,
+        name: str,
+        actor: TrainController,
+        rollout: RolloutController,
+        evaluation: tuple[Workflow, PromptSource | None],
+        temperature: float | None = None,
+    ) -> None:
+        workflow, prompts = evaluation
+        if prompts is None:
+            return
+        self._pending = _Pending(
+            name,
+            actor.version,
+            self.config.generation.temperature if temperature is None else temperature,
+            rollout.begin_evaluation(
+                prompts,
+                workflow,
+                num_prompts=self.config.evaluation.num_prompts,
+                temperature=temperature,
+            ),
+        )
+
+    def _collect_evaluation(self) -> None:
+        """Waits for the evaluation that goes on, if any, and records it."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        outcome = pending.outcome.result()  # bounded by the groups' own time limit
+        result = EvaluationResult(
+            name=pending.name,
+            step=pending.step,
+            reward=outcome.reward,
+            accuracy=outcome.metrics.get("accuracy"),
+            num_prompts=outcome.num_prompts,
+            version_min=outcome.versions[0],
+            version_max=outcome.versions[1],
+            temperature=pending.temperature,
+        )
+        self._evaluations.append(result)
+        self._log.evaluation(result)
+        self.display.evaluation(result)
+
+    # ------------------------------------------------------------------ start
+
+    def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
+        if self._opening is not Opening.resume:
+            return
+        step, warnings = load_latest_snapshot(self.folder, actor, rollout)
+        for warning in warnings:
+            self.display.warning(warning)
+        actor.share_weights(rollout)
+        records = read_metrics(self.folder.metrics_path)
+        self._steps = [metrics for metrics in surviving_steps(records) if metrics.step <= step]
+        self._evaluations = [e for e in evaluations_in(records) if e.step <= step]
+        self.display.note(f"resumed after step {step}")
+        self._log.event("resumed", step=step)
+
+    def _show_plan(self) -> None:
+        display = make_display()
+        for line in plan(self.config).lines():
+            display.note(line)
+        display.close()
+        raise SystemExit(0)
+
+
+def _is_due(version: int, every: int) -> bool:
+    return every > 0 and version % every == 0
+
+
+def _process_age_s() -> float:
+    """Seconds since this process was started."""
+    started_ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,39 @@
+"""The main function of a worker process, forked by a fork server or started by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+from areal_sc.errors import ArealError
+from areal_sc.log import setup_logging
+from areal_sc.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(spec_dict: dict[str, Any]) -> int:
+    """Serves until told to shut down, or until no controller is heard; returns the exit code.
+
+    Args:
+        spec_dict: a `WorkerSpec` as a dict.
+    """
+    spec = WorkerSpec(**spec_dict)
+    os.environ.update(spec.environment)
+    setup_logging(spec.name)
+    # After the environment is set: torch reads CUDA_VISIBLE_DEVICES when it is first used.
+    from areal_sc.workers.rollout_worker import RolloutWorker
+    from areal_sc.workers.train_worker import TrainWorker
+
+    try:
+        worker = {"train": TrainWorker, "rollout": RolloutWorker}[spec.role](spec)
+        asyncio.run(worker.serve())
+    except ArealError as error:
+        logger.error("worker ended: %s", error, exc_info=True)
+        return error.exit_code
+    except Exception:
+        logger.exception("worker ended")
+        return 1
+    return 0

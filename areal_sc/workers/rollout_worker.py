@@ -1,0 +1,319 @@
+"""A generation engine as a process: runs workflows, seals trajectories, follows the weights.
+
+    run_group    `group_size` episodes of one prompt, concurrently -> one sealed shard; the reply
+                 is its metadata. A row whose workflow or reward fails is rejected with its cause;
+                 an engine that fails is no result of any row and fails the call.
+    weights      pulled beside generation, then applied by the engine between two decode steps
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.engines.base import Completion, GenerationEngine
+from areal_sc.errors import RewardError, WorkerError, WorkflowError
+from areal_sc.metadata import (
+    TRAJECTORY_FIELDS,
+    BatchMetadata,
+    RowMetadata,
+    ShardMetadata,
+    TensorMetadata,
+)
+from areal_sc.workers.base import Method, Worker
+from areal_sc.workers.fork_client import fork_server_child
+from areal_sc.workers.spec import WorkerSpec
+from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
+from areal_sc.workflows.rewards import RewardPool
+
+logger = logging.getLogger(__name__)
+
+
+class EngineFailed(Exception):
+    """Generation failed for reasons that are not the episode's."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a row is not trained: `cause` is a category that is counted."""
+
+    cause: str
+    message: str
+
+
+class RolloutWorker(Worker):
+    """Serves a `GenerationEngine` to workflows."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        config = self.handle.config
+        # Forked before any thread exists in this process.
+        self._reward_server = fork_server_child()
+        self._rewards = RewardPool(
+            self._reward_server,
+            num_processes=config.num_reward_processes,
+            timeout_s=config.reward_timeout_s,
+            log_path=Path(spec.run_dir) / "logs" / f"reward-{spec.index}.log",
+        )
+        self._engine: GenerationEngine | None = None
+
+    @property
+    def engine(self) -> GenerationEngine:
+        assert self._engine, "the controller calls initialize first"
+        return self._engine
+
+    def methods(self) -> dict[str, Method]:
+        return super().methods() | {
+            "initialize": self.initialize,
+            "run_group": self.run_group,
+            "run_evaluation": self.run_evaluation,
+            "update_weights": self.update_weights,
+            "pause": self.pause,
+            "resume": self.resume,
+        }
+
+    async def close(self) -> None:
+        if self._engine:
+            await self._engine.close()
+        await self._rewards.close()
+        await asyncio.to_thread(self._reward_server.shutdown)
+
+    async def initialize(self, args: dict[str, Any]) -> None:
+        """Loads the model and begins to serve requests."""
+        torch.set_num_threads(self.handle.config.num_threads)
+        engine: GenerationEngine = await self.compute(self.handle.build)
+        await engine.start()
+        self._engine = engine
+
+    async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Episodes of one prompt; `batch` of the reply is None when every row was rejected."""
+        rows = await self._episodes(args, int(args["group_size"]), temperature=None)
+        trajectories = [row for row in rows if isinstance(row, Trajectory)]
+        rejected: dict[str, list[Any]] = {}
+        for row in rows:
+            if isinstance(row, Rejection):
+                entry = rejected.setdefault(row.cause, [0, row.message])
+                entry[0] += 1
+        metrics: dict[str, list[float]] = {}
+        for trajectory in trajectories:
+            for name, value in trajectory.metrics.items():
+                entry = metrics.setdefault(name, [0.0, 0])
+                entry[0] += float(value)
+                entry[1] += 1
+        batch = self._seal(args, trajectories) if trajectories else None
+        return {
+            "batch": None if batch is None else batch.to_wire(),
+            "rejected": rejected,
+            "metrics": metrics,
+        }
+
+    async def run_evaluation(self, args: dict[str, Any]) -> dict[str, Any]:
+        """One episode, reward and metrics only; nothing is stored."""
+        temperature = args["evaluation"]["temperature"]
+        (row,) = await self._episodes(args, 1, temperature=temperature)
+        if isinstance(row, Rejection):
+            return {"reward": None, "metrics": {}, "versions": [], "rejected": row.message}
+        sampled = sorted({v for v, trained in zip(row.versions, row.loss_mask, strict=True) if trained})
+        return {
+            "reward": row.reward,
+            "metrics": row.metrics,
+            "versions": [sampled[0], sampled[-1]],
+            "num_tokens": sum(map(bool, row.loss_mask)),
+        }
+
+    async def update_weights(self, args: dict[str, Any]) -> None:
+        """Pulls the ranks' shards and gives the engine the whole parameters."""
+        parts = await asyncio.gather(
+            *(self.puller.pull_shard(*map(str, shard)) for shard in args["shards"])
+        )
+        names = parts[0].keys()
+        whole = ((name, torch.cat([part[name] for part in parts])) for name in names)
+        await self.engine.update_weights(int(args["version"]), whole)
+        logger.info("policy_version=%d", args["version"])
+
+    async def pause(self, args: dict[str, Any]) -> None:
+        await self.engine.pause()
+
+    async def resume(self, args: dict[str, Any]) -> None:
+        await self.engine.resume()
+
+    async def stats(self, args: dict[str, Any]) -> dict[str, float]:
+        return {**await super().stats(args), **self.engine.stats()}
+
+    # ------------------------------------------------------------------ episodes
+
+    async def _episodes(
+        self, args: dict[str, Any], num_rows: int, temperature: float | None
+    ) -> list[Trajectory | Rejection]:
+        workflow = self.sources.workflow(int(args["workflow"]))
+        dataset = self.sources.prompts(int(args["dataset"]))
+        try:
+            prompt = dataset[int(args["index"])]
+        except Exception as error:
+            cause = Rejection("dataset_error", f"row {args['index']} of the dataset: {error!r}")
+            return [cause] * num_rows
+        group = f"{args.get('group_id', 'evaluation')}.{args.get('attempt', 0)}.{args['index']}"
+        async with asyncio.TaskGroup() as tasks:
+            episodes = [
+                tasks.create_task(self._episode(workflow, dict(prompt), group, temperature))
+                for _ in range(num_rows)
+            ]
+        return [episode.result() for episode in episodes]
+
+    async def _episode(
+        self, workflow: Workflow, prompt: dict[str, Any], group: str, temperature: float | None
+    ) -> Trajectory | Rejection:
+        config: RolloutConfig = self.handle.config
+        engine = WorkerEpisodeEngine(
+            self.engine, self._rewards, group, config.generation, temperature
+        )
+        limit_s = config.group_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                trajectory = await workflow.run_episode(prompt, engine)
+            rejection = _check_trajectory(trajectory)
+        except RewardError as error:
+            rejection = Rejection("reward_error", str(error))
+        except WorkflowError as error:
+            rejection = Rejection("prompt_error", str(error))
+        except TimeoutError:
+            rejection = Rejection(
+                "timeout", f"the episode took longer than group_timeout_s={limit_s:g} s"
+            )
+        except Exception as error:  # the user's code may raise anything
+            rejection = Rejection("workflow_error", f"{type(error).__name__}: {error}")
+        if engine.failure:
+            raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
+        if rejection:
+            logger.warning("rejected cause=%s message=%s", rejection.cause, rejection.message)
+            return rejection
+        assert trajectory is not None
+        return trajectory
+
+    def _seal(self, args: dict[str, Any], trajectories: Sequence[Trajectory]) -> BatchMetadata:
+        lengths = [len(trajectory.input_ids) for trajectory in trajectories]
+        fields = {
+            name: torch.tensor(
+                list(itertools.chain.from_iterable(getattr(t, name) for t in trajectories)),
+                dtype=getattr(torch, dtype),
+            )
+            for name, dtype in TRAJECTORY_FIELDS.items()
+        }
+        shard = ShardMetadata(
+            node_id=self.spec.name,
+            node_addr=self.address,
+            shard_id=self.store.put(fields, lengths),
+            batch_size=len(lengths),
+            offset=0,
+            fields={
+                name: TensorMetadata((sum(lengths),), dtype)
+                for name, dtype in TRAJECTORY_FIELDS.items()
+            },
+            shard_rows=tuple(range(len(lengths))),
+        )
+        rows = tuple(
+            RowMetadata(
+                group_id=int(args["group_id"]),
+                attempt=int(args["attempt"]),
+                sequence_length=length,
+                reward=float(trajectory.reward),
+                admitted_version=int(args["admitted_version"]),
+                version_spans=_version_spans(trajectory),
+            )
+            for trajectory, length in zip(trajectories, lengths, strict=True)
+        )
+        return BatchMetadata(
+            f"g{args['group_id']}.{args['attempt']}",
+            int(args["admitted_version"]),
+            len(rows),
+            (shard,),
+            rows,
+        )
+
+
+class WorkerEpisodeEngine:
+    """What one episode sees of its worker.
+
+    Attributes:
+        failure: the engine's own failure during the episode, whatever the user's code made of it.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        rewards: RewardPool,
+        group: str,
+        sampling: GenerationConfig,
+        temperature: float | None,
+    ) -> None:
+        self.tokenizer = engine.tokenizer
+        self.max_context_tokens = engine.max_context_tokens
+        self.failure: BaseException | None = None
+        self._engine = engine
+        self._rewards = rewards
+        self._group = group
+        self._sampling = sampling
+        self._temperature = temperature
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+    ) -> Completion:
+        sampling = sampling or self._sampling
+        if self._temperature is not None:
+            sampling = replace(sampling, temperature=self._temperature)
+        try:
+            return await self._engine.generate(input_ids, sampling, prefix_group=self._group)
+        except WorkflowError:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+    async def score(
+        self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str
+    ) -> float:
+        try:
+            return await self._rewards.score(reward, dict(prompt), completion)
+        except WorkerError as error:
+            self.failure = error
+            raise
+
+
+def _check_trajectory(trajectory: Any) -> Rejection | None:
+    """Why the trajectory cannot be trained on, None when it can."""
+    if trajectory is None:
+        return Rejection("rejected", "the workflow returned None")
+    if not isinstance(trajectory, Trajectory):
+        return Rejection(
+            "workflow_error",
+            f"run_episode must return a Trajectory or None, got {type(trajectory).__name__}",
+        )
+    lengths = {name: len(getattr(trajectory, name)) for name in TRAJECTORY_FIELDS}
+    if len(set(lengths.values())) != 1:
+        return Rejection("workflow_error", f"the trajectory's fields differ in length: {lengths}")
+    if not any(trajectory.loss_mask):
+        return Rejection("workflow_error", "the trajectory has no trained token (loss_mask)")
+    try:
+        is_finite = math.isfinite(trajectory.reward)
+    except TypeError:
+        is_finite = False
+    if not is_finite:
+        return Rejection("reward_error", f"the reward must be finite, got {trajectory.reward!r}")
+    return None
+
+
+def _version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
+    counts: dict[int, int] = {}
+    for version, trained in zip(trajectory.versions, trajectory.loss_mask, strict=True):
+        if trained:
+            counts[version] = counts.get(version, 0) + 1
+    return tuple(sorted(counts.items()))

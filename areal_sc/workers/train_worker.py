@@ -1,0 +1,164 @@
+"""One rank of the trained model, as a process: pulls rows, computes, seals what it made."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_sc.engines.base import TrainEngine
+from areal_sc.metadata import BatchMetadata
+from areal_sc.run_folder import RunFolder
+from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.workers.base import Method, StaleCall, Worker
+from areal_sc.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+
+class TrainWorker(Worker):
+    """Serves a `TrainEngine`.
+
+    State-changing calls name an operation and the policy version that they expect: an operation
+    runs once, a repeat gets the stored reply, and one meant for another version is refused.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self.engine: TrainEngine = self.handle.build()
+        self.version = 0
+        self._last_operation: tuple[str, Any] | None = None
+
+    def methods(self) -> dict[str, Method]:
+        return super().methods() | {
+            "create_rendezvous": self.create_rendezvous,
+            "initialize": self.initialize,
+            "compute_logprobs": self.compute_logprobs,
+            "ppo_update": self.ppo_update,
+            "sft_update": self.sft_update,
+            "seal_weights": self.seal_weights,
+            "save_hf": self.save_hf,
+            "save_snapshot": self.save_snapshot,
+            "load_snapshot": self.load_snapshot,
+        }
+
+    async def close(self) -> None:
+        await self.compute(self.engine.close)
+
+    async def create_rendezvous(self, args: dict[str, Any]) -> str:
+        """Rank 0 hosts the ranks' meeting point on a port of the system's choice."""
+        return await self.compute(self.engine.create_rendezvous)
+
+    async def initialize(self, args: dict[str, Any]) -> None:
+        """Joins the other ranks and builds the model."""
+        torch.set_num_threads(self.handle.config.num_threads)
+        rank, world_size = int(args["rank"]), int(args["world_size"])
+        init_method = str(args["init_method"])
+        await self.compute(lambda: self.engine.initialize(rank, world_size, init_method))
+
+    async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Seals `proximal_logprobs` of the batch's rows."""
+        batch = BatchMetadata.from_wire(args["batch"])
+        rows = await self._pull(batch)
+        logprobs = await self.compute(lambda: self.engine.compute_logprobs(rows))
+        if not rows.num_rows:
+            return self._shard_reply("")
+        return self._shard_reply(self.store.put({"proximal_logprobs": logprobs}, rows.lengths))
+
+    async def ppo_update(self, args: dict[str, Any]) -> dict[str, float]:
+        """One optimizer update per minibatch."""
+
+        async def update() -> dict[str, float]:
+            batches = [BatchMetadata.from_wire(wire) for wire in args["minibatches"]]
+            minibatches = [await self._pull(batch) for batch in batches]
+            min_token_version = batches[0].min_token_version
+            return await self.compute(
+                lambda: self.engine.ppo_update(
+                    minibatches, step=self.version, min_token_version=min_token_version
+                )
+            )
+
+        return await self._once(args, update)
+
+    async def sft_update(self, args: dict[str, Any]) -> dict[str, float]:
+        """One optimizer update on rows of a dataset."""
+
+        async def update() -> dict[str, float]:
+            dataset = self.sources.prompts(int(args["dataset"]))
+            items = [dataset[int(index)] for index in args["indices"]]
+            rows = PackedRows(
+                {
+                    "input_ids": _packed([item["input_ids"] for item in items], torch.int32),
+                    "loss_mask": _packed([item["loss_mask"] for item in items], torch.bool),
+                },
+                tuple(len(item["input_ids"]) for item in items),
+            )
+            return await self.compute(lambda: self.engine.sft_update(rows, step=self.version))
+
+        return await self._once(args, update)
+
+    async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Seals this rank's part of every parameter; the policy version becomes `version`."""
+        shards = await self.compute(lambda: list(self.engine.export_weights()))
+        shard_id = self.store.put(
+            {shard.name: shard.values for shard in shards},
+            {shard.name: [shard.values.numel()] for shard in shards},
+        )
+        self.version = int(args["version"])
+        return self._shard_reply(shard_id)
+
+    async def save_hf(self, args: dict[str, Any]) -> str:
+        """Writes a Hugging Face folder below the run folder; returns its path."""
+        folder = Path(self.spec.run_dir) / "exports" / str(int(args["export"]))
+        await self.compute(lambda: self.engine.save_hf(folder))
+        return str(folder)
+
+    async def save_snapshot(self, args: dict[str, Any]) -> None:
+        """Writes this rank's part of a snapshot that the controller completes."""
+        folder = self._snapshot_folder(args, ".partial")
+        await self.compute(lambda: self.engine.save_snapshot(folder))
+
+    async def load_snapshot(self, args: dict[str, Any]) -> None:
+        """Goes back to a snapshot."""
+        folder = self._snapshot_folder(args)
+        await self.compute(lambda: self.engine.load_snapshot(folder))
+        self.version = int(args["step"])
+
+    def _snapshot_folder(self, args: dict[str, Any], suffix: str = "") -> Path:
+        name = RunFolder(self.spec.run_dir).snapshot_path(int(args["step"])).name
+        return RunFolder(self.spec.run_dir).checkpoints / (name + suffix) / "engine"
+
+    def _shard_reply(self, shard_id: str) -> dict[str, Any]:
+        return {
+            "node_id": self.spec.name,
+            "node_addr": self.address,
+            "shard_id": shard_id,
+            "sequence": self.store.last_sequence,
+        }
+
+    async def _pull(self, batch: BatchMetadata) -> PackedRows:
+        return await self.puller.pull(batch)
+
+    async def _once(
+        self, args: dict[str, Any], operation: Callable[[], Awaitable[dict[str, float]]]
+    ) -> dict[str, float]:
+        name, expected = str(args["operation"]), int(args["expected_version"])
+        if self._last_operation and self._last_operation[0] == name:
+            stored: dict[str, float] = self._last_operation[1]
+            return stored
+        if expected != self.version:
+            raise StaleCall(
+                f"operation {name} on {self.spec.name}: expected policy version {expected}, "
+                f"the worker is at {self.version} (pid {os.getpid()})"
+            )
+        result = await operation()
+        self._last_operation = (name, result)
+        return result
+
+
+def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([torch.as_tensor(row, dtype=dtype) for row in values] or [torch.empty(0, dtype=dtype)])

@@ -1,0 +1,120 @@
+"""Datasets, and the order in which their prompts are taken. No torch.
+
+Controllers need a dataset's length and `prompt_at` only; the rows are read by workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_sc.errors import WorkflowError
+from areal_sc.workflows.base import Prompts
+
+_FEISTEL_ROUNDS = 6
+
+
+class JsonlPrompts(Prompts):
+    """Rows of a JSON Lines file, e.g. `{"prompt": "12 + 7 =", "answer": "19"}`.
+
+    Blank lines are skipped. Rows keep all their keys.
+
+    Raises: WorkflowError: the file is not there or has no row, or a line is no JSON object.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._rows = _read_jsonl(self.path)
+
+    def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self.path,), {}  # absolute: workers have another working directory
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self._rows[index])
+
+
+def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts:
+    """Writes a script's own list of prompts where workers can read it.
+
+    Raises: WorkflowError: the list is empty, or a row is not a dict of JSON values.
+    """
+    if not rows:
+        raise WorkflowError("the dataset is empty: expected at least 1 prompt, got 0")
+    lines = []
+    for index, row in enumerate(rows):
+        try:
+            if not isinstance(row, Mapping):
+                raise TypeError(f"a {type(row).__name__} is no dict")
+            lines.append(json.dumps(dict(row), ensure_ascii=False))
+        except (TypeError, ValueError) as error:
+            raise WorkflowError(
+                f"prompt {index} of the list cannot be written as JSON: {error}; "
+                'expected a dict such as {"prompt": "...", "answer": "..."}'
+            ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # surrogates: half of a pair may stand in text that was cut, and JSON can say so
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
+    return JsonlPrompts(path)
+
+
+def prompt_at(position: int, length: int, seed: int) -> int:
+    """Index of the prompt taken at `position`, counted from 0 over all epochs.
+
+    Each epoch of `length` positions takes every prompt once, in an order of its own. A pure
+    function in constant memory, also for a dataset of 2^31 prompts: a Feistel network permutes
+    the next power of four, and cycle walking stays below `length`.
+
+    Raises: ValueError: position < 0 or length < 1.
+    """
+    if position < 0 or length < 1:
+        raise ValueError(f"expected position >= 0 and length >= 1, got {position} and {length}")
+    epoch, index = divmod(position, length)
+    half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
+    key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=16).digest()
+    while True:
+        index = _permuted(index, half_bits, key)
+        if index < length:
+            return index
+
+
+def _permuted(value: int, half_bits: int, key: bytes) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for round_number in range(_FEISTEL_ROUNDS):
+        digest = hashlib.blake2b(
+            right.to_bytes(8, "little"), key=key, salt=bytes([round_number]), digest_size=8
+        ).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+    return (left << half_bits) | right
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogatepass")
+    except FileNotFoundError:
+        raise WorkflowError(f"the dataset {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkflowError(f"the dataset {path} cannot be read: {error}") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() also cuts at U+2028
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise WorkflowError(f"{path}:{number}: no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise WorkflowError(
+                f"{path}:{number}: expected a JSON object such as "
+                f'{{"prompt": "...", "answer": "..."}}, got {line.strip()[:80]!r}'
+            )
+        rows.append(row)
+    if not rows:
+        raise WorkflowError(f"empty dataset: {path} has no row; expected at least 1")
+    return rows

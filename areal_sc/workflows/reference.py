@@ -1,0 +1,365 @@
+"""Naming an object so that another process can make it again. No torch.
+
+The user's workflow, reward function and dataset live in the user's script, but run in workers. An
+`ObjectReference` is plain JSON: where the class or function is found, and with which arguments the
+instance was constructed. It is written to the run folder by the controller and read from there by
+workers; a reference names code to import, so it is never accepted from a socket.
+
+    reference_of(MathWorkflow(reward=exact_match, max_turns=3))
+      target  "/home/me/train.py:MathWorkflow"       (defined in the script that was started)
+      kwargs  {"reward": <reference to areal_sc.workflows.math_reward:exact_match>, "max_turns": 3}
+
+What is defined in the script (`__main__`) is loaded from the script's file under another module
+name, once per process, so its `if __name__ == "__main__":` block does not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from areal_sc.errors import WorkflowError
+
+_SCRIPT_PREFIX = "areal_sc_script_"
+"""Module names of loaded scripts; `sys.modules` is the registry of what is loaded."""
+
+_LOADING = "__areal_sc_loading__"
+"""Module attribute that exists while a script's body runs."""
+
+_Made = TypeVar("_Made")
+
+
+class Referable:
+    """Base of what a script hands to workers: remembers its constructor's arguments.
+
+    An argument may be None, a bool, int, float, str or Path, a list, tuple or dict of these, a
+    dataclass instance, an enum member, a function or class of a module, or another Referable.
+    """
+
+    _constructor_arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if cls.__init__ is object.__init__ and (args or kwargs):
+            # object.__init__ stays silent about surplus arguments when __new__ is overridden
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        instance = super().__new__(cls)
+        object.__setattr__(instance, "_constructor_arguments", (args, kwargs))
+        return instance
+
+    def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What to construct an equal instance with in another process and working directory."""
+        return self._constructor_arguments
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ObjectReference:
+    """A module-level function or class, or an instance constructed from plain arguments.
+
+    Attributes:
+        target: `package.module:qualname`, or `/absolute/script.py:qualname`.
+        args: positional constructor arguments in JSON form; None means the named object itself.
+        kwargs: keyword constructor arguments in JSON form.
+        search_path: folder that must be on `sys.path` to import the target, or None.
+    """
+
+    target: str
+    args: tuple[Any, ...] | None = None
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    search_path: str | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """A dict that JSON and msgpack can hold."""
+        return {
+            "target": self.target,
+            "args": None if self.args is None else list(self.args),
+            "kwargs": dict(self.kwargs),
+            "search_path": self.search_path,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Self:
+        """Raises: WorkflowError: `wire` is not what `to_wire` made."""
+        if not isinstance(wire, dict) or set(wire) != {"target", "args", "kwargs", "search_path"}:
+            raise WorkflowError(f"not an object reference: {wire!r}")
+        target, args, kwargs = wire["target"], wire["args"], wire["kwargs"]
+        search_path = wire["search_path"]
+        if (
+            not isinstance(target, str)
+            or ":" not in target
+            or not isinstance(args, list | tuple | None)
+            or not isinstance(kwargs, dict)
+            or not isinstance(search_path, str | None)
+        ):
+            raise WorkflowError(f"not an object reference: {wire!r}")
+        return cls(target, None if args is None else tuple(args), kwargs, search_path)
+
+
+def reference_of(obj: Any) -> ObjectReference:
+    """Names a Referable instance, or a function or class defined at the top of a module.
+
+    Raises: WorkflowError: another process could not make the object again; says what to do.
+    """
+    if isinstance(obj, Referable):
+        cls = type(obj)
+        target, search_path = _target_of(cls)
+        args, kwargs = obj.constructor_arguments()
+        return ObjectReference(
+            target,
+            tuple(
+                _encode(value, f"argument {i} of {cls.__qualname__}")
+                for i, value in enumerate(args)
+            ),
+            {
+                name: _encode(value, f"argument {name!r} of {cls.__qualname__}")
+                for name, value in kwargs.items()
+            },
+            search_path,
+        )
+    if isinstance(obj, types.FunctionType | types.BuiltinFunctionType | type):
+        target, search_path = _target_of(obj)
+        return ObjectReference(target, None, {}, search_path)
+    raise WorkflowError(
+        f"{_short(obj)} cannot be sent to workers: give an instance of a Workflow or Prompts "
+        "subclass, or a function defined at the top level of a module or of your script"
+    )
+
+
+def resolve(reference: ObjectReference) -> Any:
+    """Imports the target and, when the reference has arguments, constructs the instance.
+
+    Raises: WorkflowError: the module or name is not there, or does not take the arguments.
+    """
+    obj = _import_target(reference.target, reference.search_path)
+    if reference.args is None:
+        return obj
+    args = [_decode(value) for value in reference.args]
+    kwargs = {name: _decode(value) for name, value in reference.kwargs.items()}
+    return _construct(reference.target, obj, args, kwargs)
+
+
+def script_being_loaded() -> Path | None:
+    """The script whose body runs now because a reference into it is being resolved.
+
+    A run that starts meanwhile was written without an `if __name__ == "__main__":` guard.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_SCRIPT_PREFIX) and hasattr(module, _LOADING):
+            return Path(str(module.__file__))
+    return None
+
+
+def _target_of(obj: Any) -> tuple[str, str | None]:
+    """(target, search path) of a function or class.
+
+    Raises: WorkflowError: it cannot be found again by its name.
+    """
+    name, module_name = obj.__qualname__, obj.__module__
+    kind = "class" if isinstance(obj, type) else "function"
+    if "<lambda>" in name:
+        raise WorkflowError(
+            f"a lambda of {module_name} cannot be sent to workers: "
+            "make it a function with a name (def) at the top level of the module"
+        )
+    if "<locals>" in name:
+        raise WorkflowError(
+            f"{kind} {name} of {module_name} is defined inside a function and cannot be sent to "
+            "workers: move it to the top level of the module, and pass what it takes from the "
+            "surrounding function as arguments of a Workflow's constructor"
+        )
+    if not isinstance(module_name, str) or module_name not in sys.modules:
+        raise WorkflowError(
+            f"{kind} {name} cannot be sent to workers: its module {module_name!r} is not imported; "
+            "define it in a file that can be imported"
+        )
+    module = sys.modules[module_name]
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not obj:
+        raise WorkflowError(
+            f"{kind} {name} cannot be sent to workers: the name {name} of module {module_name} "
+            f"means {_short(found)}; keep the object under its own name (a method is no function "
+            "of the module)"
+        )
+    location, search_path = _location_of(module)
+    return f"{location}:{name}", search_path
+
+
+def _location_of(module: types.ModuleType) -> tuple[str, str | None]:
+    """Import path of the module, or the path of its file where it has no importable name."""
+    name = module.__name__
+    spec = module.__spec__
+    if name == "__main__" and spec is not None:
+        name = spec.name  # started by `python -m package.module`
+    if getattr(module, "__file__", None) is None:
+        if name in ("__main__", "__mp_main__"):
+            raise WorkflowError(
+                "what is defined in an interactive session cannot be sent to workers: "
+                "put it in a file and import it, or run that file"
+            )
+        return name, None  # built into the interpreter
+    file = Path(str(module.__file__)).resolve()
+    if name not in ("__main__", "__mp_main__") and not name.startswith(_SCRIPT_PREFIX):
+        levels = name.count(".") + (2 if file.stem == "__init__" else 1)
+        root = file.parents[levels - 1] if levels <= len(file.parents) else file.parent
+        if root in {Path(entry or ".").resolve() for entry in sys.path}:
+            return name, None if _is_always_importable(root) else str(root)
+        if _finds(name, file):
+            return name, None
+    return str(file), str(file.parent)
+
+
+def _is_always_importable(root: Path) -> bool:
+    """Whether every process of this interpreter has `root` on its `sys.path`."""
+    own = Path(__file__).resolve().parents[2]
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    return root == own or root in installed
+
+
+def _finds(module_name: str, file: Path) -> bool:
+    """Whether an import hook, e.g. of an editable installation, leads to the module's package."""
+    top = module_name.partition(".")[0]
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec = find_spec(top, None) if find_spec else None
+        if spec is None:
+            continue
+        places = list(spec.submodule_search_locations or [])
+        if spec.origin and Path(spec.origin).resolve() == file:
+            return True
+        return any(file.is_relative_to(Path(place).resolve()) for place in places)
+    return False
+
+
+def _import_target(target: str, search_path: str | None) -> Any:
+    location, _, qualname = target.rpartition(":")
+    if search_path is not None and search_path not in sys.path:
+        sys.path.insert(0, search_path)
+    try:
+        if location.endswith(".py"):
+            found: Any = _load_script(Path(location))
+        else:
+            found = importlib.import_module(location)
+    except (ImportError, SyntaxError, OSError) as error:
+        raise WorkflowError(
+            f"{target} cannot be loaded: {type(error).__name__}: {error}; workers import it from "
+            "the same file as the script, with the script's folder on sys.path"
+        ) from error
+    for part in qualname.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise WorkflowError(
+                f"{target} cannot be loaded: {location} has no {qualname!r}; is it defined only "
+                'under `if __name__ == "__main__":`?'
+            ) from error
+    return found
+
+
+def _load_script(path: Path) -> types.ModuleType:
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    name = f"{_SCRIPT_PREFIX}{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before the body runs: dataclasses look their module up
+    setattr(module, _LOADING, True)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    delattr(module, _LOADING)
+    return module
+
+
+# JSON form of arguments: None, bool, int, float, str and lists stand for themselves, a dict with
+# str keys too; everything else is a dict with the one tag "$", which says what it is.
+
+
+def _encode(value: Any, where: str) -> Any:
+    if isinstance(value, enum.Enum):
+        target, search_path = _target_of(type(value))
+        return {"$": "enum", "target": target, "search_path": search_path, "name": value.name}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encode(item, where) for item in value]
+    if type(value) is tuple:
+        return {"$": "tuple", "items": [_encode(item, where) for item in value]}
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value) and "$" not in value:
+            return {key: _encode(item, f"{where}, key {key!r}") for key, item in value.items()}
+        items = [[_encode(key, where), _encode(item, where)] for key, item in value.items()]
+        return {"$": "dict", "items": items}
+    if isinstance(value, Path):
+        return {"$": "path", "path": str(value.absolute())}
+    if isinstance(value, Referable | types.FunctionType | types.BuiltinFunctionType | type):
+        return {"$": "reference", "reference": reference_of(value).to_wire()}
+    if dataclasses.is_dataclass(value):
+        target, search_path = _target_of(type(value))
+        fields = {
+            field.name: _encode(getattr(value, field.name), f"{where}, field {field.name!r}")
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return {"$": "dataclass", "target": target, "search_path": search_path, "fields": fields}
+    raise WorkflowError(
+        f"{where} is {_short(value)}, which cannot be sent to workers: pass plain values (numbers, "
+        "strings, lists, dicts, dataclasses, functions of a module) and build the rest from them "
+        "in the constructor"
+    )
+
+
+def _decode(wire: Any) -> Any:
+    if isinstance(wire, list | tuple):
+        return [_decode(item) for item in wire]
+    if not isinstance(wire, dict):
+        return wire
+    match wire.get("$"):
+        case None:
+            return {key: _decode(item) for key, item in wire.items()}
+        case "tuple":
+            return tuple(_decode(item) for item in wire["items"])
+        case "dict":
+            return {_decode(key): _decode(item) for key, item in wire["items"]}
+        case "path":
+            return Path(wire["path"])
+        case "reference":
+            return resolve(ObjectReference.from_wire(wire["reference"]))
+        case "enum":
+            return _import_target(wire["target"], wire["search_path"])[wire["name"]]
+        case "dataclass":
+            cls = _import_target(wire["target"], wire["search_path"])
+            fields = {name: _decode(value) for name, value in wire["fields"].items()}
+            return _construct(wire["target"], cls, [], fields)
+        case tag:
+            raise WorkflowError(f"an argument of unknown kind {tag!r} in an object reference")
+
+
+def _construct(
+    target: str, cls: Callable[..., _Made], args: list[Any], kwargs: dict[str, Any]
+) -> _Made:
+    try:
+        return cls(*args, **kwargs)
+    except TypeError as error:
+        raise WorkflowError(
+            f"{target} cannot be constructed with its recorded arguments: {error}"
+        ) from error
+
+
+def _short(obj: Any) -> str:
+    text = repr(obj)
+    return f"{text[:80]}..." if len(text) > 80 else text

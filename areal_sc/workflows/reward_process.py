@@ -1,0 +1,109 @@
+"""What runs inside a reward process: load the user's function, call it, say what came of it.
+
+Messages are msgpack lists on a stream socket, one request at a time:
+
+    ["load", key, reference]                  -> ["loaded", key] | ["failed", what, traceback]
+    ["call", key, prompt, completion, extra]  -> ["value", number] | ["failed", what, traceback]
+
+and one ["ready"] at the start. The process ends with the connection, or by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from areal_sc.errors import RewardError
+from areal_sc.workflows.reference import ObjectReference, resolve
+
+MAX_MESSAGE_BYTES = 256 << 20
+_MAX_TEXT = 2000
+_TRACEBACK_FRAMES = 6
+_OWN_FILES = {"reward_process.py", "rewards.py"}
+
+
+def pack(message: list[Any]) -> bytes:
+    """Text may hold what no UTF-8 can, e.g. half a surrogate pair that a model sampled."""
+    packed: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
+    return packed
+
+
+def make_unpacker() -> Any:
+    return msgpack.Unpacker(
+        max_buffer_size=MAX_MESSAGE_BYTES, strict_map_key=False, unicode_errors="surrogatepass"
+    )
+
+
+def finite_reward(value: Any) -> float:
+    """`value` as a float: a Python, numpy or one-element torch number.
+
+    Raises: RewardError: it is no number, or NaN or infinite.
+    """
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise RewardError(
+            "the reward function returned an awaitable: declare it with `async def`, "
+            "or return a number"
+        )
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise RewardError(
+            f"the reward function returned {type(value).__name__} {str(value)[:80]!r}: "
+            "expected a finite number"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(f"the reward function returned {number}: expected a finite number")
+    return number
+
+
+def short_traceback(error: BaseException) -> str:
+    """The last frames of the user's code; empty where the user's code raised nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if Path(frame.filename).name not in _OWN_FILES]
+    return "".join(traceback.format_list(users[-_TRACEBACK_FRAMES:]))[-_MAX_TEXT:]
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: the message`, shortened; a RewardError's message alone."""
+    text = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+    return text[:_MAX_TEXT]
+
+
+def run_reward_process(spec: dict[str, Any]) -> int:
+    """Entry point; `spec["fds"][0]` is the socket to the pool. Returns at its end of file."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    rewards: dict[int, Callable[..., Any]] = {}
+    with socket.socket(fileno=spec["fds"][0]) as connection:
+        connection.setblocking(True)
+        connection.sendall(pack(["ready"]))
+        for request in _requests(connection):
+            connection.sendall(pack(_answer(request, rewards)))
+    return 0
+
+
+def _requests(connection: socket.socket) -> Iterator[list[Any]]:
+    unpacker = make_unpacker()
+    while received := connection.recv(1 << 16):
+        unpacker.feed(received)
+        yield from unpacker
+
+
+def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]]) -> list[Any]:
+    kind, key, *rest = request
+    try:
+        if kind == "load":
+            rewards[key] = resolve(ObjectReference.from_wire(rest[0]))
+            return ["loaded", key]
+        prompt, completion, extra = rest
+        return ["value", finite_reward(rewards[key](prompt, completion, **extra))]
+    except (Exception, SystemExit) as error:  # the user's code: whatever it raises is its answer
+        return ["failed", describe(error), short_traceback(error)]

@@ -1,0 +1,75 @@
+"""One prompt, one completion, one reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.errors import WorkflowError
+from areal_sc.workflows.base import EpisodeEngine, RewardFunction, Trajectory, Workflow
+from areal_sc.workflows.text import decode_completion, encode_chat, encode_text
+from areal_sc.workflows.transcript import Transcript
+
+
+class SingleTurnWorkflow(Workflow):
+    """Samples one completion of the prompt and scores it.
+
+    Args:
+        reward: called with the whole row and the completion's text, without the stop token.
+        generation: how to sample; None takes the run's `generation` section.
+        use_chat_template: puts the prompt into the model's chat format; it may then also be a
+            list of messages.
+        prompt_key: the row's key that holds the prompt.
+    """
+
+    def __init__(
+        self,
+        reward: RewardFunction,
+        generation: GenerationConfig | None = None,
+        use_chat_template: bool = False,
+        prompt_key: str = "prompt",
+    ) -> None:
+        self.reward = reward
+        self.generation = generation
+        self.use_chat_template = use_chat_template
+        self.prompt_key = prompt_key
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        """Returns: the trajectory, or None where the generation was cancelled.
+
+        Its metrics are `accuracy`: 1 where the reward is 1 or more; `completion_tokens`; and
+        `stopped`: 1 where the answer ended by itself.
+        """
+        transcript = Transcript()
+        transcript.add_context(self._prompt_tokens(prompt, engine))
+        completion = await engine.generate(transcript.input_ids, self.generation)
+        if completion.finish_reason == "cancelled":
+            return None
+        transcript.add_completion(completion)
+        text = decode_completion(engine.tokenizer, completion)
+        reward = await engine.score(self.reward, prompt, text)
+        metrics = {
+            "accuracy": float(reward >= 1.0),
+            "completion_tokens": float(len(completion.token_ids)),
+            "stopped": float(completion.finish_reason == "stop"),
+        }
+        return transcript.trajectory(reward, metrics)
+
+    def _prompt_tokens(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[int]:
+        if self.prompt_key not in prompt:
+            raise WorkflowError(
+                f"the dataset's row has no {self.prompt_key!r}, only {sorted(prompt)}; "
+                "name the key with SingleTurnWorkflow(prompt_key=...)"
+            )
+        content = prompt[self.prompt_key]
+        if self.use_chat_template:
+            messages = (
+                [{"role": "user", "content": content}] if isinstance(content, str) else content
+            )
+            return encode_chat(engine.tokenizer, messages)
+        if not isinstance(content, str):
+            raise WorkflowError(
+                f"the prompt is a {type(content).__name__}, expected a string; "
+                "a list of messages needs use_chat_template=True"
+            )
+        return encode_text(engine.tokenizer, content)

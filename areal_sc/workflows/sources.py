@@ -1,0 +1,106 @@
+"""Workflows and datasets by number: references written to the run folder, read by workers.
+
+A worker builds the user's objects from files that this process wrote, never from what arrives on
+a socket; what arrives is the file's number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_sc.errors import WorkflowError
+from areal_sc.workflows.base import Prompts, Workflow
+from areal_sc.workflows.prompts import write_prompts
+from areal_sc.workflows.reference import ObjectReference, Referable, reference_of, resolve
+
+PromptSource = Prompts | Sequence[Mapping[str, Any]]
+
+
+class SourceRegistry:
+    """Numbers the workflows and datasets that a controller was given."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "sources"
+        self._numbers: dict[int, int] = {}
+        self._kept: list[object] = []  # keeps ids in `_numbers` from being reused
+        self._prompts: dict[int, Prompts] = {}
+
+    def register_workflow(self, workflow: Workflow) -> int:
+        """Number of the workflow; the same object gets the same number.
+
+        Raises: WorkflowError: it cannot be built again in a worker (a lambda, a local class ...).
+        """
+        if not isinstance(workflow, Workflow):
+            raise WorkflowError(
+                f"expected an instance of areal_sc.Workflow, got {type(workflow).__name__}"
+            )
+        return self._register(workflow)
+
+    def register_prompts(self, prompts: PromptSource) -> int:
+        """Number of the dataset; a list of dicts is first written to the run folder.
+
+        Raises: WorkflowError: it is empty, or cannot be built again in a worker.
+        """
+        known = self._numbers.get(id(prompts))
+        if known is not None:
+            return known
+        if isinstance(prompts, Prompts):
+            dataset = prompts
+        else:
+            dataset = write_prompts(prompts, self._folder / f"prompts-{len(list(self._folder.glob("*.jsonl")))}.jsonl")
+        if len(dataset) == 0:
+            raise WorkflowError(
+                f"the dataset {type(dataset).__name__} is empty: expected at least 1 prompt, got 0"
+            )
+        number = self._register(dataset)
+        self._numbers[id(prompts)] = number
+        self._kept.append(prompts)
+        self._prompts[number] = dataset
+        return number
+
+    def prompts(self, number: int) -> Prompts:
+        """The dataset of that number."""
+        return self._prompts[number]
+
+    def _register(self, source: Referable) -> int:
+        if id(source) not in self._numbers:
+            reference = reference_of(source)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            number = len(list(self._folder.glob("*.json")))
+            path = self._folder / f"{number}.json"
+            path.write_text(json.dumps(reference.to_wire()))
+            self._numbers[id(source)] = number
+            self._kept.append(source)
+        return self._numbers[id(source)]
+
+
+class SourceReader:
+    """A worker's side: builds each referenced object once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "sources"
+        self._built: dict[int, Any] = {}
+
+    def workflow(self, number: int) -> Workflow:
+        return self._get(number, Workflow)
+
+    def prompts(self, number: int) -> Prompts:
+        return self._get(number, Prompts)
+
+    def _get(self, number: int, expected: type[Any]) -> Any:
+        if number not in self._built:
+            path = self._folder / f"{int(number)}.json"
+            try:
+                wire = json.loads(path.read_text())
+            except FileNotFoundError:
+                raise WorkflowError(f"source {number}: {path} does not exist") from None
+            self._built[number] = resolve(ObjectReference.from_wire(wire))
+        source = self._built[number]
+        if not isinstance(source, expected):
+            raise WorkflowError(
+                f"source {number}: expected a {expected.__name__}, got {type(source).__name__}"
+            )
+        return source

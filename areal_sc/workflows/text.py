@@ -1,0 +1,45 @@
+"""Between text and tokens, for episodes. No torch at import time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_sc.engines.base import Completion
+from areal_sc.errors import WorkflowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokens of plain text, without special tokens added around it."""
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Tokens of a conversation in the model's chat format, up to where its answer begins.
+
+    Raises: WorkflowError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise WorkflowError(
+            "use_chat_template is set, but the model's tokenizer has no chat template: "
+            "use a chat model, or plain prompts"
+        )
+    encoded = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+    )
+    return [int(token) for token in encoded["input_ids"]]
+
+
+def decode_completion(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    """The answer's text without the stop token and other special tokens."""
+    token_ids = completion.token_ids
+    if completion.finish_reason == "stop":
+        token_ids = token_ids[:-1]
+    return str(
+        tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )

@@ -1,0 +1,51 @@
+"""Collecting the tokens of an episode. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from areal_sc.engines.base import Completion
+from areal_sc.workflows.base import Trajectory
+
+
+class Transcript:
+    """The tokens of one episode, in order: context that was given, completions that were sampled.
+
+    transcript = Transcript()
+    transcript.add_context(prompt_ids)
+    completion = await engine.generate(transcript.input_ids)
+    transcript.add_completion(completion)
+    trajectory = transcript.trajectory(reward)
+    """
+
+    def __init__(self) -> None:
+        self.input_ids: list[int] = []
+        self._loss_mask: list[bool] = []
+        self._behavior_logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    def add_context(self, token_ids: Sequence[int]) -> None:
+        """Tokens of a prompt, of feedback or of a tool: read by the model, never trained."""
+        num_tokens = len(token_ids)
+        self.input_ids += token_ids
+        self._loss_mask += [False] * num_tokens
+        self._behavior_logprobs += [0.0] * num_tokens
+        self._versions += [-1] * num_tokens
+
+    def add_completion(self, completion: Completion) -> None:
+        """Tokens that the policy sampled: trained, the stop token included."""
+        self.input_ids += completion.token_ids
+        self._loss_mask += [True] * len(completion.token_ids)
+        self._behavior_logprobs += completion.logprobs
+        self._versions += completion.versions
+
+    def trajectory(self, reward: float, metrics: Mapping[str, float] | None = None) -> Trajectory:
+        """The episode so far, with its reward."""
+        return Trajectory(
+            input_ids=list(self.input_ids),
+            loss_mask=list(self._loss_mask),
+            behavior_logprobs=list(self._behavior_logprobs),
+            versions=list(self._versions),
+            reward=reward,
+            metrics=dict(metrics or {}),
+        )

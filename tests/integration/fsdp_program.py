@@ -1,0 +1,142 @@
+"""Runs the FSDP engine in several ranks and leaves what it did as files.
+
+A program of its own, because ranks are forked, which is safe only from a process that has
+imported torch and computed nothing with it. Called as `fsdp_program.py FOLDER`; for each scenario
+named in `FOLDER/scenarios.json` it writes `FOLDER/NAME-RANK.pt`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
+from areal_sc.engines.fsdp import FSDPEngine
+from areal_sc.errors import ArealError
+from areal_sc.transport.packed_rows import PackedRows
+
+RANK_TIMEOUT_S = 120.0
+
+
+def make_rows(seed: int, lengths: list[int], vocabulary: int) -> PackedRows:
+    """Rows whose first third is the prompt; values as a slightly stale policy leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    loss_mask = torch.cat(
+        [torch.arange(length) >= max(1, length // 3) for length in lengths]
+        or [torch.zeros(0, dtype=torch.bool)]
+    )
+    return PackedRows(
+        {
+            "input_ids": torch.randint(vocabulary, (num_tokens,), generator=generator),
+            "loss_mask": loss_mask,
+            "behavior_logprobs": -3.4 + 0.4 * torch.rand(num_tokens, generator=generator),
+            "proximal_logprobs": -3.4 + 0.4 * torch.rand(num_tokens, generator=generator),
+            "versions": torch.randint(3, (num_tokens,), generator=generator, dtype=torch.int32),
+        },
+        tuple(lengths),
+        tuple(torch.randn(len(lengths), generator=generator).tolist()),
+    )
+
+
+def actor_config(scenario: dict[str, Any]) -> ActorConfig:
+    return ActorConfig(
+        path=scenario["model"],
+        device="cpu",
+        dtype=scenario.get("dtype", "float32"),
+        max_tokens_per_micro_batch=scenario.get("max_tokens", 64),
+        activation_checkpointing=scenario.get("activation_checkpointing", False),
+        logprob_chunk_tokens=7,
+        seed=0,
+        optimizer=OptimizerConfig(
+            lr=1e-3,
+            eps=1e-6,
+            weight_decay=0.01,
+            max_grad_norm=0.5,
+            schedule="linear",
+            warmup_steps=2,
+            total_steps=10,
+        ),
+        ppo=PPOConfig(temperature=0.9, behavior_weight_cap=1.2),
+    )
+
+
+def run_rank(
+    name: str, scenario: dict[str, Any], folder: Path, rank: int, world_size: int, address: str
+) -> None:
+    torch.set_num_threads(1)
+    engine = FSDPEngine(actor_config(scenario))
+    if address == "" and rank == 0:
+        address = engine.create_rendezvous()
+        (folder / f"{name}.address.part").write_text(address)
+        (folder / f"{name}.address.part").rename(folder / f"{name}.address")
+    result: dict[str, Any] = {"stats": []}
+    try:
+        engine.initialize(rank, world_size, address)
+        if "load_snapshot" in scenario:
+            engine.load_snapshot(Path(scenario["load_snapshot"]))
+        rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[rank], 30)
+        result["logprobs"] = engine.compute_logprobs(rows)
+        for step in scenario["steps"]:
+            minibatches = [
+                make_rows(100 * step + index, minibatch["lengths"], 30).take(minibatch["rows"][rank])
+                for index, minibatch in enumerate(scenario["minibatches"])
+            ]
+            result["stats"].append(
+                engine.ppo_update(
+                    minibatches, step=step, min_token_version=scenario.get("min_token_version")
+                )
+            )
+            if step == scenario.get("snapshot_after"):
+                engine.save_snapshot(Path(scenario["snapshot"]))
+        if "save_hf" in scenario:
+            engine.save_hf(Path(scenario["save_hf"]))
+        result["weights"] = {
+            shard.name: (shard.shape, shard.values.clone()) for shard in engine.export_weights()
+        }
+    except (ArealError, ValueError) as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    torch.save(result, folder / f"{name}-{rank}.pt")
+    engine.close()
+
+
+def run_scenario(name: str, scenario: dict[str, Any], folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    world_size = scenario["world_size"]
+    ranks = []
+    address = ""
+    for rank in range(world_size):
+        process = context.Process(
+            target=run_rank, args=(name, scenario, folder, rank, world_size, address)
+        )
+        process.start()
+        ranks.append(process)
+        if rank == 0 and world_size > 1:
+            address = wait_for_address(folder / f"{name}.address", process)
+    for process in ranks:
+        process.join(RANK_TIMEOUT_S)
+        if process.exitcode != 0:
+            for other in ranks:
+                other.kill()
+            raise SystemExit(f"{name}: a rank ended with exit code {process.exitcode}")
+
+
+def wait_for_address(path: Path, process: multiprocessing.process.BaseProcess) -> str:
+    while not path.exists():
+        process.join(0.01)  # also the pause between two looks
+        if process.exitcode is not None:
+            raise SystemExit(f"rank 0 ended with exit code {process.exitcode}")
+    return path.read_text()
+
+
+def main(folder: Path) -> None:
+    for name, scenario in json.loads((folder / "scenarios.json").read_text()).items():
+        run_scenario(name, scenario, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

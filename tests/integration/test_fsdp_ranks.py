@@ -1,0 +1,288 @@
+"""Several ranks, and rows shared out unevenly, must train as one process in float64 would."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from areal_sc.transport.packed_rows import PackedRows
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+PROGRAM = Path(__file__).with_name("fsdp_program.py")
+EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
+MINIBATCHES_EVEN = [
+    {"lengths": EIGHT, "rows": [[0, 1, 2, 3], [4, 5, 6, 7]]},
+    {"lengths": EIGHT[::-1], "rows": [[0, 2, 4, 6], [1, 3, 5, 7]]},
+]
+MINIBATCHES_UNEVEN = [
+    {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4, 6, 7], [5]]},
+    {"lengths": EIGHT[::-1], "rows": [[0], [1, 2, 3, 4, 5, 6, 7]]},
+]
+MINIBATCHES_EMPTY_RANK = [
+    {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4, 5, 6, 7], []]},
+    {"lengths": EIGHT[::-1], "rows": [[], [0, 1, 2, 3, 4, 5, 6, 7]]},
+]
+MINIBATCHES_ONE_PROCESS = [
+    {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4, 5, 6, 7]]},
+    {"lengths": EIGHT[::-1], "rows": [[0, 1, 2, 3, 4, 5, 6, 7]]},
+]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=30,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """Scenario name -> what each rank left."""
+    folder = tmp_path_factory.mktemp("ranks")
+    broken = folder / "no_model"
+    broken.mkdir()
+    common = {"model": str(model_folder), "world_size": 2, "steps": [0, 1, 2]}
+    alone = {**common, "world_size": 1, "minibatches": MINIBATCHES_ONE_PROCESS}
+    scenarios = {
+        "even": {**common, "minibatches": MINIBATCHES_EVEN},
+        "uneven": {
+            **common,
+            "minibatches": MINIBATCHES_UNEVEN,
+            "max_tokens": 21,
+            "snapshot_after": 1,
+            "snapshot": str(folder / "snapshot"),
+            "save_hf": str(folder / "saved"),
+        },
+        "empty_rank": {
+            **common,
+            "minibatches": MINIBATCHES_EMPTY_RANK,
+            "logprob_lengths": [[5, 9], []],
+        },
+        "recomputed_activations": {
+            **common,
+            "minibatches": MINIBATCHES_UNEVEN,
+            "activation_checkpointing": True,
+        },
+        "masked_versions": {**common, "minibatches": MINIBATCHES_UNEVEN, "min_token_version": 1},
+        "bfloat16": {**common, "minibatches": MINIBATCHES_EVEN, "dtype": "bfloat16"},
+        "one_process": alone,
+        "one_row_at_a_time": {**alone, "max_tokens": 20},
+        "one_process_resumed": {
+            **alone,
+            "steps": [2],
+            "load_snapshot": str(folder / "snapshot"),
+        },
+        "two_ranks_resumed": {
+            **common,
+            "minibatches": MINIBATCHES_EVEN,
+            "steps": [2],
+            "load_snapshot": str(folder / "snapshot"),
+        },
+        "no_model": {**common, "model": str(broken), "minibatches": []},
+        "row_too_long": {**common, "minibatches": MINIBATCHES_UNEVEN, "max_tokens": 19},
+        "disk_problem": {
+            **common,
+            "steps": [0],
+            "minibatches": MINIBATCHES_EVEN,
+            "save_hf": str(model_folder / "config.json" / "inside_a_file"),
+        },
+    }
+    (folder / "scenarios.json").write_text(json.dumps(scenarios))
+    finished = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return {
+        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(scenario["world_size"])]
+        for name, scenario in scenarios.items()
+    } | {"folder": [{"path": folder}]}
+
+
+def whole_weights(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.cat([rank["weights"][name][1] for rank in ranks]).view(shape)
+        for name, (shape, _) in ranks[0]["weights"].items()
+    }
+
+
+def train_by_hand(
+    model_folder: Path, program: Any, min_token_version: int | None = None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Float64, one row at a time, full logits, torch's own AdamW: shares nothing with the engine."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1e-6, weight_decay=0.01)
+    losses = []
+    for step, lr in ((0, 0.5e-3), (1, 1e-3), (2, 1e-3)):
+        optimizer.param_groups[0]["lr"] = lr
+        step_losses = []
+        for index, minibatch in enumerate(MINIBATCHES_ONE_PROCESS):
+            rows = program.make_rows(100 * step + index, minibatch["lengths"], 30)
+            step_losses.append(minibatch_loss(model, rows, min_token_version))
+            optimizer.zero_grad()
+            step_losses[-1].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        losses.append(sum(loss.item() for loss in step_losses) / len(step_losses))
+    return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+
+def minibatch_loss(
+    model: torch.nn.Module, rows: PackedRows, min_token_version: int | None
+) -> torch.Tensor:
+    gains = []
+    num_tokens = 0
+    for index in range(rows.num_rows):
+        row = rows.take([index])
+        fields = {name: values[1:] for name, values in row.fields.items()}
+        logits = model(row.fields["input_ids"][None]).logits[0, :-1] / 0.9
+        logprobs = logits.log_softmax(-1).gather(1, fields["input_ids"][:, None])[:, 0]
+        ratio = (logprobs - fields["proximal_logprobs"]).exp()
+        weight = (fields["proximal_logprobs"].double() - fields["behavior_logprobs"]).exp()
+        mask = fields["loss_mask"]
+        if min_token_version is not None:
+            mask = mask & (fields["versions"] >= min_token_version)
+        num_tokens += int(mask.sum())
+        advantage = row.advantages[0]
+        gain = weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        gains.append(gain[mask & (weight <= 1.2)].sum())
+    return -sum(gains) / num_tokens
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    import importlib.util
+
+    specification = importlib.util.spec_from_file_location("fsdp_program", PROGRAM)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def by_hand(model_folder: Path, program: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    return train_by_hand(model_folder, program)
+
+
+def max_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max((found[name].double() - expected[name].double()).abs().max() for name in found)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "even",
+        "uneven",
+        "empty_rank",
+        "recomputed_activations",
+        "one_process",
+        "one_row_at_a_time",
+        "one_process_resumed",
+        "two_ranks_resumed",
+    ],
+)
+def test_three_steps_give_the_weights_of_one_float64_process(
+    scenario: str, results: Any, by_hand: Any, model_folder: Path
+) -> None:
+    trained = whole_weights(results[scenario])
+    expected, losses = by_hand
+    assert max_difference(trained, expected) <= 1e-5
+    before = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
+    assert max_difference(trained, before) > 1e-3  # there was something to get wrong
+    reported = [stats["loss"] for stats in results[scenario][0]["stats"]]
+    assert reported == pytest.approx(losses[-len(reported) :], abs=1e-6)
+
+
+def test_masked_token_versions_leave_numerator_and_denominator(
+    results: Any, model_folder: Path, program: Any
+) -> None:
+    expected, losses = train_by_hand(model_folder, program, min_token_version=1)
+    assert max_difference(whole_weights(results["masked_versions"]), expected) <= 1e-5
+    stats = results["masked_versions"][0]["stats"]
+    assert [entry["loss"] for entry in stats] == pytest.approx(losses, abs=1e-6)
+
+
+def test_bfloat16_stays_near_float32_and_publishes_bfloat16(results: Any, by_hand: Any) -> None:
+    trained = whole_weights(results["bfloat16"])
+    assert {values.dtype for values in trained.values()} == {torch.bfloat16}
+    assert max_difference(trained, by_hand[0]) < 0.02
+
+
+def test_every_rank_reports_the_same(results: Any) -> None:
+    for name in ("even", "uneven", "empty_rank", "masked_versions"):
+        first, second = (rank["stats"] for rank in results[name])
+        assert first == second
+        assert all(math.isfinite(value) for entry in first for value in entry.values())
+
+
+def test_token_counts_are_global(results: Any, program: Any) -> None:
+    rows = [program.make_rows(index, EIGHT, 30) for index in range(2)]
+    stats = results["empty_rank"][0]["stats"][0]
+    assert stats["num_tokens"] == sum(batch.num_tokens for batch in rows)
+    assert stats["num_loss_tokens"] == sum(
+        int(batch.fields["loss_mask"].sum()) for batch in rows
+    )
+
+
+def test_logprobs_of_ranks_agree_with_a_plain_forward(
+    results: Any, model_folder: Path, program: Any
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64).eval()
+    for name, shares in (("even", [[5, 9], [4]]), ("empty_rank", [[5, 9], []])):
+        for rank, lengths in enumerate(shares):
+            rows = program.make_rows(99, lengths, 30)
+            expected = []
+            for index in range(rows.num_rows):
+                tokens = rows.take([index]).fields["input_ids"]
+                logprobs = (model(tokens[None]).logits[0, :-1] / 0.9).log_softmax(-1)
+                expected += [0.0, *logprobs.gather(1, tokens[1:, None])[:, 0].tolist()]
+            assert results[name][rank]["logprobs"].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_saved_folder_is_loaded_by_transformers(results: Any, model_folder: Path) -> None:
+    folder = results["folder"][0]["path"] / "saved"
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert max_difference(whole_weights(results["uneven"]), loaded) == 0
+    assert (folder / "tokenizer_config.json").is_file()
+    assert not list(folder.parent.glob(".saved*"))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("no_model", "ModelError: .*no config.json"),
+        ("row_too_long", "ValueError: train rank [01]: row . has 20 tokens.*at most 19"),
+        ("disk_problem", "CheckpointError: cannot write .*inside_a_file.*NotADirectoryError"),
+    ],
+)
+def test_a_failure_of_one_rank_is_raised_by_all(
+    scenario: str, message: str, results: Any
+) -> None:
+    import re
+
+    for rank in results[scenario]:
+        assert re.search(message, rank["error"]), rank["error"]

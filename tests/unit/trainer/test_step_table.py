@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.trainer.step_table import StepTable
+
+MakeStep = Callable[..., StepMetrics]
+
+
+def test_header_and_rows_at_80_columns(make_step: MakeStep) -> None:
+    table = StepTable(80, total_steps=80)
+    lines = [*table.header(), table.row(make_step(1)), table.row(make_step(12, wait_s=2.0))]
+    assert [line.plain for line in lines] == [
+        "                      staleness      tokens/s",
+        " step reward   acc  tokens  groups   gen train   time bound",
+        " 1/80  0.250 0.200   0.9/4   1.3/9 12.0k 8.00k  0.50s train",
+        "12/80  0.250 0.200   0.9/4   1.3/9 12.0k 8.00k  0.50s gen",
+    ]
+
+
+def test_narrow_terminals_keep_what_matters_most(make_step: MakeStep) -> None:
+    for width, titles in {
+        40: "step reward   acc  tokens   time bound",
+        20: "step reward   acc",
+        12: "step reward",
+    }.items():
+        assert StepTable(width, total_steps=80).header()[-1].plain == titles
+    assert StepTable(40, 80).row(make_step(7)).plain == "   7  0.250 0.200   0.9/4  0.50s train"
+
+
+def test_wide_terminals_spell_the_bound_out(make_step: MakeStep) -> None:
+    row = StepTable(200, total_steps=80).row(make_step(sync_s=3.0, num_masked_tokens=1000))
+    assert row.plain.endswith("synchronisation  masked 20%")
+
+
+@pytest.mark.parametrize("total_steps", [None, 9, 80, 100_000])
+def test_no_line_is_longer_than_the_terminal_and_columns_stay_aligned(
+    make_step: MakeStep, total_steps: int | None
+) -> None:
+    steps = [
+        make_step(1),
+        make_step(9, accuracy=None, reward=-12.345, step_time_s=4000.0, num_rejected_groups=3),
+        make_step(
+            9,
+            reward=123456.0,
+            group_staleness_mean=123.4,
+            group_staleness_max=840,
+            num_masked_tokens=3000,
+            num_wasted_tokens=2,
+            num_rejected_groups=12345,
+            num_generated_tokens=10**9,
+            sync_s=9.0,
+        ),
+    ]
+    for width in range(4, 201):
+        table = StepTable(width, total_steps)
+        header = table.header()
+        assert max(line.cell_len for line in header) <= width
+        titles = header[-1].plain
+        for step in steps:
+            row = table.row(step).plain
+            assert len(row) <= width
+            assert "\n" not in row
+            if "time" in titles:  # right-aligned: a value ends below its title's last letter
+                end = titles.index("time") + len("time")
+                assert row[end - 1] in "sm"
+                assert row[end : end + 1] in ("", " ")
+
+
+def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
+    table = StepTable(120, total_steps=80)
+    assert table.row(make_step()).plain.endswith("training")
+    losses = make_step(num_masked_tokens=4000, num_wasted_tokens=8000, num_rejected_groups=2)
+    assert table.row(losses).plain.endswith("masked 50%, wasted 50%, rejected 2")
+    assert StepTable(80, 80).row(losses).plain.endswith("train mask 50% waste 50%")
