@@ -17,6 +17,7 @@ A process forked from the owner without `exec` shares the lock and must not outl
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -250,7 +251,9 @@ class RunFolder:
         try:
             fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
-                os.write(fd, f"{line}\n".encode())
+                encoded = f"{line}\n".encode()
+                if os.write(fd, encoded) < len(encoded):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(fd)
         except OSError as error:

@@ -40,9 +40,7 @@ def normalized_advantages(
     values = _to_float64(rewards)
     groups = _to_group_numbers(group_ids)
     if values.ndim != 1 or len(values) != len(groups):
-        raise ValueError(
-            f"rewards have shape {values.shape}, but there are {len(groups)} group ids"
-        )
+        raise ValueError(f"rewards of shape {values.shape} do not fit {len(groups)} group ids")
     for row in np.flatnonzero(~np.isfinite(values))[:1]:
         raise ValueError(f"the reward of row {row} is {values[row]}; rewards must be finite")
     advantages = values.copy()

@@ -35,7 +35,9 @@ def chunked_logprobs(
     _check(hidden, targets, temperature, chunk_tokens)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"weight {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}")
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens)
+    logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, temperature, chunk_tokens
+    )
     return logprobs, entropy
 
 
@@ -60,7 +62,7 @@ def logprobs_of_logits_function(
     pieces = [
         checkpoint(of_chunk, chunk, chunk_targets, use_reentrant=False, preserve_rng_state=False)
         for chunk, chunk_targets in zip(
-            hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
+            torch.split(hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True
         )
     ]
     return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
@@ -137,7 +139,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logprobs: torch.Tensor, _grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden, weight, targets, normalizer, kept = ctx.saved_tensors

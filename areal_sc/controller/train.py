@@ -179,7 +179,8 @@ class TrainController(Shell):
     async def sft_update_async(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer update on rows of a dataset with items `{"input_ids", "loss_mask"}`.
 
-        The workers read the rows; only their numbers travel.
+        The workers read the rows; only their numbers travel. There is nothing to publish, so the
+        version advances at once.
         """
         dataset = self._sources.register_prompts(prompts)
         num_workers = self.config.num_workers
@@ -190,21 +191,20 @@ class TrainController(Shell):
                 for rank in range(num_workers)
             ],
         )
+        self.version += 1
         return dict(replies[0])
 
-    async def publish_weights_async(self, rollout: WeightsReceiver | None = None) -> None:
+    async def publish_weights_async(self, rollout: WeightsReceiver) -> None:
         """Seals the weights as version + 1 and tells the rollout workers, which pull them.
 
         Returns once the weights are sealed; generation and the pull go on. The version before is
         dropped, so a pull of it that is still going on is waited for.
         """
-        if rollout:
-            await rollout.wait_for_pulls_async()
+        await rollout.wait_for_pulls_async()
         weights = await self._seal_weights(self.version + 1)
         self.version += 1
         trained_rows, self._trained_rows = self._trained_rows, []
-        if rollout:
-            rollout.receive_weights(weights, trained_rows)
+        rollout.receive_weights(weights, trained_rows)
 
     async def share_weights_async(self, rollout: WeightsReceiver) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
@@ -261,7 +261,7 @@ class TrainController(Shell):
     def sft_update(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
         return self._run(self.sft_update_async(prompts, indices))
 
-    def publish_weights(self, rollout: WeightsReceiver | None = None) -> None:
+    def publish_weights(self, rollout: WeightsReceiver) -> None:
         self._run(self.publish_weights_async(rollout))
 
     def share_weights(self, rollout: WeightsReceiver) -> None:

@@ -75,7 +75,7 @@ class GenerationEngine(Protocol):
     async def resume(self) -> None: ...
 
     def stats(self) -> Mapping[str, float]:
-        """Counters since start: generated_tokens, prefill_tokens, recomputed_tokens, busy_s."""
+        """Counters since start, `generated_tokens` and `cancelled_tokens` (lost) among them."""
         ...
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import FSDPModule
 
 from areal_sc.algorithms.losses import Metrics, decoupled_ppo_loss, sft_loss
@@ -50,7 +50,7 @@ class FSDPEngine:
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
-        self._hosted: dist.TCPStore | None = None
+        self._hosted: TCPStore | None = None
         self._group: ProcessGroup
         self._model: PackedModel
         self._optimizer: ShardedAdamW
@@ -211,7 +211,7 @@ class FSDPEngine:
                 logprobs, entropy = self._forward(micro_batch, temperature)
                 loss, sums = loss_of(rows, micro_batch, logprobs, num_loss_tokens[index])
                 # FSDP averages over the ranks, but the denominator is already the global one.
-                (loss * self._group.world_size).backward()
+                torch.autograd.backward(loss * self._group.world_size)
                 metrics.add(loss=loss, sum_entropy=entropy.sum(), **sums)
             norm = self._optimizer.update(step)
             if not math.isfinite(norm):
@@ -258,7 +258,7 @@ class FSDPEngine:
             wanted = [len(pack_rows(*pair, limit, 1)) for pair in zip(batches, chosen, strict=True)]
         except ValueError as failure:
             error = failure
-        # One exchange tells of errors, too: a rank that raised alone would leave the others waiting.
+        # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
         everyone = self._group.gather((wanted, str(error) if error else None))
         for rank, (_, message) in enumerate(everyone):
             if message is not None:

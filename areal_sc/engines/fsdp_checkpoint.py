@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.tensor import DTensor
 
-from areal_sc.engines.fsdp_optimizer import ShardedAdamW, local_part
+from areal_sc.engines.fsdp_optimizer import ShardedAdamW
 from areal_sc.engines.process_group import ProcessGroup
 from areal_sc.errors import CheckpointError
 
 _FORMAT = 1
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".gguf", ".msgpack", ".onnx"}
-_MAX_COPIED_BYTES = 256 << 20
 # What writing and reading raise: the system's errors, torch's serialisation, damaged files.
 _FAILURES = (
     OSError,
@@ -37,7 +37,7 @@ _FAILURES = (
     KeyError,
     EOFError,
     SafetensorError,
-    CheckpointException,  # not an Exception, but the way in which dcp reports those of its ranks
+    CheckpointException,  # not an Exception, but how distributed checkpoints report those of ranks
 )
 
 
@@ -58,7 +58,6 @@ def save_hf(
         whole = values.full_tensor() if isinstance(values, DTensor) else values
         if group.rank == 0:
             floating = whole.is_floating_point()
-            # clone: tied tensors are told apart by transformers through their storage
             weights[name] = whole.detach().to("cpu", dtype if floating else whole.dtype)
 
     def write(part: Path) -> None:
@@ -81,7 +80,7 @@ def save_snapshot(
     """
 
     def write(part: Path) -> None:
-        dcp.save(
+        save_distributed(
             _state(causal_lm, optimizer),
             checkpoint_id=part / "state",
             no_dist=group.world_size == 1,
@@ -118,7 +117,7 @@ def load_snapshot(
 
     def read() -> None:
         state = _state(causal_lm, optimizer)
-        dcp.load(state, checkpoint_id=folder / "state", no_dist=group.world_size == 1)
+        load_distributed(state, checkpoint_id=folder / "state", no_dist=group.world_size == 1)
         random_path = folder / f"random-{group.rank}.safetensors"
         if described["world_size"] == group.world_size:
             _restore_random_state(load_file(random_path))
@@ -161,14 +160,14 @@ def _shapes(causal_lm: nn.Module) -> dict[str, list[int]]:
 
 def _random_state() -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_initialized():
+    if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
@@ -177,8 +176,7 @@ def _copy_companions(source: Path, part: Path) -> None:
     for path in sorted(source.iterdir()):
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and path.name != "config.json":
-            if path.stat().st_size <= _MAX_COPIED_BYTES:
-                shutil.copyfile(path, part / path.name)
+            shutil.copyfile(path, part / path.name)
 
 
 def _replace_folder(

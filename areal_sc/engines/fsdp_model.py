@@ -43,9 +43,7 @@ def load_sharded_model(config: ActorConfig, group: ProcessGroup) -> PackedModel:
     model = error = abilities = None
     if group.rank == 0:
         try:
-            model = PackedModel(
-                read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens
-            )
+            model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
             abilities = probe_abilities(model)
         except ModelError as failure:
             error = failure
@@ -70,7 +68,7 @@ def read_causal_lm(config: ActorConfig) -> Any:
         return load_causal_lm(Path(config.path))
     try:
         settings = AutoConfig.from_pretrained(config.path, local_files_only=True)
-        return _prepare(AutoModelForCausalLM.from_config(settings, dtype=torch.float32))
+        return _prepare(_from_config(settings))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot build the model of {config.path}: {error}") from error
 
@@ -83,11 +81,12 @@ def load_causal_lm(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is no model folder: it has no config.json")
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the model in {folder}: {error}") from error
+    model, loading = loaded
     absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
     if absent:
         raise ModelError(
@@ -101,9 +100,15 @@ def build_unfilled(folder: Path) -> Any:
     """The same model with memory for its weights, but no values in it."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = _from_config(config)
     model.tie_weights()
     return _prepare(model)
+
+
+def _from_config(config: Any) -> Any:
+    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=torch.float32
+    )
 
 
 def _prepare(model: Any) -> Any:
@@ -113,7 +118,7 @@ def _prepare(model: Any) -> Any:
 
 
 def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, outermost first come, in forward order."""
+    """The repeated blocks in forward order, without blocks inside of blocks."""
     names = set(getattr(causal_lm, "_no_split_modules", None) or ())
     blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
     inner = {id(child) for block in blocks for child in block.modules() if child is not block}
@@ -129,7 +134,7 @@ def _checkpoint_layers(causal_lm: nn.Module) -> None:
 
 
 def _shard(model: PackedModel, dtype: torch.dtype, group: ProcessGroup) -> PackedModel:
-    """Each decoder layer is a unit of FSDP; embeddings, norms and the output layer are the root's."""
+    """Each decoder layer is a unit of FSDP; embeddings, norms and output layer are the root's."""
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())
     mesh = init_device_mesh(group.device.type, (group.world_size,), mesh_dim_names=("dp",))

@@ -34,7 +34,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a distributed tensor (it may be empty), or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedAdamW:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.base import Completion
-from areal_sc.engines.local_generator import Finished, LocalGenerator
+from areal_sc.engines.local_generator import Finished, SlotGenerator
 from areal_sc.engines.local_model import LocalModel, check_context, load_folder, resolve_device
 from areal_sc.engines.local_slots import Request, SlotTable
 from areal_sc.errors import ArealError, ConfigError, WorkerError, WorkflowError
@@ -83,7 +83,7 @@ class LocalEngine:
             config.max_prefill_tokens,
             config.seed,
         )
-        self._generator = LocalGenerator(local_model, table, config.max_context_tokens)
+        self._generator = SlotGenerator(local_model, table, config.max_context_tokens)
         self._request_ids = itertools.count()
         # event loop's side
         self._loop: asyncio.AbstractEventLoop | None = None

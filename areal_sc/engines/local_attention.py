@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
-import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -47,7 +46,7 @@ def register_attention() -> None:
 
 
 def _attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -130,7 +129,7 @@ class SlotCache:
         return self.keys.shape[3]
 
     def reserve(self, num_rows: int, length: int, max_rows: int, max_length: int) -> None:
-        """Makes room for `num_rows` sequences of `length` tokens, with a reserve up to the maxima."""
+        """Makes room for `num_rows` sequences of `length` tokens, growing at most to the maxima."""
         if num_rows <= self.num_rows and length <= self.capacity:
             return
         rows, capacity = self.num_rows, self.capacity

@@ -19,7 +19,7 @@ from areal_sc.errors import ModelError
 Finished = list[tuple[Request, Completion]]
 
 
-class LocalGenerator:
+class SlotGenerator:
     """Requests in, completions out, weights replaced between steps.
 
     Attributes:
@@ -37,6 +37,7 @@ class LocalGenerator:
                 "recomputed_tokens",
                 "finished_requests",
                 "cancelled_requests",
+                "cancelled_tokens",
                 "weight_updates",
                 "steps",
                 "busy_s",
@@ -53,8 +54,10 @@ class LocalGenerator:
             self._cache = probe.make_cache(model.num_layers, model.dtype, model.device)
 
     def cancel(self, request: Request) -> Completion:
+        partial = self.table.cancel(request)
         self.counters["cancelled_requests"] += 1
-        return self.table.cancel(request)
+        self.counters["cancelled_tokens"] += len(partial.token_ids)
+        return partial
 
     def cancel_group(self, prefix_group: str) -> Finished:
         members = self.table.group_members(prefix_group)
@@ -67,8 +70,7 @@ class LocalGenerator:
 
         Raises: ModelError: the tensors do not fit the model, which is unchanged then.
         """
-        with torch.inference_mode():
-            self._model.replace_weights(named_tensors)
+        self._model.replace_weights(named_tensors)
         self.table.invalidate()
         self.version = version
         self.counters["weight_updates"] += 1

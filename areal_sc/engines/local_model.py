@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from areal_sc.config.schema import Device, Dtype
 from areal_sc.engines.local_attention import ATTENTION_NAME, Attention, register_attention
@@ -37,8 +41,9 @@ def load_folder(
         raise ModelError(
             f"model folder {folder}: no weights, expected {' or '.join(_WEIGHT_PATTERNS)}"
         )
+    load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = load(
             folder,
             dtype=getattr(torch, dtype),
             local_files_only=True,
@@ -80,7 +85,8 @@ class LocalModel:
         _check_supported(model)
         register_attention()
         weights = {id(tensor): tensor for tensor in model.parameters()}
-        self._model = copy.deepcopy(model, weights).eval()
+        self._model: Any = copy.deepcopy(model, weights)
+        self._model.eval()  # type: ignore[no-untyped-call]
         self._model.set_attn_implementation(ATTENTION_NAME)
         if self._model.config._attn_implementation != ATTENTION_NAME:
             raise ModelError(
@@ -89,7 +95,8 @@ class LocalModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.device = model.device
         self.dtype = model.dtype
-        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        embeddings: Any = model.get_input_embeddings()
+        self.vocab_size: int = embeddings.num_embeddings
         self.num_layers: int = model.config.num_hidden_layers
 
     def __call__(
@@ -111,6 +118,7 @@ class LocalModel:
         logits: torch.Tensor = output.logits[0, -num_last:]
         return logits
 
+    @torch.no_grad()
     def replace_weights(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Copies new values into the parameters; tied ones may be given under any of their names.
 

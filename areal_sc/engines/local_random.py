@@ -30,7 +30,8 @@ def uniforms(
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_FACTOR_2)
     x = x ^ (x >> np.uint64(31))
     # 23 bits: u * x < x then holds in float32 arithmetic for every normal x
-    return (x >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+    bits: npt.NDArray[np.float32] = (x >> np.uint64(41)).astype(np.float32)
+    return bits * np.float32(2.0**-23)
 
 
 def _mix_one(x: int) -> int:

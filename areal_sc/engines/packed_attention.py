@@ -182,7 +182,8 @@ def _attend_rows(
     pieces = [
         attend(*(part.transpose(0, 1)[None] for part in parts))[0].transpose(0, 1)
         for parts in zip(
-            *(tensor.split(layout.lengths) for tensor in (query, key, value)), strict=True
+            *(torch.split(tensor, list(layout.lengths)) for tensor in (query, key, value)),
+            strict=True,
         )
     ]
     return torch.cat(pieces)
@@ -196,13 +197,17 @@ def _attend_buckets(
     layout: PackedLayout,
 ) -> torch.Tensor:
     """[T, H, D]; one call a bucket."""
+    assert layout.pad_index is not None and layout.unpad_index is not None
     padded = [
-        _Pad.apply(tensor, layout.pad_index, layout.unpad_index) for tensor in (query, key, value)
+        _Pad.apply(tensor, layout.pad_index, layout.unpad_index)  # type: ignore[no-untyped-call]
+        for tensor in (query, key, value)
     ]
     sizes = [len(bucket.rows) * bucket.length for bucket in layout.buckets]
     pieces = []
     for bucket, parts in zip(
-        layout.buckets, zip(*(tensor.split(sizes) for tensor in padded), strict=True), strict=True
+        layout.buckets,
+        zip(*(torch.split(tensor, sizes) for tensor in padded), strict=True),
+        strict=True,
     ):
         batched = (part.unflatten(0, (-1, bucket.length)).transpose(1, 2) for part in parts)
         pieces.append(attend(*batched).transpose(1, 2).flatten(0, 1))
@@ -221,7 +226,7 @@ class _Pad(torch.autograd.Function):
         return tokens.index_select(0, pad_index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (unpad_index,) = ctx.saved_tensors
         return grad.index_select(0, unpad_index), None, None
 
@@ -261,10 +266,8 @@ def _causal_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
-    if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    else:
-        scores = scores + mask
+    is_boolean = mask.dtype == torch.bool
+    scores = scores.masked_fill(~mask, float("-inf")) if is_boolean else scores + mask
     if sinks is not None:
         sink_scores = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
         scores = torch.cat([scores, sink_scores], -1)

@@ -120,7 +120,7 @@ class PackedModel(nn.Module):
                 "use_cache": False,
                 "layout": layout,
             }, None
-        rows = input_ids.split(layout.lengths)
+        rows = torch.split(input_ids, list(layout.lengths))
         padded = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
         sizes = torch.tensor(layout.lengths, device=input_ids.device)
         is_token = torch.arange(padded.shape[1], device=input_ids.device)[None] < sizes[:, None]
@@ -177,7 +177,8 @@ def _probe(
         input_ids = torch.cat(list(rows))
         positions = torch.arange(len(input_ids), device=input_ids.device)
         layout = model.layout([len(row) for row in rows], input_ids.device)
-        logprobs, _ = model(input_ids, layout, positions, torch.ones_like(input_ids), 1.0)
+        targets = torch.ones_like(input_ids)
+        logprobs: torch.Tensor = model(input_ids, layout, positions, targets, 1.0)[0]
         return logprobs
     finally:
         model.abilities = before

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from areal_sc.errors import WorkerStartError
 
@@ -18,16 +19,14 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A rank that waits longer for the others in one collective operation gives up with an error."""
 
 
-def host_rendezvous(host: str) -> tuple[dist.TCPStore, str]:
+def host_rendezvous(host: str) -> tuple[TCPStore, str]:
     """Opens the meeting point of the ranks on a port of the system's choice.
 
     Args:
         host: address of this machine that the other ranks can reach.
     Returns: the store, to be kept until the ranks have met, and its address `tcp://host:port`.
     """
-    store = dist.TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT
-    )
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT)
     return store, f"tcp://{host}:{store.port}"
 
 
@@ -52,7 +51,7 @@ class ProcessGroup:
         init_method: str,
         device: torch.device,
         *,
-        hosted: dist.TCPStore | None,
+        hosted: TCPStore | None,
         is_needed: bool,
     ) -> ProcessGroup:
         """Meets the other ranks; gloo on the CPU, NCCL on CUDA.
@@ -76,7 +75,7 @@ class ProcessGroup:
         arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
         try:
             if world_size == 1:
-                arguments["store"] = dist.HashStore()
+                arguments["store"] = HashStore()
             elif init_method == "env://":
                 arguments["init_method"] = init_method
             else:
@@ -138,11 +137,11 @@ def select_device(device: str, rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _connect(init_method: str, *, is_master: bool) -> dist.TCPStore:
+def _connect(init_method: str, *, is_master: bool) -> TCPStore:
     address = urlsplit(init_method)
     if address.scheme != "tcp" or not address.hostname or not address.port:
         raise ValueError(f"expected tcp://host:port or env://, got {init_method!r}")
-    return dist.TCPStore(
+    return TCPStore(
         address.hostname,
         address.port,
         is_master=is_master,

@@ -66,6 +66,10 @@ class Scheduler(Protocol):
         """Ends the processes, first gently, then by force, within `shutdown_timeout_s`."""
         ...
 
+    def close(self) -> None:
+        """Leaves nothing behind; the scheduler cannot be used afterwards."""
+        ...
+
 
 def log_tail(path: Path, num_lines: int = LOG_TAIL_LINES) -> list[str]:
     """Last lines of a worker's log, [] when there is none."""

@@ -11,8 +11,10 @@ own; it and the workers outlive this one by `orphan_timeout_s` at most.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -71,7 +73,10 @@ class LocalScheduler:
         self._run_dir = Path(config.run_dir).resolve()
         for folder in ("logs", "workers"):
             (self._run_dir / folder).mkdir(parents=True, exist_ok=True)
+        self._socket_dir = Path(tempfile.mkdtemp(prefix="areal-sc-"))
         self._fork_server = self._start_fork_server()
+        # A script that ends without `close` does not leave the server to its orphan timeout.
+        atexit.register(self.close)
 
     async def launch(self, request: LaunchRequest) -> RunningWorker:
         spec = self._spec(request)
@@ -112,9 +117,15 @@ class LocalScheduler:
                 if worker.name in users:
                     users.remove(worker.name)
 
+    def close(self) -> None:
+        """Ends the fork server, and with it every worker that is left."""
+        atexit.unregister(self.close)
+        self._fork_server.shutdown(self.config.shutdown_timeout_s)
+        shutil.rmtree(self._socket_dir, ignore_errors=True)
+
     def _start_fork_server(self) -> ForkServerClient:
         return start_fork_server(
-            socket_dir=Path(tempfile.mkdtemp(prefix="areal-sc-")),
+            socket_dir=self._socket_dir,
             preload=() if self._device_users else PRELOAD,
             orphan_timeout_s=self.config.orphan_timeout_s,
             log_path=self._run_dir / "logs" / "fork_server.log",
@@ -139,7 +150,7 @@ class LocalScheduler:
 
     def _device_environment(self, request: LaunchRequest, name: str) -> dict[str, str]:
         """CUDA_VISIBLE_DEVICES of one device: a free one, else one not used by the same role."""
-        if resolved_device(request.device, self._machine) is Device.cpu:
+        if resolved_device(request.device, len(self._device_users)) is Device.cpu:
             return {"CUDA_VISIBLE_DEVICES": ""}
         device = min(
             self._device_users,

@@ -120,8 +120,8 @@ def report_failure(
         block.text(f"({num_others} more errors came with it)")
     _show_place(block, cause, has_log=log_path is not None)
     if log_path is not None:
-        block.line(f"full traceback: {log_path}", style="bold")
-        block.line(f"logs of the workers: {log_path.parent}", style="bold")
+        block.path("full traceback", log_path)
+        block.path("logs of the workers", log_path.parent)
     return cause.exit_code if isinstance(cause, ArealError) else EXIT_UNEXPECTED
 
 
@@ -142,6 +142,10 @@ class _Block:
         self.line(f"{heading}:", style="bold")
         for line in lines:
             self.line(line.rstrip(), prefix="  | ", style="dim")
+
+    def path(self, label: str, path: Path) -> None:
+        """A path stays one piece on every width, so that it can be copied."""
+        self._console.print(Text(f"{label}: {path}", style="bold"), soft_wrap=True)
 
     def line(self, text: str, *, prefix: str = "", style: str = "") -> None:
         plain = Text(Text.from_ansi(text).plain, style=style)

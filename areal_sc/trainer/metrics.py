@@ -19,6 +19,8 @@ Bound = Literal["generation", "training", "synchronisation"]
 MAX_WAITING_SHARE = 0.2
 """Share of a step that the trainer may wait for its batch before generation counts as the bound."""
 
+_CHUNK_BYTES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
@@ -247,7 +249,7 @@ def summarize(
 
 
 class MetricsLog:
-    """Appends records to `metrics.jsonl`, one JSON object a line, each flushed.
+    """Appends records to `metrics.jsonl`, one JSON object a line, each written at once.
 
     Every record has `kind` (`step`, `evaluation` or `event`) and `time` (Unix time, seconds).
     Values that are not finite are written as null. A last line that an earlier process did not
@@ -260,7 +262,7 @@ class MetricsLog:
         self._clock = clock
         try:
             _cut_unfinished_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)  # nothing left to fail when it is closed
         except OSError as error:
             raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
 
@@ -290,11 +292,13 @@ class MetricsLog:
 
     def _append(self, kind: str, values: dict[str, Any]) -> None:
         record = {"kind": kind, "time": round(self._clock(), 3), **_without_nonfinite(values)}
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            written = self._file.write(line)
         except OSError as error:
             raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
+        if written != len(line):
+            raise RunFolderError(f"cannot write {self.path}: the disk took part of a line")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -355,12 +359,21 @@ def _field_values(
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Shortens the file to its last newline."""
+    """Shortens the file to its last newline; records are small, so that one is near the end."""
     if not path.exists():
         return
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size
+        while end:
+            start = max(end - _CHUNK_BYTES, 0)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+    if end < size:
         os.truncate(path, end)
 
 

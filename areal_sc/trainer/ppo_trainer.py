@@ -136,6 +136,7 @@ class PPOTrainer:
         self._stack.callback(self.folder.close)
         setup_logging("controller", self.folder.logs / "controller.log")
         self.scheduler = make_scheduler(self.config.scheduler)
+        self._stack.callback(self.scheduler.close)
         self.display = self._stack.enter_context(
             make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)
         )
@@ -271,7 +272,7 @@ class PPOTrainer:
             num_rows_rejected=rollout.counters.rejected_rows.total() + stale_rows,
         )
         plot_learning_curve(self.folder.metrics_path, self.folder.learning_curve_path)
-        summary.save(self.folder.summary_path)
+        self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())
         shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
         return summary
 

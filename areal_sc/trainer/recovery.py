@@ -67,7 +67,9 @@ def load_latest_snapshot(
             rollout.restore(state)
             return step, warnings
         except (OSError, ValueError, KeyError, ArealError) as error:
-            warnings.append(f"snapshot {path} cannot be read ({error}); going back to the one before")
+            warnings.append(
+                f"snapshot {path} cannot be read ({error}); going back to the one before"
+            )
             logger.warning(warnings[-1])
     raise CheckpointError(
         f"no snapshot in {folder.checkpoints} can be read: " + "; ".join(warnings)

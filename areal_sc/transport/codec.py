@@ -126,7 +126,7 @@ def encode(message: Message, limits: FrameLimits) -> list[Buffer]:
         header = _PREFIX + msgpack.packb(body, use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"cannot be sent as msgpack: {error}") from error
-    frames: list[Buffer] = [header, *payload]
+    frames: list[Buffer] = [header, *map(_as_bytes, payload)]
     _check_sizes(frames, limits)
     return frames
 
@@ -175,6 +175,13 @@ def _message(kind: int, parts: list[Any], payload: Sequence[Frame]) -> Message:
         case _Kind.CANCEL, [str(request_id), str(incarnation)]:
             return Cancel(request_id, incarnation)
     raise ProtocolError(f"no message has kind {kind} and {len(parts)} parts of these types")
+
+
+def _as_bytes(buffer: Buffer) -> Buffer:
+    """The same memory, counted in bytes."""
+    if isinstance(buffer, memoryview) and (buffer.itemsize != 1 or buffer.ndim != 1):
+        return buffer.cast("B")
+    return buffer
 
 
 def _check_sizes(frames: Sequence[Buffer], limits: FrameLimits) -> None:

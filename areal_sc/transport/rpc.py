@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import zmq
 
@@ -90,7 +91,8 @@ class ZmqTransport:
         self._new_request_id = new_request_id
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._connections: list[RpcClient] = []
+        # weak, because a connection that its user has closed is of no more concern
+        self._connections: WeakSet[RpcClient] = WeakSet()
 
     def connect(self, address: str, node_id: str, incarnation: str) -> RpcClient:
         """A connection that is made in the background; calls wait for it within their deadline."""
@@ -105,12 +107,11 @@ class ZmqTransport:
             limits=self._limits,
             new_request_id=self._new_request_id,
         )
-        self._connections.append(connection)
+        self._connections.add(connection)
         return connection
 
     async def close(self) -> None:
         """Closes all connections."""
-        connections, self._connections = self._connections, []
-        for connection in connections:
+        for connection in list(self._connections):
             await connection.close()
         self._context.term()

@@ -68,6 +68,7 @@ class RpcClient:
         self._pending: dict[str, list[asyncio.Future[Reply | Failure]]] = {}
         self._lost: str | None = None  # why the peer is not reachable now
         self._num_refusals = 0
+        self._is_closed = False
         self._own_context: Context | None = None
         if context is None:
             context = self._own_context = zmq.Context()
@@ -169,6 +170,9 @@ class RpcClient:
 
     async def close(self) -> None:
         """Ends the connection; waiting calls raise PeerLost."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._lost = "the connection was closed here"
         self.fail_pending(self._peer_lost("call ended"))
         for task in self._tasks:

@@ -59,7 +59,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous 1-D CPU tensor, shared and writable."""
     assert tensor.dim() == 1
     assert tensor.is_contiguous()
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
 
 
 def copy_to_bytes(tensor: torch.Tensor, buffer: memoryview) -> None:

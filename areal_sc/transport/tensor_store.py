@@ -43,7 +43,7 @@ class HeapBackend:
     """Ordinary memory of the process; freed when the last view of it is dropped."""
 
     def allocate(self, num_bytes: int) -> memoryview:
-        return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())
+        return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
 
     def seal(self, buffer: memoryview) -> memoryview:
         return buffer.toreadonly()
@@ -170,17 +170,7 @@ class TensorStore:
             _check_packed(name, values, lengths[name])
         sizes = [values.numel() * values.element_size() for values in fields.values()]
         starts = list(accumulate(map(_aligned, sizes), initial=0))
-        num_bytes = starts[-1]
-        self._reserve(num_bytes)
-        try:
-            buffer = self._backend.allocate(num_bytes)
-            for values, start, size in zip(fields.values(), starts, sizes, strict=False):
-                copy_to_bytes(values, buffer[start : start + size])
-        except BaseException:
-            with self._lock:
-                self._reserved_bytes -= num_bytes
-            raise
-        sealed = self._backend.seal(buffer)
+        sealed = self._write(fields.values(), starts, sizes)
         held = {
             name: _sealed_field(values.dtype, lengths[name], sealed[start : start + size])
             for (name, values), start, size in zip(fields.items(), starts, sizes, strict=False)
@@ -189,7 +179,7 @@ class TensorStore:
             # numbered when sealed: a number below `last_sequence` is never still being written
             self._last_sequence += 1
             sequence = self._last_sequence
-            self._shards[sequence] = _Shard(sealed, num_bytes, held)
+            self._shards[sequence] = _Shard(sealed, starts[-1], held)
         return make_shard_id(self.incarnation, sequence)
 
     def describe(self, shard_id: str) -> dict[str, SealedField]:
@@ -249,6 +239,25 @@ class TensorStore:
             for sequence in dead:
                 self._drop(sequence)
         return len(dead)
+
+    def _write(
+        self, tensors: Iterable[torch.Tensor], starts: Sequence[int], sizes: Sequence[int]
+    ) -> memoryview:
+        """A sealed buffer with the tensors at their starts; `starts` ends with its whole size."""
+        num_bytes = starts[-1]
+        self._reserve(num_bytes)
+        buffer: memoryview | None = None
+        try:
+            buffer = self._backend.allocate(num_bytes)
+            for values, start, size in zip(tensors, starts, sizes, strict=False):
+                copy_to_bytes(values, buffer[start : start + size])
+            return self._backend.seal(buffer)
+        except BaseException:
+            if buffer is not None:
+                self._backend.free(buffer)
+            with self._lock:
+                self._reserved_bytes -= num_bytes
+            raise
 
     def _reserve(self, num_bytes: int) -> None:
         with self._lock:

@@ -97,7 +97,9 @@ class TrainWorker(Worker):
                 },
                 tuple(len(item["input_ids"]) for item in items),
             )
-            return await self.compute(lambda: self.engine.sft_update(rows, step=self.version))
+            stats = await self.compute(lambda: self.engine.sft_update(rows, step=self.version))
+            self.version += 1
+            return stats
 
         return await self._once(args, update)
 

@@ -47,7 +47,7 @@ class Referable:
 
     _constructor_arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, /, *args: Any, **kwargs: Any) -> Self:
         if cls.__init__ is object.__init__ and (args or kwargs):
             # object.__init__ stays silent about surplus arguments when __new__ is overridden
             raise TypeError(f"{cls.__name__}() takes no arguments")

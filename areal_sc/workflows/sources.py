@@ -50,7 +50,8 @@ class SourceRegistry:
         if isinstance(prompts, Prompts):
             dataset = prompts
         else:
-            dataset = write_prompts(prompts, self._folder / f"prompts-{len(list(self._folder.glob("*.jsonl")))}.jsonl")
+            number = len(list(self._folder.glob("*.jsonl")))
+            dataset = write_prompts(prompts, self._folder / f"prompts-{number}.jsonl")
         if len(dataset) == 0:
             raise WorkflowError(
                 f"the dataset {type(dataset).__name__} is empty: expected at least 1 prompt, got 0"

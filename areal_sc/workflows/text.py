@@ -29,8 +29,11 @@ def encode_chat(
             "use_chat_template is set, but the model's tokenizer has no chat template: "
             "use a chat model, or plain prompts"
         )
-    encoded = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+    encoded: Any = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
     )
     return [int(token) for token in encoded["input_ids"]]
 

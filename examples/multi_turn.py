@@ -1,0 +1,95 @@
+"""A multi-turn episode, written as a user would: in the script itself.
+
+    python examples/multi_turn.py --config configs/jsonl_math.yaml actor.path=<model folder>
+
+The model answers; where the answer is wrong it is told so and tries again. The reward is that of
+the last answer, a little less for each further try.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_sc import (
+    FSDPPPOActor,
+    GRPOConfig,
+    JsonlPrompts,
+    LocalGenerator,
+    RolloutController,
+    TrainController,
+    Trajectory,
+    Workflow,
+    load_config,
+    make_scheduler,
+    start,
+)
+from areal_sc.workflows.base import EpisodeEngine, RewardFunction
+from areal_sc.workflows.math_reward import numeric_match
+from areal_sc.workflows.text import decode_completion, encode_text
+from areal_sc.workflows.transcript import Transcript
+
+DATASET = Path(__file__).parent / "data" / "arithmetic.jsonl"
+
+
+class RetryWorkflow(Workflow):
+    """Up to `max_turns` answers; the feedback between them is read, but not trained on.
+
+    Args:
+        reward: 1 for a right answer, else 0.
+        feedback: what the model is told after a wrong answer.
+        discount: factor of the reward for each further turn.
+    """
+
+    def __init__(
+        self,
+        reward: RewardFunction,
+        max_turns: int = 3,
+        feedback: str = "\nThat is not right. Try again:\n",
+        discount: float = 0.9,
+    ) -> None:
+        self.reward = reward
+        self.max_turns = max_turns
+        self.feedback = feedback
+        self.discount = discount
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        transcript = Transcript()
+        transcript.add_context(encode_text(engine.tokenizer, prompt["prompt"]))
+        feedback_ids = encode_text(engine.tokenizer, self.feedback)
+        num_turns, score = 0, 0.0
+        while num_turns < self.max_turns and score < 1.0:
+            if num_turns > 0:
+                if len(transcript.input_ids) + len(feedback_ids) >= engine.max_context_tokens:
+                    break  # no room for another answer
+                transcript.add_context(feedback_ids)
+            completion = await engine.generate(transcript.input_ids)
+            if completion.finish_reason == "cancelled":
+                return None
+            transcript.add_completion(completion)
+            answer = decode_completion(engine.tokenizer, completion)
+            score = await engine.score(self.reward, prompt, answer)
+            num_turns += 1
+        reward = score * self.discount ** (num_turns - 1)
+        return transcript.trajectory(reward, {"accuracy": score, "turns": float(num_turns)})
+
+
+def main(argv: list[str]) -> None:
+    config = load_config(argv, GRPOConfig)
+    scheduler = make_scheduler(config.scheduler)
+    actor = TrainController(engine=FSDPPPOActor(config=config.actor), scheduler=scheduler)
+    rollout = RolloutController(engine=LocalGenerator(config=config.rollout), scheduler=scheduler)
+    prompts = JsonlPrompts(DATASET)
+    workflow = RetryWorkflow(reward=numeric_match)
+    with start(actor, rollout):
+        for _ in range(actor.version, config.total_steps):
+            batch = rollout.prepare_batch(prompts, workflow=workflow)
+            batch = actor.compute_proximal_logprobs(batch)
+            batch = actor.compute_advantages(batch)
+            actor.ppo_update(batch)
+            actor.publish_weights(rollout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

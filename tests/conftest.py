@@ -1,0 +1,46 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: a tiny Qwen2 with random weights and a tokenizer of characters.
+
+    Token 0 is padding, 1 the end of sequence (`$`), then `=`, the digits and the letters.
+    """
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    characters = ["<pad>", "$", "=", *string.digits, *string.ascii_lowercase]
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    folder = tmp_path_factory.mktemp("tiny_model")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="$"
+    ).save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(characters),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -1,0 +1,57 @@
+"""A process that owns shards: serves a tensor store until its standard input closes.
+
+Run as `python transport_owner.py NODE_ID INCARNATION STALL_AFTER`. Prints one JSON line with its
+address and the metadata of a shard whose values anyone can compute. After STALL_AFTER chunk reads
+(negative: never) it answers no more, as a process does that is about to be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import torch
+
+from areal_sc.transport.pull import READ, pull_handlers
+from areal_sc.transport.rpc import Frame, RpcServer
+from areal_sc.transport.tensor_store import TensorStore
+
+LENGTHS = [100, 10_000, 1, 0, 3_000]
+
+
+def values_of(node_id: str) -> torch.Tensor:
+    """[T] int32, different for every owner and every token."""
+    start = int(node_id.rpartition("/")[2]) * 1_000_000
+    return torch.arange(start, start + sum(LENGTHS), dtype=torch.int32)
+
+
+async def main(node_id: str, incarnation: str, stall_after: int) -> None:
+    store = TensorStore(node_id, incarnation, max_bytes=1 << 24)
+    values = values_of(node_id)
+    shard_id = store.put(
+        {"input_ids": values, "behavior_logprobs": values.to(torch.bfloat16)}, LENGTHS
+    )
+    handlers = pull_handlers(store)
+    serve_read = handlers[READ]
+    num_reads = 0
+
+    async def read(args: dict[str, Any], frames: list[Frame]) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads > stall_after >= 0:
+            await asyncio.Event().wait()
+        return await serve_read(args, frames)
+
+    server = RpcServer({**handlers, READ: read}, node_id=node_id, incarnation=incarnation)
+    address = await server.start()
+    sys.stdout.write(json.dumps({"address": address, "shard_id": shard_id}) + "\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,227 @@
+"""Ranges, combinations and warnings, each with the setting, its value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from areal_sc.config.checks import RANGES, Range, check_config
+from areal_sc.config.keys import known_keys
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import ConfigError
+
+Load = Callable[..., GRPOConfig]
+
+
+def test_every_number_of_the_schema_has_a_range() -> None:
+    numbers = {key for key, kind in known_keys(GRPOConfig).items() if kind in (int, float)}
+    assert set(RANGES) == numbers
+
+
+def test_range_ends() -> None:
+    inf, nan = float("inf"), float("nan")
+    closed = Range(low=0, high=1)
+    assert [x in closed for x in (-0.1, 0, 1, 1.1, inf, nan)] == [
+        False, True, True, False, False, False,
+    ]  # fmt: skip
+    half_open = Range(low=0, high=1, low_open=True, high_open=True)
+    assert [x in half_open for x in (0, 0.5, 1)] == [False, True, False]
+    assert inf in Range(low=0, infinite=True)
+    assert inf not in Range(low=0)
+    assert str(closed) == "at least 0 and at most 1"
+    assert str(half_open) == "above 0 and below 1"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "rollout.max_staleness=-1",
+            "rollout.max_staleness: expected an integer at least 0, got -1",
+        ),
+        ("rollout.group_size=0", "rollout.group_size: expected an integer at least 1, got 0"),
+        ("rollout.train_batch_groups=0", "rollout.train_batch_groups: expected an integer at le"),
+        ("generation.temperature=-0.1", "generation.temperature: expected a number at least 0, "),
+        ("generation.temperature=0", "actor.ppo.temperature: expected a number above 0, got 0"),
+        ("generation.top_p=0", "generation.top_p: expected a number above 0 and at most 1, got 0"),
+        ("generation.top_p=1.1", "generation.top_p: expected a number above 0 and at most 1"),
+        ("generation.top_k=-1", "generation.top_k: expected an integer at least 0, got -1"),
+        ("actor.optimizer.lr=-1", "actor.optimizer.lr: expected a number at least 0, got -1.0"),
+        ("actor.optimizer.lr=nan", "actor.optimizer.lr: expected a number at least 0, got nan"),
+        ("actor.optimizer.beta2=1", "actor.optimizer.beta2: expected a number at least 0 and bel"),
+        ("rollout.num_workers=0", "rollout.num_workers: expected an integer at least 1, got 0"),
+        ("transport.call_timeout_s=0", "transport.call_timeout_s: expected a number above 0, got"),
+        ("rollout.max_concurrent_groups=0", "rollout.max_concurrent_groups: expected an integer"),
+        ("generation.stop_token_ids=[-3]", "generation.stop_token_ids: expected token ids of at"),
+        ("run_dir=''", "run_dir: expected a name, got an empty one"),
+        ("scheduler.type=slurm", "scheduler.type: slurm is not available yet"),
+        ("scheduler.type=kubernetes", "scheduler.type: expected local, got 'kubernetes'"),
+        ("--overwrite --resume", "resume: must needs the run that overwrite=true would delete"),
+        (
+            "scheduler.orphan_timeout_s=3",
+            "scheduler.orphan_timeout_s: expected at least 4 "
+            "(2 heartbeats of scheduler.heartbeat_interval_s), got 3",
+        ),
+        (
+            "generation.max_new_tokens=4096",
+            "generation.max_new_tokens: expected less than rollout.max_context_tokens=4096",
+        ),
+        (
+            "actor.max_tokens_per_micro_batch=4095",
+            "actor.max_tokens_per_micro_batch: expected at least rollout.max_context_tokens=4096, "
+            "the longest row, got 4095",
+        ),
+        (
+            "actor.ppo.num_minibatches=257",
+            "actor.ppo.num_minibatches: expected at most 256 ",
+        ),
+        (
+            "rollout.group_size=1",
+            "rollout.group_size: expected at least 2 with actor.ppo.advantage_mean=group",
+        ),
+        (
+            "rollout.group_size=1 actor.ppo.advantage_mean=batch",
+            "rollout.group_size: expected at least 2 with actor.ppo.advantage_std=group",
+        ),
+    ],
+)
+def test_impossible_settings(load: Load, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*override.split(" "))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.max_staleness=0",
+        "rollout.over_bound=regenerate",
+        "generation.max_new_tokens=4095",
+        "actor.max_tokens_per_micro_batch=4096",
+        "actor.ppo.num_minibatches=256",
+        "actor.ppo.behavior_weight_cap=inf",
+        "rollout.group_size=1 actor.ppo.advantage_mean=batch actor.ppo.advantage_std=batch",
+        "rollout.group_size=1 actor.ppo.advantage_mean=none actor.ppo.advantage_std=none",
+        "scheduler.orphan_timeout_s=4",
+        "actor.optimizer.max_grad_norm=0",
+    ],
+)
+def test_settings_at_the_edge_are_allowed(load: Load, override: str) -> None:
+    assert check_config(load(*override.split(" ")), lambda: 0) == []
+
+
+def test_store_limit_under_one_batch(load: Load) -> None:
+    # 3 groups on 2 workers: one of them holds 2 groups of 4 rows of 100 tokens of 13 bytes
+    sizes = [
+        "rollout.train_batch_groups=3",
+        "rollout.group_size=4",
+        "rollout.max_context_tokens=100",
+        "rollout.num_workers=2",
+        "generation.max_new_tokens=50",
+    ]
+    least = 2 * 4 * 100 * 13
+    load(*sizes, f"rollout.store_bytes={least}")
+    with pytest.raises(ConfigError, match=rf"rollout\.store_bytes: expected at least {least} "):
+        load(*sizes, f"rollout.store_bytes={least - 1}")
+
+
+def test_ranks_and_devices(load: Load) -> None:
+    load("actor.device=cuda", "actor.num_workers=2", num_devices=2)
+    load("actor.num_workers=3", "rollout.num_workers=3", num_devices=0)  # auto: on the CPU
+    with pytest.raises(
+        ConfigError,
+        match=r"actor\.num_workers: expected at most 2 with actor\.device=cuda .*, got 3",
+    ):
+        load("actor.device=cuda", "actor.num_workers=3", num_devices=2)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.num_workers: expected at most 1 with rollout\.device=auto"
+    ):
+        load("rollout.num_workers=2", num_devices=1)
+    with pytest.raises(ConfigError, match=r"actor\.num_workers: expected at most 0 with"):
+        load("actor.device=cuda", num_devices=0)
+
+
+def test_devices_are_not_counted_for_the_cpu(load: Load) -> None:
+    config = load("actor.device=cpu", "rollout.device=cpu")
+
+    def count() -> int:
+        raise AssertionError("counted")
+
+    check_config(config, count)
+
+
+def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 4095}))
+    with pytest.raises(ConfigError) as caught:
+        load(f"actor.path={model}")
+    assert (
+        f"rollout.max_context_tokens: expected at most 4095 (the context of the model in {model}), "
+        "got 4096" in str(caught.value)
+    )
+    load(f"actor.path={model}", "rollout.max_context_tokens=4095")
+
+
+@pytest.mark.parametrize(
+    ("override", "warning"),
+    [
+        (
+            "actor.ppo.temperature=0.5",
+            "actor.ppo.temperature=0.5 differs from generation.temperature=1: ",
+        ),
+        ("generation.top_p=0.9", "generation.top_p=0.9 cuts the sampled distribution"),
+        ("generation.top_k=9", "generation.top_k=9 cuts the sampled distribution"),
+        (
+            "rollout.max_staleness=0 rollout.over_bound=wait",
+            "rollout.over_bound=wait has no effect with rollout.max_staleness=0",
+        ),
+        (
+            "actor.optimizer.min_lr_ratio=0.1",
+            "actor.optimizer.min_lr_ratio=0.1 has no effect with actor.optimizer.schedule=constant",
+        ),
+        (
+            "actor.ppo.behavior_weight_cap=3 actor.ppo.use_behavior_weight=false",
+            "actor.ppo.behavior_weight_cap=3.0 has no effect with actor.ppo.use_behavior_weight",
+        ),
+        (
+            "actor.ppo.advantage_eps=0.1 actor.ppo.advantage_std=none",
+            "actor.ppo.advantage_eps=0.1 has no effect with actor.ppo.advantage_std=none",
+        ),
+        (
+            "actor.ppo.clip_high=0.3 actor.ppo.num_minibatches=1",
+            "actor.ppo.clip_high=0.3 has no effect with actor.ppo.num_minibatches=1",
+        ),
+        (
+            "rollout.rejection_window=5 rollout.max_rejection_rate=1",
+            "rollout.rejection_window=5 has no effect with rollout.max_rejection_rate=1",
+        ),
+        ("checkpoint.keep=5", "checkpoint.keep=5 has no effect with checkpoint.every_steps=0"),
+        ("actor.optimizer.warmup_steps=10", "actor.optimizer.warmup_steps=10 is not below"),
+        ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
+        ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),
+        (
+            "actor.num_workers=2 rollout.train_batch_groups=1 rollout.group_size=4",
+            "actor.num_workers=2: a minibatch has 1 rows, so some ranks are idle in it",
+        ),
+    ],
+)
+def test_warnings(load: Load, override: str, warning: str) -> None:
+    warnings = check_config(load(*override.split(" ")), lambda: 0)
+    assert len(warnings) == 1
+    assert warnings[0].startswith(warning)
+
+
+def test_no_warning_without_a_reason(load: Load) -> None:
+    assert check_config(load(), lambda: 0) == []
+
+
+def test_unresolved_configuration_is_refused() -> None:
+    config = GRPOConfig(run_dir="r", total_steps=3)
+    config.actor = replace(config.actor, path="m")
+    with pytest.raises(ConfigError, match=r"'\$\{seed\}' is not replaced .* resolve\(\)"):
+        check_config(config, lambda: 0)

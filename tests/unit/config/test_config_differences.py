@@ -1,0 +1,84 @@
+"""Which settings may change between a run and its resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from areal_sc.config.differences import FIXED, FREE, check_resumable, config_differences
+from areal_sc.config.keys import known_keys
+from areal_sc.config.loader import config_text
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import RunFolderError
+
+Load = Callable[..., GRPOConfig]
+
+
+def test_differences_of_nested_settings() -> None:
+    old = "a: 1\nb: {c: 2, d: 3}\ne: [1, 2]\n"
+    new = "a: 1\nb: {c: 4, f: 5}\ne: [1]\n"
+    assert [str(difference) for difference in config_differences(old, new)] == [
+        "b.c: 2 -> 4",
+        "b.f: (not set) -> 5",
+        "e: [1, 2] -> [1]",
+        "b.d: 3 -> (not set)",
+    ]
+    assert config_differences(old, old) == []
+
+
+def test_settings_that_do_not_touch_learning_change_in_silence(load: Load) -> None:
+    old = config_text(load("run_dir=a"))
+    new = config_text(
+        load(
+            "run_dir=b",
+            "actor.optimizer.total_steps=10",
+            "total_steps=20",
+            "--resume",
+            "evaluation.every_steps=5",
+            "checkpoint.every_steps=5",
+            "transport.chunk_bytes=2048",
+            "scheduler.startup_timeout_s=9",
+        )
+    )
+    assert len(config_differences(old, new)) >= 7
+    assert check_resumable(old, new) == []
+
+
+def test_other_changes_are_reported(load: Load) -> None:
+    old = config_text(load())
+    new = config_text(load("actor.optimizer.lr=0.5", "rollout.max_staleness=1"))
+    assert check_resumable(old, new) == [
+        "actor.optimizer.lr: 1e-06 -> 0.5",
+        "rollout.max_staleness: 4 -> 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("seed=1", "seed: 0 -> 1"),
+        ("actor.path=other", "actor.path: no_such_model -> other"),
+        ("actor.dtype=bfloat16", "actor.dtype: float32 -> bfloat16"),
+        ("rollout.group_size=4", "rollout.group_size: 8 -> 4"),
+        ("rollout.train_batch_groups=4", "rollout.train_batch_groups: 32 -> 4"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused_with_the_reason(
+    load: Load, override: str, line: str
+) -> None:
+    old, new = config_text(load()), config_text(load(override))
+    with pytest.raises(RunFolderError) as caught:
+        check_resumable(old, new)
+    assert f"{line} ({FIXED[line.partition(':')[0]]})" in str(caught.value)
+    assert "--overwrite" in str(caught.value)
+
+
+def test_listed_settings_exist() -> None:
+    assert {*FIXED, *FREE} <= set(known_keys(GRPOConfig))
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- a"])
+def test_unreadable_old_settings(text: str) -> None:
+    with pytest.raises(RunFolderError, match=r"config\.yaml cannot be read"):
+        config_differences(text, "a: 1")

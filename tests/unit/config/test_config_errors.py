@@ -1,0 +1,193 @@
+"""One readable sentence for everything that can be wrong with files and overrides."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_sc.config.keys import known_keys, nearest_keys
+from areal_sc.config.loader import load_config
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import ConfigError
+
+Load = Callable[..., GRPOConfig]
+WriteYaml = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "max_staleness=2",
+            "override max_staleness=2: unknown setting max_staleness; "
+            "did you mean rollout.max_staleness?",
+        ),
+        (
+            "rollout.max_stalness=2",
+            "override rollout.max_stalness=2: unknown setting rollout.max_stalness; "
+            "did you mean rollout.max_staleness?",
+        ),
+        (
+            "rolout.num_workers=2",
+            "override rolout.num_workers=2: unknown setting rolout.num_workers; "
+            "did you mean rollout.num_workers or actor.num_workers?",
+        ),
+        (
+            "+actor.zzz=2",
+            "override +actor.zzz=2: unknown setting actor.zzz; actor has actor.path, ",
+        ),
+        (
+            "task.shuffel=true",
+            "override task.shuffel=true: task.shuffel is not in the YAML's own 'task' section; "
+            "check its spelling, or add it by +task.shuffel=...",
+        ),
+        (
+            "rollout.max_staleness=two",
+            "override rollout.max_staleness=two: rollout.max_staleness: "
+            "expected an integer, got 'two'",
+        ),
+        (
+            "total_steps=1.5",
+            "override total_steps=1.5: total_steps: expected an integer, got 1.5",
+        ),
+        ("seed=null", "override seed=null: seed: expected an integer, got None"),
+        (
+            "actor.optimizer.lr=fast",
+            "override actor.optimizer.lr=fast: actor.optimizer.lr: expected a number, got 'fast'",
+        ),
+        (
+            "overwrite=perhaps",
+            "override overwrite=perhaps: overwrite: expected true or false, got 'perhaps'",
+        ),
+        (
+            "rollout.over_bound=drop",
+            "override rollout.over_bound=drop: rollout.over_bound: "
+            "expected one of train, mask, wait, regenerate, got 'drop'",
+        ),
+        (
+            "generation.stop_token_ids=[1,a]",
+            "override generation.stop_token_ids=[1,a]: generation.stop_token_ids[1]: "
+            "expected a list, each element an integer, got [1, 'a']",
+        ),
+        (
+            "checkpoint=3",
+            "override checkpoint=3: checkpoint: "
+            "expected a section with the keys every_steps, keep, got 3",
+        ),
+        ("task=3", "override task=3: task: expected a mapping, got 3"),
+        (
+            "run_dir=${actor.pth}",
+            "run_dir: ${actor.pth} names no setting; did you mean actor.path or rollout.path?",
+        ),
+        ("seed=${run_dir}", "seed: expected an integer; "),
+        ("run_dir=${actor.path} actor.path=${run_dir}", "Recursive interpolation detected"),
+        ("run_dir=${oc.env:NO_SUCH_VARIABLE}", "run_dir: its ${...} has no value: "),
+        ("total_steps=???", "no value for total_steps; set it in the YAML or on the command line"),
+        ("seed=1,2", "override seed=1,2: one value is needed, not several"),
+        ("~seed", "override ~seed: a setting cannot be removed"),
+        ("seed", "command line: expected key=value, got 'seed'"),
+        ("seed=[1", "override seed=[1: not of the form key=value"),
+        ("y.yaml", "command line: expected key=value, got 'y.yaml'; did you mean --config y.yaml?"),
+        ("--print", "command line: unrecognized arguments: --print"),
+    ],
+)
+def test_wrong_command_line(load: Load, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*override.split(" "))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    # what the user sees when nobody catches it: no frame of hydra or OmegaConf
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "site-packages" not in shown.replace(os.sep, "/")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run_dir: [1\ntotal_steps: 2\n", ", line 2, column 12: not valid YAML: expected"),
+        ("\trun_dir: x\n", ", line 1, column 1: not valid YAML: found character"),
+        ("seed: 1\nseed: 2\n", ", line 2, column 1: not valid YAML: found duplicate key seed"),
+        ("- a\n- b\n", "expected `key: value` lines, got a list"),
+        ("just text\n", "expected `key: value` lines, got a str"),
+        ("", "no value for run_dir, total_steps, actor.path; "),
+        (
+            "rollout: {max_stalness: 1}\n",
+            "unknown setting rollout.max_stalness; did you mean rollout.max_staleness?",
+        ),
+        ("max_staleness: 1\n", "unknown setting max_staleness; did you mean rollout.max_staleness"),
+        ("rollout: {max_staleness: x}\n", "rollout.max_staleness: expected an integer, got 'x'"),
+        ("rollout: {over_bound: x}\n", "rollout.over_bound: expected one of train, mask, "),
+        ("checkpoint: [1]\n", "checkpoint: expected a section with the keys every_steps, keep, "),
+        ("checkpoint: 1\n", "checkpoint: expected a section with the keys every_steps, keep, "),
+        ("rollout:\n", "rollout: expected a section with the keys "),
+        ("run_dir: ${nope}\ntotal_steps: 1\nactor: {path: m}\n", "run_dir: ${nope} names no"),
+        ("run_dir: ${nope\n", "run_dir: not a valid ${...}: "),
+        ("defaults: [nope]\n", "its defaults list names 'nope', but there is no "),
+        ("defaults: 3\n", "defaults must be a list (got int)"),
+    ],
+)
+def test_wrong_yaml(write_yaml: WriteYaml, text: str, message: str) -> None:
+    path = write_yaml(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", str(path)], GRPOConfig)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "site-packages" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: x\n", "base.yaml: seed: expected an integer, got 'x'"),
+        ("sed: 1\n", "base.yaml: unknown setting sed; did you mean seed"),
+        ("run_dir: [1\nseed: 2\n", "base.yaml, line 2, column 5: not valid YAML"),
+        ("defaults: [nope]\n", "base.yaml: its defaults list names 'nope'"),
+    ],
+)
+def test_error_names_the_file_among_composed_ones(
+    write_yaml: WriteYaml, text: str, message: str
+) -> None:
+    base = write_yaml(text, "base.yaml")
+    path = write_yaml("defaults: [base]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", str(path)], GRPOConfig)
+    assert str(base.with_name(message)) in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    def message(path: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config(["--config", str(path)], GRPOConfig)
+        return str(caught.value)
+
+    missing = tmp_path / "missing.yaml"
+    assert f"--config {missing}: there is no such file" in message(missing)
+    assert str(Path.cwd()) in message(missing)
+    assert "is a folder" in message(tmp_path)
+    json = tmp_path / "x.json"
+    json.write_text("{}")
+    assert "expected a name that ends in .yaml" in message(json)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00run_dir")
+    assert "not valid YAML" in message(binary)
+
+
+def test_missing_config_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match=r"name a YAML file by --config FILE\.yaml"):
+        load_config(["seed=1"], GRPOConfig)
+    with pytest.raises(ConfigError, match=r"--config: expected one argument"):
+        load_config(["--config"], GRPOConfig)
+
+
+def test_nearest_keys_prefers_the_named_section() -> None:
+    keys = known_keys(GRPOConfig)
+    assert nearest_keys("actr.num_threads", keys) == ["actor.num_threads", "rollout.num_threads"]
+    assert nearest_keys("learning_rate_of_nothing_known", keys) == []
+    # a setting that is taken from elsewhere has one place to be set
+    assert nearest_keys("top_kk", keys) == ["generation.top_k"]

@@ -1,0 +1,225 @@
+"""What the loader composes, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+
+from areal_sc.config.loader import compose_config, config_text, load_config, resolve
+from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
+from areal_sc.errors import ConfigError
+
+Load = Callable[..., GRPOConfig]
+WriteYaml = Callable[..., Path]
+
+
+@dataclass
+class Game:
+    size: int = 3
+
+
+@dataclass
+class GameConfig(GRPOConfig):
+    game: Game = field(default_factory=Game)
+
+
+def run_python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+
+
+LOAD_AND_SHOW = """
+import sys
+from areal_sc.config.loader import load_config
+from areal_sc.config.schema import GRPOConfig
+config = load_config(sys.argv[1:], GRPOConfig)
+print(config.run_dir, config.rollout.num_workers, config.rollout.group_size)
+"""
+
+
+def test_values_have_the_types_of_the_schema(load: Load) -> None:
+    config = load(
+        "actor.dtype=bfloat16",
+        "actor.device=cpu",
+        "actor.optimizer.lr=1",
+        "actor.optimizer.schedule=cosine",
+        "rollout.over_bound=mask",
+        "generation.stop_token_ids=[3,4]",
+        "+task.name=sort",
+    )
+    assert type(config) is GRPOConfig
+    assert config.actor.dtype is Dtype.bfloat16
+    assert config.actor.device is Device.cpu
+    assert type(config.actor.optimizer.lr) is float
+    assert config.actor.optimizer.schedule is LrSchedule.cosine
+    assert config.rollout.over_bound is OverBound.mask
+    assert config.generation.stop_token_ids == [3, 4]
+    assert type(config.generation.stop_token_ids) is list
+    assert config.task == {"name": "sort"}
+    assert type(config.task) is dict
+
+
+def test_settings_follow_those_they_are_taken_from(load: Load) -> None:
+    config = load("seed=7", "generation.temperature=0.7", "actor.dtype=bfloat16")
+    assert (config.actor.seed, config.rollout.seed) == (7, 7)
+    assert config.actor.ppo.temperature == 0.7
+    assert config.rollout.dtype is Dtype.bfloat16
+    assert config.rollout.path == "no_such_model"
+    assert config.actor.optimizer.total_steps == 10
+    assert config.scheduler.run_dir == "runs/test"
+    assert config.scheduler.transport == config.transport
+
+
+def test_override_wins_over_yaml_wins_over_its_defaults_win_over_schema(
+    write_yaml: WriteYaml,
+) -> None:
+    write_yaml(
+        "run_dir: base\ntotal_steps: 1\nseed: 1\nactor: {path: base, num_threads: 2}\n", "base.yaml"
+    )
+    path = write_yaml("defaults: [base]\ntotal_steps: 2\nseed: 2\nactor: {path: derived}\n")
+    config = load_config(["--config", str(path), "seed=3"], GRPOConfig)
+    assert config.run_dir == "base"
+    assert config.total_steps == 2
+    assert config.seed == 3
+    assert config.actor.path == "derived"
+    assert config.actor.num_threads == 2
+    assert config.rollout.group_size == GRPOConfig().rollout.group_size
+
+
+def test_composition_from_another_working_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder (of mine)"
+    elsewhere = tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "base.yaml").write_text("run_dir: there\ntotal_steps: 1\nactor: {path: m}\n")
+    (folder / "x.yaml").write_text("defaults: [base]\nrollout: {num_workers: 1, group_size: 3}\n")
+    relative = os.path.relpath(folder / "x.yaml", elsewhere)
+    done = run_python(LOAD_AND_SHOW, "--config", relative, "actor.device=cpu", cwd=elsewhere)
+    assert (done.stdout, done.stderr) == ("there 1 3\n", "")
+    assert list(elsewhere.iterdir()) == []  # no run folder or log of hydra's
+
+
+def test_user_schema_adds_typed_settings(write_yaml: WriteYaml) -> None:
+    path = write_yaml()
+    config = load_config(["--config", str(path), "game.size=5"], GameConfig)
+    assert isinstance(config, GameConfig)
+    assert config.game.size == 5
+    with pytest.raises(ConfigError, match=r"game\.size: expected an integer, got 'big'"):
+        load_config(["--config", str(path), "game.size=big"], GameConfig)
+
+
+def test_flags_stand_for_settings(load: Load) -> None:
+    assert load("--overwrite").overwrite
+    assert load("--dry-run").dry_run
+    assert load("--resume").resume is Resume.must
+    plain = load()
+    assert (plain.overwrite, plain.dry_run, plain.resume) == (False, False, Resume.auto)
+
+
+def test_flags_and_overrides_stand_in_any_order(write_yaml: WriteYaml) -> None:
+    argv = ["seed=4", "--overwrite", "total_steps=3", "--config", str(write_yaml()), "+task.a=b"]
+    config = load_config(argv, GRPOConfig)
+    assert (config.seed, config.total_steps, config.overwrite) == (4, 3, True)
+    assert config.task == {"a": "b"}
+
+
+def test_print_config_gives_the_same_configuration_again(
+    write_yaml: WriteYaml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        "actor.optimizer.lr=4e-4",
+        "rollout.over_bound=wait",
+        "generation.stop_token_ids=[7]",
+        "actor.ppo.behavior_weight_cap=inf",
+        "+task.nested={a: [1, x], b: null}",
+        "run_dir='1e3'",
+    ]
+    argv = ["--config", str(write_yaml()), *overrides]
+    with pytest.raises(SystemExit) as exit_:
+        load_config([*argv, "--print-config"], GRPOConfig)
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    assert "${" not in printed
+    again = write_yaml(printed, "printed.yaml")
+    expected = load_config(argv, GRPOConfig)
+    assert load_config(["--config", str(again)], GRPOConfig) == expected
+    assert expected.run_dir == "1e3"
+    assert config_text(expected) == printed
+
+
+def test_help_names_flags_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_config(["--help"], GRPOConfig)
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for expected in ("--config", "--print-config", "--dry-run", "--overwrite", "--resume"):
+        assert expected in text
+    assert "rollout.max_staleness=4\n" in text
+    assert "run_dir=(required)\n" in text
+    assert "overwrite=false\n" in text
+
+
+def test_hydra_state_of_the_caller_is_left_alone(write_yaml: WriteYaml) -> None:
+    path = write_yaml()
+    ConfigStore.instance().store(name="users_own", node={"a": 1})
+    before = sorted(ConfigStore.instance().repo)
+    compose_config(path, [], GRPOConfig)
+    assert not GlobalHydra.instance().is_initialized()
+    assert sorted(ConfigStore.instance().repo) == before
+    with pytest.raises(ConfigError):
+        compose_config(path, ["nonsense=1"], GRPOConfig)
+    assert not GlobalHydra.instance().is_initialized()
+    assert sorted(ConfigStore.instance().repo) == before
+
+
+def test_resolve_fills_a_configuration_built_in_python() -> None:
+    config = GRPOConfig(run_dir="r", total_steps=5, seed=9)
+    config.actor.path = "m"
+    resolved = resolve(config)
+    assert (resolved.actor.seed, resolved.rollout.path) == (9, "m")
+    assert resolved.actor.optimizer.total_steps == 5
+    with pytest.raises(ConfigError, match=r"GRPOConfig: no value for run_dir, total_steps"):
+        resolve(GRPOConfig())
+
+
+def test_warnings_are_logged(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    load()
+    assert caplog.records == []
+    load("generation.top_k=5")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "generation.top_k=5" in caplog.text
+
+
+def test_loader_imports_no_tensor_library(tmp_path: Path) -> None:
+    code = """
+import sys
+import areal_sc.config.loader, areal_sc.config.plan, areal_sc.run_folder
+print([name for name in ("torch", "transformers", "numpy") if name in sys.modules])
+"""
+    done = run_python(code, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_sections_are_chosen_from_a_folder(write_yaml: WriteYaml, tmp_path: Path) -> None:
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "small.yaml").write_text("path: small\nnum_threads: 2\n")
+    (tmp_path / "actor" / "big.yaml").write_text("path: big\n")
+    path = write_yaml("defaults: [{actor: small}]\nrun_dir: r\ntotal_steps: 1\n")
+    small = load_config(["--config", str(path)], GRPOConfig).actor
+    assert (small.path, small.num_threads) == ("small", 2)
+    big = load_config(["--config", str(path), "actor=big", "actor.seed=5"], GRPOConfig).actor
+    assert (big.path, big.num_threads, big.seed) == ("big", 1, 5)

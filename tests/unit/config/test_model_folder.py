@@ -1,0 +1,95 @@
+"""Model folders are read without torch; broken ones are named."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from areal_sc.config.model_folder import check_model_folder, read_model_shape
+from areal_sc.errors import ModelError
+
+TINY = {
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
+    """The header as the format defines it; no tensor data follows, as none is read."""
+    header: dict[str, object] = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in shapes.items()
+    }
+    header["__metadata__"] = {"format": "pt"}
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+
+
+def write_model(folder: Path, config: dict[str, object] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config or TINY))
+    write_safetensors(folder / "model-1.safetensors", {"a": [30, 96], "b": [96]})
+    write_safetensors(folder / "model-2.safetensors", {"c": [2, 3, 4], "scale": []})
+    return folder
+
+
+def test_shape_of_a_sharded_model(tmp_path: Path) -> None:
+    shape = read_model_shape(write_model(tmp_path / "m"))
+    assert shape is not None
+    assert shape.num_parameters == 30 * 96 + 96 + 24 + 1
+    assert shape.max_context_tokens == 128
+    assert shape.kv_values_per_token == 2 * 3 * 2 * (96 // 4)
+
+
+def test_shape_of_other_spellings(tmp_path: Path) -> None:
+    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    shape = read_model_shape(write_model(tmp_path / "gpt2", gpt2))
+    assert shape is not None
+    assert (shape.max_context_tokens, shape.kv_values_per_token) == (64, 2 * 2 * 4 * 8)
+    multimodal = {"text_config": {**TINY, "head_dim": 128}, "hidden_size": 1}
+    shape = read_model_shape(write_model(tmp_path / "multimodal", multimodal))
+    assert shape is not None
+    assert (shape.max_context_tokens, shape.kv_values_per_token) == (128, 2 * 3 * 2 * 128)
+
+
+def test_no_model_yet(tmp_path: Path) -> None:
+    assert read_model_shape(tmp_path / "missing") is None
+    assert read_model_shape(tmp_path) is None
+
+
+def test_check_names_what_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    with pytest.raises(ModelError, match="there is no such folder"):
+        check_model_folder(folder)
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        check_model_folder(folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"has no weights; expected files named \*\.safetensors"):
+        check_model_folder(folder)
+    (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    check_model_folder(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
+def test_broken_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json: "):
+        read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"abc", struct.pack("<Q", 1 << 60), struct.pack("<Q", 5) + b"{nope", b"\x02" + b"\0" * 7],
+)
+def test_broken_safetensors(tmp_path: Path, content: bytes) -> None:
+    folder = write_model(tmp_path / "m")
+    (folder / "model-2.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model-2\.safetensors: not a"):
+        read_model_shape(folder)

@@ -1,0 +1,307 @@
+"""States, locking and durability of run folders, with real processes and kills."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from areal_sc.errors import RunFolderError
+from areal_sc.run_folder import Opening, RunFolder
+
+CONFIG = "seed: 0\ntotal_steps: 5\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "one"
+
+
+def run_once(path: Path, *, snapshot: bool = False, finish: bool = False) -> None:
+    """Leaves the folder as a run would that ended there."""
+    folder = RunFolder(path)
+    folder.open(config_text=CONFIG)
+    folder.append_line(folder.metrics_path, '{"step": 1}')
+    if snapshot:
+        folder.snapshot_path(3).mkdir()
+    if finish:
+        folder.write_atomic(folder.summary_path, b"{}")
+    folder.close()
+
+
+HOLD_LOCK = """
+import sys, time
+from areal_sc.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+folder.open(config_text="seed: 0\\n")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def lock_holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the folder open."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+
+
+def test_new_folder(path: Path) -> None:
+    folder = RunFolder(path)
+    assert folder.decide() is Opening.start
+    assert not path.exists()  # deciding changes nothing
+    assert folder.open(config_text=CONFIG) is Opening.start
+    assert folder.config_path.read_text() == CONFIG
+    assert path.stat().st_mode & 0o777 == 0o700
+    for subfolder in ("logs", "workers", "checkpoints", "datasets", "workflows"):
+        assert (path / subfolder).stat().st_mode & 0o777 == 0o700
+    assert folder.log_path("rollout", 3) == path / "logs" / "rollout-3.log"
+    folder.close()
+    folder.close()
+
+
+def test_relative_path_is_fixed_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder("runs/x")
+    monkeypatch.chdir("/")
+    assert folder.path == tmp_path / "runs" / "x"
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_empty_folder_is_new(path: Path, resume: str) -> None:
+    path.mkdir(parents=True)
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG, resume=resume) is Opening.start
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_unfinished_run_with_snapshot_goes_on(path: Path, resume: str) -> None:
+    run_once(path, snapshot=True)
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG, resume=resume) is Opening.resume
+        assert folder.snapshots() == [folder.snapshot_path(3)]
+        assert folder.metrics_path.read_text() == '{"step": 1}\n'
+
+
+def test_unfinished_run_without_snapshot_starts_again(path: Path) -> None:
+    run_once(path)
+    run_once(path)
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG) is Opening.restart
+        assert not folder.metrics_path.exists()
+    kept = sorted(p.relative_to(path).as_posix() for p in path.glob("previous/*/metrics.jsonl"))
+    assert kept == ["previous/1/metrics.jsonl", "previous/2/metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("state", "resume", "message"),
+    [
+        ({"snapshot": True}, "never", "holds an unfinished run, and resume=never"),
+        ({}, "must", "has no snapshot to resume from"),
+        ({"finish": True, "snapshot": True}, "auto", "its run is finished; .* --overwrite"),
+        ({"finish": True}, "never", "its run is finished"),
+        ({"finish": True}, "must", "its run is finished"),
+    ],
+)
+def test_refused_states(path: Path, state: dict[str, bool], resume: str, message: str) -> None:
+    run_once(path, **state)
+    before = sorted(path.rglob("*"))
+    with pytest.raises(RunFolderError, match=message):
+        RunFolder(path).open(config_text="seed: 1\n", resume=resume)
+    assert sorted(path.rglob("*")) == before
+    assert (path / "config.yaml").read_text() == CONFIG
+    run_again = RunFolder(path)  # the refusal gave the lock back
+    run_again.open(config_text=CONFIG, overwrite=True)
+    run_again.close()
+
+
+def test_must_resume_creates_nothing(path: Path) -> None:
+    with pytest.raises(RunFolderError, match="there is no run to resume"):
+        RunFolder(path).open(config_text=CONFIG, resume="must")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("state", [{"finish": True}, {"snapshot": True}, {}])
+def test_overwrite_empties_a_run_folder(path: Path, state: dict[str, bool]) -> None:
+    run_once(path, **state)
+    outside = path.parent / "precious"
+    outside.mkdir()
+    (outside / "file").touch()
+    (path / "link").symlink_to(outside)
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
+        names = sorted(entry.name for entry in path.iterdir())
+    assert names == [
+        ".lock", "checkpoints", "config.yaml", "datasets", "logs", "run.json", "workers",
+        "workflows",
+    ]  # fmt: skip
+    assert (outside / "file").exists()
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("name", ["thesis.tex", "config.yaml", "run.json"])
+def test_foreign_folder_is_left_alone(path: Path, name: str, overwrite: bool) -> None:
+    path.mkdir(parents=True)
+    (path / name).write_text('{"kind": "something else"}')
+    with pytest.raises(RunFolderError, match=rf"other files in it \({re.escape(name)}\)"):
+        RunFolder(path).open(config_text=CONFIG, overwrite=overwrite)
+    assert [entry.name for entry in path.iterdir()] == [name]
+    assert (path / name).read_text() == '{"kind": "something else"}'
+
+
+def test_path_is_a_file(path: Path) -> None:
+    path.parent.mkdir()
+    path.touch()
+    with pytest.raises(RunFolderError, match="it is a file, not a folder"):
+        RunFolder(path).open(config_text=CONFIG)
+
+
+def test_parent_is_a_file(path: Path) -> None:
+    path.parent.touch()
+    with pytest.raises(RunFolderError, match="it cannot be used: "):
+        RunFolder(path).open(config_text=CONFIG)
+
+
+def test_resume_with_changed_settings(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_once(path, snapshot=True)
+    with pytest.raises(RunFolderError, match="seed: 0 -> 1"):
+        RunFolder(path).open(config_text="seed: 1\ntotal_steps: 5\n")
+    assert (path / "config.yaml").read_text() == CONFIG
+    with RunFolder(path) as folder:
+        changed = "seed: 0\ntotal_steps: 9\nactor: {lr: 2}\n"
+        assert folder.open(config_text=changed) is Opening.resume
+    assert [record.getMessage() for record in caplog.records] == [
+        "setting changed since the run began: actor.lr: (not set) -> 2"
+    ]
+    assert (path / "config.yaml").read_text() == changed
+
+
+def test_second_process_names_the_first(path: Path) -> None:
+    with lock_holder(path) as holder:
+        for overwrite in (False, True):
+            with pytest.raises(RunFolderError, match=f"process {holder.pid} is running in it"):
+                RunFolder(path).open(config_text=CONFIG, overwrite=overwrite)
+        assert (path / "config.yaml").read_text() == "seed: 0\n"
+
+
+def test_second_owner_in_the_same_process(path: Path) -> None:
+    with RunFolder(path) as first:
+        first.open(config_text=CONFIG)
+        with pytest.raises(RunFolderError, match=f"process {os.getpid()} is running in it"):
+            RunFolder(path).open(config_text=CONFIG)
+
+
+def test_killed_owner_frees_the_folder(path: Path) -> None:
+    with lock_holder(path) as holder:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(timeout=10)
+        with RunFolder(path) as folder:
+            assert folder.open(config_text="seed: 0\n") is Opening.restart
+
+
+def test_interrupted_overwrite_can_be_repeated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_once(path, finish=True)
+
+    def fail(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("areal_sc.run_folder.shutil.rmtree", fail)
+    with pytest.raises(RunFolderError, match="cannot be written to: Input/output error"):
+        RunFolder(path).open(config_text=CONFIG, overwrite=True)
+    monkeypatch.undo()
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
+
+
+def test_start_interrupted_before_its_marker_is_a_new_folder(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / ".lock").touch()
+    (path / ".run.json.77.partial").write_text('{"ki')
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG) is Opening.start
+
+
+def test_write_atomic_replaces_or_leaves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder(path) as folder:
+        folder.open(config_text=CONFIG)
+        folder.write_atomic("a.bin", b"one")
+        folder.write_atomic(folder.path / "a.bin", b"two")
+        assert (path / "a.bin").read_bytes() == b"two"
+
+        def full(fd: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("areal_sc.run_folder.os.fsync", full)
+        with pytest.raises(RunFolderError, match=r"cannot write .*a\.bin: No space left on device"):
+            folder.write_atomic("a.bin", b"three")
+        assert (path / "a.bin").read_bytes() == b"two"
+        assert list(path.glob(".*.partial")) == []
+        with pytest.raises(RunFolderError, match=r"cannot write .*: No such file"):
+            folder.write_atomic("missing/a.bin", b"")
+
+
+def test_full_disk(path: Path) -> None:
+    with RunFolder(path) as folder:
+        folder.open(config_text=CONFIG)
+        with pytest.raises(RunFolderError, match="cannot write /dev/full: No space left"):
+            folder.append_line("/dev/full", "x")
+
+
+def test_append_line(path: Path) -> None:
+    with RunFolder(path) as folder:
+        folder.open(config_text=CONFIG)
+        for line in ("one", "zwei ü"):
+            folder.append_line("metrics.jsonl", line)
+        assert folder.metrics_path.read_text(encoding="utf-8") == "one\nzwei ü\n"
+
+
+def test_snapshots_are_whole_and_in_order(path: Path) -> None:
+    with RunFolder(path) as folder:
+        folder.open(config_text=CONFIG)
+        assert folder.snapshots() == []
+        for step in (1000000, 20, 3):
+            final = folder.snapshot_path(step)
+            partial = final.with_name(f"{final.name}.partial")
+            (partial / "engine").mkdir(parents=True)
+            (partial / "engine" / "weights").write_bytes(b"1")
+            assert final not in folder.snapshots()
+            folder.commit_folder(partial, final)
+            assert not partial.exists()
+        (folder.checkpoints / "step-000004.partial").mkdir()
+        (folder.checkpoints / "step-000005").touch()
+        assert folder.snapshots() == [folder.snapshot_path(step) for step in (3, 20, 1000000)]
+
+
+def test_commit_replaces_a_folder_of_the_same_name(path: Path) -> None:
+    with RunFolder(path) as folder:
+        folder.open(config_text=CONFIG)
+        final = folder.snapshot_path(1)
+        for content in (b"old", b"new"):
+            partial = folder.checkpoints / "partial"
+            partial.mkdir()
+            (partial / content.decode()).write_bytes(content)
+            folder.commit_folder(partial, final)
+        assert [entry.name for entry in final.iterdir()] == ["new"]
+        with pytest.raises(RunFolderError, match=r"cannot write .*step-000001"):
+            folder.commit_folder(folder.checkpoints / "missing", final)

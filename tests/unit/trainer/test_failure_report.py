@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from areal_sc.errors import (
+    ArealError,
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    RemoteError,
+    RunFolderError,
+    TooManyRejections,
+    WorkerLost,
+    WorkerStartError,
+)
+from areal_sc.trainer.failure import Terminated, report_failure, run_script
+
+
+def report(
+    error: BaseException, run_dir: Path | None = None, width: int | None = None
+) -> tuple[int, str]:
+    """Exit code and text; `width` makes the output a terminal of so many columns."""
+    console = Console(
+        file=io.StringIO(), width=width or 80, force_terminal=width is not None, color_system=None
+    )
+    code = report_failure(error, console, run_dir)
+    assert isinstance(console.file, io.StringIO)
+    return code, console.file.getvalue()
+
+
+def raised(raise_it: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        raise_it()
+    return caught.value
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (ArealError("x"), 1),
+        (ConfigError("x"), 2),
+        (RunFolderError("x"), 3),
+        (WorkerLost("x"), 5),
+        (ModelError("x"), 6),
+        (TooManyRejections("x"), 7),
+        (CheckpointError("x"), 8),
+        (RemoteError("x", error_type="E", remote_traceback="t", remote_exit_code=6), 6),
+        (KeyboardInterrupt(), 130),
+        (Terminated(), 143),
+        (ValueError("x"), 1),
+    ],
+)
+def test_exit_codes(error: BaseException, exit_code: int) -> None:
+    assert report(error)[0] == exit_code
+
+
+def test_config_error_shows_only_its_message(run_dir: Path) -> None:
+    message = "rollout.max_staleness=-1: expected >= 0\n[did you mean] 1?"
+    assert report(ConfigError(message), run_dir)[1] == (
+        "ERROR The configuration cannot be used\n"
+        "  rollout.max_staleness=-1: expected >= 0\n"
+        "  [did you mean] 1?\n"
+    )
+    assert list((run_dir / "logs").iterdir()) == []
+
+
+def test_failed_worker_shows_the_end_of_its_log(run_dir: Path) -> None:
+    def fail() -> None:
+        try:
+            raise OSError("exit code 1")
+        except OSError as error:
+            tail = [f"line {i}" for i in range(30)] + ["\x1b[31mno model.safetensors\x1b[0m"]
+            raise WorkerStartError(
+                "rollout/0 did not come up", log_path="logs/rollout-0.log", log_tail=tail
+            ) from error
+
+    code, text = report(raised(fail), run_dir)
+    lines = text.splitlines()
+    log = run_dir / "logs" / "controller.log"
+    assert code == 5
+    assert lines[:4] == [
+        "ERROR A worker failed",
+        "  rollout/0 did not come up",
+        "  because of OSError: exit code 1",
+        "last lines of logs/rollout-0.log:",
+    ]
+    assert lines[4] == "  | line 16"  # the last 15
+    assert lines[-3:] == [
+        "  | no model.safetensors",
+        f"full traceback: {log}",
+        f"logs of the workers: {log.parent}",
+    ]
+    assert "Traceback" not in text
+    assert "WorkerStartError: rollout/0 did not come up" in log.read_text()
+    assert "OSError: exit code 1" in log.read_text()
+
+
+def test_remote_error_shows_the_end_of_the_remote_traceback_once(run_dir: Path) -> None:
+    remote_traceback = "Traceback:\n" + "\n".join(f"  frame {i}" for i in range(9)) + "\nE: bad"
+    error = RemoteError(
+        "ppo_update on train/0 raised E: bad", error_type="E", remote_traceback=remote_traceback
+    )
+    without_note = report(error, run_dir)[1]
+    assert without_note.count("  | E: bad") == 1
+    error.add_note(f"raised by ppo_update on train/0:\n{remote_traceback}")
+    lines = report(error, run_dir)[1].splitlines()
+    assert lines[:3] == [
+        "ERROR A worker reported an error",
+        "  ppo_update on train/0 raised E: bad",
+        "raised by ppo_update on train/0:",
+    ]
+    assert lines[3:-2] == [*(f"  |   frame {i}" for i in range(4, 9)), "  | E: bad"]
+    assert "frame 0" in (run_dir / "logs" / "controller.log").read_text()
+
+
+def test_foreseen_error_from_a_worker_needs_no_traceback(run_dir: Path) -> None:
+    error = ModelError("runs/warm: no weights in it")
+    error.add_note("raised by load on train/0:\nTraceback\n  frame")
+    assert report(error, run_dir)[1].splitlines()[:3] == [
+        "ERROR The model cannot be used",
+        "  runs/warm: no weights in it",
+        "  raised by load on train/0",
+    ]
+    assert "frame" not in report(error, run_dir)[1]
+    assert "  |   frame" in report(error)[1].splitlines()  # no log that would have it
+
+
+def test_unexpected_error_shows_its_innermost_frames(run_dir: Path) -> None:
+    def outer() -> None:
+        inner()
+
+    def inner() -> None:
+        {}["missing"]
+
+    code, text = report(raised(outer), run_dir)
+    lines = text.splitlines()
+    assert code == 1
+    assert lines[:3] == [
+        "ERROR The run ended with an unexpected error",
+        "  KeyError: 'missing'",
+        "at (innermost first):",
+    ]
+    assert lines[3].endswith('in inner: {}["missing"]')
+    assert lines[4].endswith("in outer: inner()")
+    assert "KeyError: 'missing'" in (run_dir / "logs" / "controller.log").read_text()
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_unexpected_error_without_a_log_is_shown_whole(tmp_path: Path, has_folder: bool) -> None:
+    error = raised(lambda: [][0])
+    text = report(error, tmp_path if has_folder else None)[1]
+    assert "  | Traceback (most recent call last):" in text.splitlines()
+    assert "  | IndexError: list index out of range" in text.splitlines()
+    assert "full traceback" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_log_on_a_full_disk_does_not_hide_the_error(run_dir: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    (run_dir / "logs" / "controller.log").symlink_to("/dev/full")
+    assert "  | IndexError" in report(raised(lambda: [][0]), run_dir)[1]
+
+
+def test_the_log_of_another_run_is_left_alone(run_dir: Path) -> None:
+    report(RunFolderError("runs/quickstart is in use by process 17"), run_dir)
+    assert list((run_dir / "logs").iterdir()) == []
+
+
+def test_exception_group_shows_the_engines_error() -> None:
+    group = ExceptionGroup("g", [ValueError("a"), ExceptionGroup("h", [WorkerLost("rollout/1")])])
+    code, text = report(group)
+    assert code == 5
+    assert text.splitlines()[:3] == [
+        "ERROR A worker failed",
+        "  rollout/1",
+        "  (1 more errors came with it)",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_block_wraps_between_words_on_a_terminal(width: int, run_dir: Path) -> None:
+    error = WorkerLost("rollout/0 stopped answering " * 6, log_tail=["short words " * 20])
+    lines = report(error, run_dir, width)[1].splitlines()
+    end = next(i for i, line in enumerate(lines) if line.startswith("full traceback"))
+    assert max(map(len, lines[:end])) <= width
+    assert all(line.startswith("  ") for line in lines[1:4])
+    assert len([line for line in lines if line.startswith("  | ")]) > 1
+
+
+def test_run_script_returns_zero_and_passes_arguments() -> None:
+    seen: list[Sequence[str]] = []
+    assert run_script(seen.append, ["--config", "x.yaml"]) == 0
+    assert seen == [["--config", "x.yaml"]]
+
+
+def test_run_script_leaves_sys_exit_alone() -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_script(lambda argv: sys.exit(3), [])
+    assert caught.value.code == 3
+
+
+SCRIPT = """
+import asyncio, logging, sys, time
+from pathlib import Path
+from areal_sc.errors import ModelError
+from areal_sc.log import setup_logging
+from areal_sc.trainer.failure import run_script
+
+async def wait():
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+
+def main(argv):
+    setup_logging("controller", Path(argv[1]) / "logs" / "controller.log")
+    try:
+        if argv[0] == "fail":
+            raise ModelError("no weights")
+        if argv[0] == "asyncio":
+            asyncio.run(wait())
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+
+sys.exit(run_script(main))
+"""
+
+
+@pytest.mark.parametrize("how", ["sleep", "asyncio"])
+@pytest.mark.parametrize(
+    ("signal_number", "exit_code", "text"),
+    [(signal.SIGTERM, 143, "stopped by SIGTERM\n"), (signal.SIGINT, 130, "stopped by Ctrl-C\n")],
+)
+def test_signals_stop_cleanly(
+    how: str, signal_number: int, exit_code: int, text: str, run_dir: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, how, str(run_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal_number)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, output, errors) == (exit_code, "cleaned up\n", text)
+
+
+def test_script_finds_the_log_that_it_writes(run_dir: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "fail", str(run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    log = run_dir / "logs" / "controller.log"
+    assert result.returncode == 6
+    assert f"full traceback: {log}" in result.stderr.splitlines()
+    assert "ModelError: no weights" in log.read_text()

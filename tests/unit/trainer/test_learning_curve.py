@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from areal_sc.errors import RunFolderError
+from areal_sc.trainer.learning_curve import plot_learning_curve, smoothed
+from areal_sc.trainer.metrics import EvaluationResult, MetricsLog, StepMetrics
+
+MakeStep = Callable[..., StepMetrics]
+MakeEvaluation = Callable[..., EvaluationResult]
+
+BLUE = (0x1F, 0x5F, 0xA8)
+GREEN = (0x2A, 0x8F, 0x5C)
+GOLD = (0xFF, 0xD7, 0x00)
+
+
+def count_pixels(png: Path, color: tuple[int, int, int]) -> int:
+    pixels = np.rint(imread(png)[..., :3] * 255).astype(int)
+    return int((abs(pixels - color).max(axis=-1) <= 2).sum())
+
+
+def test_curve_and_evaluations_are_drawn(
+    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
+) -> None:
+    def draw(name: str, num_steps: int, final: float) -> Path:
+        metrics = tmp_path / f"{name}.jsonl"
+        with MetricsLog(metrics) as log:
+            log.evaluation(make_evaluation("before"))
+            for step in range(1, num_steps + 1):
+                accuracy = 0.2 + (final - 0.2) * step / num_steps
+                log.step(make_step(step, accuracy=accuracy, reward=accuracy))
+            log.evaluation(make_evaluation("greedy", step=num_steps, accuracy=0.9, temperature=0.0))
+        png = tmp_path / f"{name}.png"
+        plot_learning_curve(metrics, png)
+        return png
+
+    rising, flat = draw("rising", 60, 0.9), draw("flat", 60, 0.2)
+    height, width = imread(rising).shape[:2]
+    assert (height, width) == (900, 1200)
+    assert count_pixels(rising, BLUE) > 2000
+    assert count_pixels(rising, GREEN) == 0  # the reward is the accuracy
+    assert count_pixels(rising, GOLD) > 100
+    assert not np.array_equal(imread(rising), imread(flat))
+
+
+def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    with MetricsLog(metrics) as log:
+        for step in range(1, 30):
+            log.step(make_step(step, accuracy=step / 30, reward=step * 10.0))
+    png = tmp_path / "learning_curve.png"
+    plot_learning_curve(metrics, png)
+    assert imread(png).shape[0] == 1200
+    assert count_pixels(png, BLUE) > 1000
+    assert count_pixels(png, GREEN) > 1000
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_short_runs_and_missing_values(tmp_path: Path, make_step: MakeStep, num_steps: int) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    with MetricsLog(metrics) as log:
+        for step in range(1, num_steps + 1):
+            log.step(make_step(step, accuracy=None, reward=math.nan if step == 2 else 1.0))
+    png = tmp_path / "learning_curve.png"
+    plot_learning_curve(metrics, png)
+    assert (count_pixels(png, GREEN) > 0) == (num_steps > 0)
+
+
+def test_picture_that_cannot_be_written(tmp_path: Path, make_step: MakeStep) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    with MetricsLog(metrics) as log:
+        log.step(make_step())
+    with pytest.raises(RunFolderError, match=r"cannot write .*missing.curve\.png: No such file"):
+        plot_learning_curve(metrics, tmp_path / "missing" / "curve.png")
+
+
+def test_smoothing_is_a_centred_mean() -> None:
+    values = [1.0, 2.0, 6.0, math.nan, 10.0, 4.0]
+    assert smoothed(values, 1)[:3] == [1.0, 2.0, 6.0]
+    assert math.isnan(smoothed(values, 1)[3])
+    assert smoothed(values, 3) == [1.5, 3.0, 4.0, 8.0, 7.0, 7.0]
+    assert smoothed(values, 4) == [3.0, 3.0, 6.0, pytest.approx(20 / 3), 7.0, 7.0]
+    assert smoothed([], 3) == []
+
+
+def test_trainer_floor_imports_neither_torch_nor_matplotlib() -> None:
+    program = (
+        "import sys\n"
+        "from areal_sc.trainer import advice, display, failure, learning_curve, metrics\n"
+        "print([name for name in ('torch', 'matplotlib') if name in sys.modules])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout == "[]\n"

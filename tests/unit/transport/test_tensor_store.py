@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_sc.errors import MetadataError, ShardGone, StoreFull
+from areal_sc.transport.tensor_store import HeapBackend, TensorStore
+
+
+def store_of(max_bytes: int = 1 << 20) -> TensorStore:
+    return TensorStore("rollout/0", "life1", max_bytes=max_bytes)
+
+
+def int32s(slices: list[memoryview]) -> list[int]:
+    return [value for part in slices for value in part.cast("i")]
+
+
+def test_a_shard_holds_copies_of_its_fields() -> None:
+    store = store_of()
+    ids = torch.arange(6, dtype=torch.int32)
+    shard = store.put(
+        {"ids": ids, "logp": torch.arange(6, dtype=torch.bfloat16), "mask": ids > 2}, [1, 2, 3]
+    )
+    ids.zero_()
+    assert shard == "life1.1"
+    fields = store.describe(shard)
+    assert {name: (f.dtype, f.numel, f.row_lengths) for name, f in fields.items()} == {
+        "ids": ("int32", 6, (1, 2, 3)),
+        "logp": ("bfloat16", 6, (1, 2, 3)),
+        "mask": ("bool", 6, (1, 2, 3)),
+    }
+    assert fields["ids"].metadata.shape == (6,)
+    assert int32s(store.read(shard, "ids")) == [0, 1, 2, 3, 4, 5]
+    assert bytes(store.read(shard, "mask")[0]) == b"\0\0\0\1\1\1"
+
+
+def test_rows_are_read_in_the_asked_order_and_runs_come_as_one_slice() -> None:
+    store = store_of()
+    shard = store.put({"ids": torch.arange(10, dtype=torch.int32)}, [2, 0, 3, 1, 4])
+    assert int32s(store.read(shard, "ids", [2, 0])) == [2, 3, 4, 0, 1]
+    assert len(store.read(shard, "ids", [0, 1, 2, 3])) == 1
+    assert store.read(shard, "ids", [1]) == []
+    assert store.read(shard, "ids", []) == []
+    for rows in ([5], [-1], [-1, 0], [3, 4, 5]):
+        with pytest.raises(MetadataError, match=r"rows 0\.\.4"):
+            store.read(shard, "ids", rows)
+
+
+def test_sealed_bytes_cannot_be_written() -> None:
+    store = store_of()
+    shard = store.put({"ids": torch.arange(4)}, [4])
+    with pytest.raises(TypeError, match="read-only"):
+        store.read(shard, "ids")[0][0] = 1
+
+
+def test_fields_may_have_their_own_rows() -> None:
+    store = store_of()
+    shard = store.put(
+        {"w": torch.zeros(12), "b": torch.zeros(0), "s": torch.ones(1)},
+        {"w": [12], "b": [0], "s": [1]},
+    )
+    assert [f.row_lengths for f in store.describe(shard).values()] == [(12,), (0,), (1,)]
+
+
+def test_empty_shards_can_be_put() -> None:
+    store = store_of()
+    assert store.describe(store.put({}, [])) == {}
+    assert store.read(store.put({"ids": torch.zeros(0)}, []), "ids") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths"),
+    [
+        (torch.zeros(5), [2, 2]),
+        (torch.zeros(2, 2), [2, 2]),
+        (torch.zeros(2), [3, -1]),
+        (torch.zeros(()), [1]),
+    ],
+    ids=["too long", "2-D", "negative length", "0-D"],
+)
+def test_fields_that_do_not_fit_their_rows_are_refused(
+    values: torch.Tensor, lengths: list[int]
+) -> None:
+    store = store_of()
+    with pytest.raises(MetadataError, match="'ids'"):
+        store.put({"ids": values}, lengths)
+    assert (store.num_bytes, store.last_sequence) == (0, 0)
+
+
+def test_a_full_store_names_both_numbers_and_takes_shards_again_after_a_sweep() -> None:
+    store = store_of(max_bytes=1000)
+    store.put({"x": torch.zeros(800, dtype=torch.uint8)}, [800])
+    with pytest.raises(StoreFull, match=r"256 bytes.*832 bytes.*1000"):
+        store.put({"x": torch.zeros(200, dtype=torch.uint8)}, [200])
+    assert store.num_bytes == 832  # 64-byte lines
+    assert store.sweep(live=[], acknowledged=1) == 1
+    assert store.num_bytes == 0
+    store.put({"x": torch.zeros(800, dtype=torch.uint8)}, [800])
+
+
+def test_missing_shards_say_why() -> None:
+    store = store_of()
+    shard = store.put({"x": torch.zeros(1)}, [1])
+    store.remove(shard)
+    store.remove(shard)
+    for shard_id, why in [(shard, "swept"), ("life0.1", "restarted"), ("life1.9", "never sealed")]:
+        with pytest.raises(ShardGone, match=rf"{shard_id} on rollout/0 is gone.*{why}"):
+            store.read(shard_id, "x")
+    with pytest.raises(MetadataError, match="'y'"):
+        store.read(store.put({"x": torch.zeros(1)}, [1]), "y")
+
+
+def test_bytes_being_sent_outlive_their_shard() -> None:
+    store = store_of()
+    shard = store.put({"ids": torch.arange(4, dtype=torch.int32)}, [4])
+    view = store.read(shard, "ids")[0]
+    store.remove(shard)
+    store.put({"ids": torch.zeros(4, dtype=torch.int32)}, [4])
+    assert int32s([view]) == [0, 1, 2, 3]
+
+
+class FailingBackend(HeapBackend):
+    """Memory that runs out once it was promised."""
+
+    def __init__(self) -> None:
+        self.freed = 0
+
+    def seal(self, buffer: memoryview) -> memoryview:
+        raise OSError("no space")
+
+    def free(self, buffer: memoryview) -> None:
+        self.freed += 1
+
+
+def test_a_put_that_fails_leaves_nothing_behind() -> None:
+    backend = FailingBackend()
+    store = TensorStore("rollout/0", "life1", max_bytes=1000, backend=backend)
+    with pytest.raises(OSError, match="no space"):
+        store.put({"x": torch.zeros(9)}, [9])
+    assert (store.num_bytes, store.num_shards, store.last_sequence, backend.freed) == (0, 0, 0, 1)
+
+
+@given(
+    st.lists(
+        st.integers(1, 100) | st.tuples(st.sets(st.integers(1, 30)), st.integers(0, 30)),
+        max_size=30,
+    )
+)
+def test_sweep_keeps_the_live_and_the_young(actions: list[int | tuple[set[int], int]]) -> None:
+    store = store_of()
+    expected: dict[int, int] = {}
+    sealed = 0
+    for action in actions:
+        if isinstance(action, int):
+            store.put({"x": torch.zeros(action, dtype=torch.uint8)}, [action])
+            sealed += 1
+            expected[sealed] = -(-action // 64) * 64
+        else:
+            live, acknowledged = action
+            dead = {n for n in expected if n <= acknowledged} - live
+            assert store.sweep(live, acknowledged) == len(dead)
+            expected = {n: size for n, size in expected.items() if n not in dead}
+        assert store.last_sequence == sealed
+        assert (store.num_shards, store.num_bytes) == (len(expected), sum(expected.values()))
+    for sequence in expected:
+        store.read(f"life1.{sequence}", "x")
+
+
+def test_threads_may_put_read_and_sweep_at_once() -> None:
+    store = store_of(max_bytes=64 << 20)
+    failures: list[BaseException] = []
+
+    def work(value: int) -> None:
+        try:
+            for i in range(100):
+                shard = store.put({"x": torch.full((50,), value, dtype=torch.int32)}, [50])
+                assert int32s(store.read(shard, "x")) == [value] * 50
+                if i % 2:
+                    store.remove(shard)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert (store.last_sequence, store.num_shards, store.num_bytes) == (400, 200, 200 * 256)
+    assert store.sweep([], store.last_sequence) == 200
+    assert store.num_bytes == 0

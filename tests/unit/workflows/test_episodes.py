@@ -1,0 +1,165 @@
+"""Single-turn and multi-turn episodes against a scripted engine and a real tokenizer."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
+from areal_sc.errors import WorkflowError
+from areal_sc.workflows.base import RewardFunction
+from areal_sc.workflows.math_reward import exact_match
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_example("letter_sort_task").build_tokenizer()
+
+
+class ScriptedEngine:
+    """Answers with the given texts, one after the other, and keeps what it was asked."""
+
+    def __init__(
+        self, tokenizer: Any, answers: Sequence[str], finish_reason: str = "stop", context: int = 99
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_context_tokens = context
+        self.asked: list[tuple[list[int], GenerationConfig | None]] = []
+        self._answers = list(answers)
+        self._finish_reason = finish_reason
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+    ) -> Completion:
+        self.asked.append((list(input_ids), sampling))
+        token_ids = self.tokenizer.encode(self._answers.pop(0), add_special_tokens=False)
+        number = len(self.asked)
+        return Completion(
+            token_ids,
+            [-0.5 * number] * len(token_ids),
+            [number] * len(token_ids),
+            self._finish_reason,
+        )
+
+    async def score(
+        self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str
+    ) -> float:
+        value = reward(dict(prompt), completion)
+        assert isinstance(value, float)
+        return value
+
+
+async def test_a_single_turn_is_prompt_and_completion(tokenizer: Any) -> None:
+    engine = ScriptedEngine(tokenizer, ["abc$"])
+    generation = GenerationConfig(max_new_tokens=7)
+    workflow = SingleTurnWorkflow(exact_match, generation)
+    trajectory = await workflow.run_episode({"prompt": "cab=", "answer": "abc"}, engine)
+    assert trajectory is not None
+    assert trajectory.input_ids == tokenizer.encode("cab=abc$", add_special_tokens=False)
+    assert trajectory.loss_mask == [False] * 4 + [True] * 4
+    assert trajectory.behavior_logprobs == [0.0] * 4 + [-0.5] * 4
+    assert trajectory.versions == [-1] * 4 + [1] * 4
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics == {"completion_tokens": 4.0, "stopped": 1.0}
+    assert engine.asked == [(trajectory.input_ids[:4], generation)]
+
+
+async def test_an_answer_that_was_cut_keeps_its_last_token(tokenizer: Any) -> None:
+    engine = ScriptedEngine(tokenizer, ["abc"], finish_reason="length")
+    trajectory = await SingleTurnWorkflow(exact_match).run_episode(
+        {"prompt": "cab=", "answer": "abc"}, engine
+    )
+    assert trajectory is not None
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics["stopped"] == 0.0
+
+
+async def test_a_cancelled_answer_gives_no_trajectory(tokenizer: Any) -> None:
+    engine = ScriptedEngine(tokenizer, ["ab"], finish_reason="cancelled")
+    workflow = SingleTurnWorkflow(exact_match)
+    assert await workflow.run_episode({"prompt": "cab=", "answer": "abc"}, engine) is None
+
+
+async def test_a_chat_template_wraps_the_question(tokenizer: Any) -> None:
+    chat = load_example("letter_sort_task").build_tokenizer()
+    chat.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}z{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    question = {"question": "cab", "answer": "abc"}
+    workflow = SingleTurnWorkflow(exact_match, use_chat_template=True, prompt_key="question")
+    engine = ScriptedEngine(chat, ["abc$"])
+    trajectory = await workflow.run_episode(question, engine)
+    assert trajectory is not None
+    assert trajectory.input_ids == tokenizer.encode("cabz=abc$", add_special_tokens=False)
+
+    question["question"] = [{"role": "user", "content": "c"}, {"role": "user", "content": "b"}]
+    engine = ScriptedEngine(chat, ["abc$"])
+    trajectory = await workflow.run_episode(question, engine)
+    assert trajectory is not None
+    assert trajectory.input_ids == tokenizer.encode("czbz=abc$", add_special_tokens=False)
+
+    with pytest.raises(WorkflowError, match="has no chat template"):
+        await workflow.run_episode(question, ScriptedEngine(tokenizer, ["abc$"]))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "cab="}, r"no 'prompt', only \['question'\]"),
+        ({"prompt": ["cab="]}, "the prompt is a list, expected a string"),
+    ],
+)
+async def test_a_row_without_a_usable_prompt_is_refused(
+    tokenizer: Any, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        await SingleTurnWorkflow(exact_match).run_episode(row, ScriptedEngine(tokenizer, []))
+
+
+async def test_a_retry_sees_the_feedback_but_does_not_train_on_it(tokenizer: Any) -> None:
+    workflow = load_example("multi_turn").RetryWorkflow(exact_match, feedback="xy=", discount=0.5)
+    engine = ScriptedEngine(tokenizer, ["ba$", "ab$"])
+    trajectory = await workflow.run_episode({"prompt": "ba=", "answer": "ab"}, engine)
+    assert tokenizer.decode(trajectory.input_ids) == "ba=ba$xy=ab$"
+    mask = "".join("1" if trained else "0" for trained in trajectory.loss_mask)
+    assert mask == "000111000111"
+    assert trajectory.versions == [-1] * 3 + [1] * 3 + [-1] * 3 + [2] * 3
+    assert trajectory.behavior_logprobs == [0.0] * 3 + [-0.5] * 3 + [0.0] * 3 + [-1.0] * 3
+    assert trajectory.reward == 0.5
+    assert trajectory.metrics == {"accuracy": 1.0, "turns": 2.0}
+
+
+async def test_retries_end_with_their_number_or_the_context(tokenizer: Any) -> None:
+    retry_workflow = load_example("multi_turn").RetryWorkflow
+    row = {"prompt": "ba=", "answer": "ab"}
+    engine = ScriptedEngine(tokenizer, ["ba$"] * 9)
+    trajectory = await retry_workflow(exact_match, max_turns=4, feedback="x").run_episode(
+        row, engine
+    )
+    assert (trajectory.reward, trajectory.metrics["turns"]) == (0.0, 4.0)
+    engine = ScriptedEngine(tokenizer, ["ba$"] * 9, context=11)  # 3 + 3, then 1 + 3, then full
+    trajectory = await retry_workflow(exact_match, max_turns=9, feedback="x").run_episode(
+        row, engine
+    )
+    assert trajectory.metrics["turns"] == 2.0
