@@ -8,7 +8,8 @@
     logs/            <role>-<index>.log
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
     model/           the trained model
-    workers/ datasets/ workflows/   what running processes and later runs need to find
+    workers/         where each running worker can be reached
+    sources/         how workers build the user's datasets and workflows
     previous/<n>/    what an earlier start left that had no snapshot to go on from
 
 The lock is the kernel's (`flock` on `.lock`), so it ends with its process, however that ends.
@@ -36,7 +37,7 @@ OWNER_ONLY = 0o700
 
 _LOCK = ".lock"
 _MARKER = "run.json"
-_SUBFOLDERS = ("logs", "workers", "checkpoints", "datasets", "workflows")
+_SUBFOLDERS = ("logs", "workers", "checkpoints", "sources")
 _PREVIOUS = "previous"
 _SNAPSHOT_PREFIX = "step-"
 
@@ -92,12 +93,8 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def datasets(self) -> Path:
-        return self.path / "datasets"
-
-    @property
-    def workflows(self) -> Path:
-        return self.path / "workflows"
+    def sources(self) -> Path:
+        return self.path / "sources"
 
     def log_path(self, role: str, index: int) -> Path:
         return self.logs / f"{role}-{index}.log"

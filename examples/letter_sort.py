@@ -31,6 +31,7 @@ from areal_sc import (
     run_script,
     start,
 )
+from areal_sc.config.schema import LrSchedule, OptimizerConfig
 
 HELD_OUT_SEED = 1_000_003
 """Added to the run's seed: evaluation prompts are others than those trained on."""
@@ -48,7 +49,13 @@ def warm_start(config: GRPOConfig, trainer: PPOTrainer) -> None:
         num_layers=task["num_layers"],
         ffn_size=task["ffn_size"],
     )
-    optimizer = replace(config.actor.optimizer, lr=task["lr"], total_steps=task["steps"])
+    optimizer = OptimizerConfig(
+        lr=task["lr"],
+        beta2=0.98,
+        schedule=LrSchedule.cosine,
+        warmup_steps=task["steps"] // 20,
+        total_steps=task["steps"],
+    )
     actor_config = replace(
         config.actor, path=str(untrained), random_init=True, optimizer=optimizer
     )
@@ -60,7 +67,8 @@ def warm_start(config: GRPOConfig, trainer: PPOTrainer) -> None:
             rows = range(step * batch_size, (step + 1) * batch_size)
             stats = actor.sft_update(demonstrations, rows)
             phase.advance()
-            phase.update(f"loss {stats['loss']:.3f}")
+            if (step + 1) % 100 == 0:
+                phase.update(f"loss {stats['loss']:.3f}")
         actor.save_hf(folder)
     shutil.rmtree(untrained)
 

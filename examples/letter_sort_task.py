@@ -123,10 +123,9 @@ def write_untrained_folder(
     hidden_size: int = 96,
     num_layers: int = 3,
     ffn_size: int = 256,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
+    num_heads: int = 8,
 ) -> None:
-    """A Hugging Face folder without weights: a decoder of 308,256 parameters by default.
+    """A Hugging Face folder without weights: a decoder of about 336,000 parameters by default.
 
     One token a character; `$` ends an answer. Written as JSON, so that the script that steers the
     run need not import torch for it.
@@ -149,8 +148,9 @@ def write_untrained_folder(
         "intermediate_size": ffn_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
+        "num_key_value_heads": num_heads,
         "max_position_embeddings": 64,
+        "initializer_range": 0.05,
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": VOCABULARY.index(END),

@@ -37,10 +37,9 @@ def decoupled_ppo_loss(
             None for no cap.
         num_loss_tokens: trained tokens of the minibatch over all ranks and micro-batches, > 0.
     Returns: scalar loss, and sums over this call's trained tokens: `num_tokens`, `num_clipped`
-        (the clipped branch is the smaller one), `num_capped`, `sum_ratio`,
-        `sum_behavior_weight` (before the cap), `sum_abs_advantage`,
-        `sum_proximal_kl` and `sum_behavior_kl` (the k3 estimates of KL(pi_prox || pi_theta) and
-        KL(pi_behav || pi_prox), up to the sampling distribution).
+        (the clipped branch is the smaller one), `num_capped`, `sum_ratio`, `sum_abs_advantage`,
+        `sum_behavior_weight` (as used: 0 over the cap), and of r - 1 - log r, a divergence
+        estimate, `sum_proximal_kl` and the same of w, `sum_behavior_kl` (without capped tokens).
     Raises: ValueError: shapes differ, or num_loss_tokens <= 0.
     """
     _check_shapes(
@@ -64,13 +63,13 @@ def decoupled_ppo_loss(
     weight = log_weight.exp()
     unclipped = ratio * advantage
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
-    gain = weight * torch.minimum(unclipped, clipped)
     is_capped = torch.zeros_like(weight, dtype=torch.bool)
     if behavior_weight_cap is not None:
-        # ~(w <= cap) also catches a weight that is not a number; its gain is replaced, not scaled
-        is_capped = ~(weight <= behavior_weight_cap)
-        gain = torch.where(is_capped, torch.zeros_like(gain), gain)
-    loss = -gain.sum() / num_loss_tokens
+        is_capped = ~(weight <= behavior_weight_cap)  # so that NaN, too, is over the cap
+        # before it meets a gradient: 0 * inf would be NaN
+        weight = weight.masked_fill(is_capped, 0.0)
+        log_weight = log_weight.masked_fill(is_capped, 0.0)
+    loss = -(weight * torch.minimum(unclipped, clipped)).sum() / num_loss_tokens
     with torch.no_grad():
         metrics = {
             "num_tokens": mask.sum(),
@@ -80,7 +79,7 @@ def decoupled_ppo_loss(
             "sum_behavior_weight": weight.sum(),
             "sum_abs_advantage": advantage.abs().sum(),
             "sum_proximal_kl": (ratio - 1 - log_ratio).sum(),
-            "sum_behavior_kl": (weight - 1 - log_weight).sum(),
+            "sum_behavior_kl": (weight - 1 - log_weight)[~is_capped].sum(),
         }
     return loss, {name: value.detach().float() for name, value in metrics.items()}
 

@@ -42,7 +42,6 @@ def pack_micro_batches(
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     best_fit = _best_fit(lengths, longest_first, max_tokens)
     fewest = max(-(-sum(lengths) // max_tokens), min(min_micro_batches, len(lengths)), 1)
-    # Past the best-fit count the even spread needs the larger number only for the asked minimum.
     for count in range(fewest, max(fewest, len(best_fit)) + 1):
         even = _spread_evenly(lengths, longest_first, count)
         if all(sum(lengths[row] for row in rows) <= max_tokens for rows in even):

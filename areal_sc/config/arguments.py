@@ -32,11 +32,13 @@ class Arguments:
         config_path: the YAML file, as given.
         overrides: `key=value` in hydra's grammar, those that flags stand for included, last.
         print_config: show the resolved settings and end.
+        dry_run: show what would be started, and whether it fits, and end.
     """
 
     config_path: Path
     overrides: tuple[str, ...]
     print_config: bool
+    dry_run: bool
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,9 +66,7 @@ def parse_arguments(argv: Sequence[str], settings: str = "") -> Arguments:
     parser.add_argument("--print-config", action="store_true", help="show every setting and end")
     parser.add_argument(
         "--dry-run",
-        dest="flag_overrides",
-        action="append_const",
-        const="dry_run=true",
+        action="store_true",
         help="check placement and memory, show what would be started, and end",
     )
     parser.add_argument(
@@ -94,4 +94,5 @@ def parse_arguments(argv: Sequence[str], settings: str = "") -> Arguments:
         config_path=parsed.config,
         overrides=(*parsed.overrides, *(parsed.flag_overrides or ())),
         print_config=parsed.print_config,
+        dry_run=parsed.dry_run,
     )

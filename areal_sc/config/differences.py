@@ -23,7 +23,6 @@ FREE = (
     "run_dir",
     "resume",
     "overwrite",
-    "dry_run",
     "total_steps",
     "evaluation",
     "checkpoint",

@@ -31,8 +31,10 @@ from areal_sc.config.arguments import parse_arguments
 from areal_sc.config.checks import check_config
 from areal_sc.config.keys import is_free_form, is_section, known_keys
 from areal_sc.config.machine import count_cuda_devices
+from areal_sc.config.plan import plan
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
+from areal_sc.run_folder import RunFolder
 
 T = TypeVar("T")
 
@@ -57,7 +59,8 @@ def load_config(
     Returns: an instance of `schema` in which every `${...}` is replaced by its value.
     Raises:
         ConfigError: anything that is wrong with the command line, the files or the settings.
-        SystemExit: `--help` or `--print-config`, after it has been shown.
+        RunFolderError: `--dry-run`, and the run folder is in no state for a run.
+        SystemExit: `--help`, `--print-config` or `--dry-run`, after it has been shown.
     """
     arguments = parse_arguments(argv, _describe_settings(schema))
     config = compose_config(arguments.config_path, arguments.overrides, schema)
@@ -67,7 +70,18 @@ def load_config(
     if isinstance(config, GRPOConfig):
         for warning in check_config(config, count_devices):
             _logger.warning("%s", warning)
+        if arguments.dry_run:
+            sys.stdout.write("\n".join(_dry_run(config)) + "\n")
+            raise SystemExit(0)
     return config
+
+
+def _dry_run(config: GRPOConfig) -> Iterator[str]:
+    """What the run would start, and where."""
+    yield from plan(config).lines()
+    folder = RunFolder(config.run_dir)
+    opening = folder.decide(resume=config.resume, overwrite=config.overwrite)
+    yield f"run folder {folder.path}: would {opening.value}"
 
 
 def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T]) -> T:

@@ -193,7 +193,6 @@ class GRPOConfig:
     seed: int = 0
     resume: Resume = Resume.auto
     overwrite: bool = False  # empty the run folder first
-    dry_run: bool = False  # check placement and memory, say what would be started, and end
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

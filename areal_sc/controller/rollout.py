@@ -162,8 +162,6 @@ class RolloutController(Shell):
         self._num_calls = 0
         self.batch_metrics: dict[str, float] = {}
 
-    # ------------------------------------------------------------------ life
-
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.
 
@@ -198,8 +196,6 @@ class RolloutController(Shell):
     def num_bytes(self) -> int:
         """Bytes on this controller's sockets so far."""
         return self._fleet.num_bytes
-
-    # ------------------------------------------------------------------ batches
 
     async def prepare_batch_async(
         self, prompts: PromptSource, workflow: Workflow
@@ -317,8 +313,6 @@ class RolloutController(Shell):
             )
         )
 
-    # ------------------------------------------------------------------ recovery
-
     def state(self) -> dict[str, Any]:
         """What a new controller needs to go on from here, msgpack-able; see `restore`."""
         return {
@@ -335,8 +329,6 @@ class RolloutController(Shell):
         self._returned_prompts = deque(PromptReference(*p) for p in state["returned_prompts"])
         self.ledger = Ledger.restore(state["ledger"])
         self.ledger.requeue_all()
-
-    # ------------------------------------------------------------------ flow control
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
@@ -359,8 +351,6 @@ class RolloutController(Shell):
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each worker's engine and store."""
         return await self._fleet.call_all("stats", [{}] * len(self._workers))
-
-    # ------------------------------------------------------------------ weights
 
     def receive_weights(
         self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
@@ -416,8 +406,6 @@ class RolloutController(Shell):
             )
             worker.version = weights.version
             self._notify()
-
-    # ------------------------------------------------------------------ admission and groups
 
     def _admit(self) -> None:
         """Admits groups while eq. 3, concurrency and store bytes allow."""
@@ -588,8 +576,6 @@ class RolloutController(Shell):
                 f"{next(iter(self.counters.rejection_examples.values()), 'none')}"
             )
 
-    # ------------------------------------------------------------------ stores
-
     async def _sweep_stores(self) -> None:
         """Workers forget every shard that no unconsumed group refers to."""
         live: dict[str, list[int]] = {worker.member.name: [] for worker in self._workers}
@@ -608,8 +594,6 @@ class RolloutController(Shell):
             )
             if worker.mark is None:
                 worker.mark = (reply["last_sequence"], frozenset(worker.open_calls))
-
-    # ------------------------------------------------------------------ waiting and failing
 
     def _notify(self) -> None:
         self._changed.set()
@@ -676,8 +660,6 @@ class RolloutController(Shell):
 
     def _reference(self, source: _Source, index: int) -> PromptReference:
         return PromptReference(source.dataset, index, self.config.seed)
-
-    # ------------------------------------------------------------------ blocking twins
 
     def prepare_batch(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
         return self._run(self.prepare_batch_async(prompts, workflow))

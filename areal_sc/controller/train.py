@@ -77,8 +77,6 @@ class TrainController(Shell):
         self._trained_rows: list[RowMetadata] = []
         self._num_exports = 0
 
-    # ------------------------------------------------------------------ life
-
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.
 
@@ -114,8 +112,6 @@ class TrainController(Shell):
     def num_bytes(self) -> int:
         """Bytes on this controller's sockets so far."""
         return self._fleet.num_bytes
-
-    # ------------------------------------------------------------------ one training step
 
     async def compute_proximal_logprobs_async(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with field `proximal_logprobs`: [T] float32, nats, of the current weights.
@@ -211,8 +207,6 @@ class TrainController(Shell):
         await rollout.wait_for_pulls_async()
         rollout.receive_weights(await self._seal_weights(self.version))
 
-    # ------------------------------------------------------------------ files
-
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces `folder`.
 
@@ -250,8 +244,6 @@ class TrainController(Shell):
         await self._fleet.call_all("load_snapshot", [{"step": step}] * self.config.num_workers)
         self.version = step
 
-    # ------------------------------------------------------------------ blocking twins
-
     def compute_proximal_logprobs(self, batch: BatchMetadata) -> BatchMetadata:
         return self._run(self.compute_proximal_logprobs_async(batch))
 
@@ -275,8 +267,6 @@ class TrainController(Shell):
 
     def load_snapshot(self, step: int) -> None:
         self._run(self.load_snapshot_async(step))
-
-    # ------------------------------------------------------------------ inside
 
     def _rows_by_rank(self, batch: BatchMetadata) -> list[list[int]]:
         """The rows that each rank will train on, so that its log-probabilities stay with it."""

@@ -125,7 +125,8 @@ class TrainEngine(Protocol):
 class EngineHandle(Protocol):
     """Torch-free stand-in for an engine in the user's script."""
 
-    config: Any
+    @property
+    def config(self) -> Any: ...
 
     def build(self) -> Any:
         """Imports the worker-side class and returns the engine itself."""

@@ -7,10 +7,12 @@ raise, and the former content stays.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +82,12 @@ def save_snapshot(
     """
 
     def write(part: Path) -> None:
-        save_distributed(
-            _state(causal_lm, optimizer),
-            checkpoint_id=part / "state",
-            no_dist=group.world_size == 1,
-        )
+        with _one_process_is_meant():
+            save_distributed(
+                _state(causal_lm, optimizer),
+                checkpoint_id=part / "state",
+                no_dist=group.world_size == 1,
+            )
         save_file(_random_state(), part / f"random-{group.rank}.safetensors")
         if group.rank == 0:
             described = {
@@ -117,7 +120,8 @@ def load_snapshot(
 
     def read() -> None:
         state = _state(causal_lm, optimizer)
-        load_distributed(state, checkpoint_id=folder / "state", no_dist=group.world_size == 1)
+        with _one_process_is_meant():
+            load_distributed(state, checkpoint_id=folder / "state", no_dist=group.world_size == 1)
         random_path = folder / f"random-{group.rank}.safetensors"
         if described["world_size"] == group.world_size:
             _restore_random_state(load_file(random_path))
@@ -125,6 +129,14 @@ def load_snapshot(
     described = _together(group, f"cannot read the snapshot in {folder}", check)
     _together(group, f"cannot read the snapshot in {folder}", read)
     optimizer.num_updates = int(described["num_updates"])
+
+
+@contextlib.contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Without a process group torch warns that it assumes one process; so it is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+        yield
 
 
 def _state(causal_lm: nn.Module, optimizer: ShardedAdamW) -> dict[str, torch.Tensor]:
@@ -227,11 +239,18 @@ def _together(group: ProcessGroup, what: str, action: Callable[[], Any]) -> Any:
         result = action()
     except _FAILURES as error:
         failure = error
-    message = f"{type(failure).__name__}: {failure}" if failure is not None else None
+    message = _describe(failure) if failure is not None else None
     for rank, reported in enumerate(group.gather(message)):
         if reported is not None:
             raise CheckpointError(f"{what} (train rank {rank}): {reported}") from failure
     return result
+
+
+def _describe(failure: BaseException) -> str:
+    """One line: the class and message of the cause."""
+    if isinstance(failure, CheckpointException) and failure.failures:
+        failure = next(iter(failure.failures.values()))[0]  # its text holds whole tracebacks
+    return f"{type(failure).__name__}: {failure}"
 
 
 def _flush(folder: Path) -> None:

@@ -63,6 +63,8 @@ def load_folder(
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model folder {folder}: no usable tokenizer: {error}") from error
+    if len(tokenizer) <= 1:  # what transformers makes up where the files are missing
+        raise ModelError(f"model folder {folder}: no usable tokenizer: it has no vocabulary")
     return model.to(device), tokenizer
 
 

@@ -314,8 +314,8 @@ class SlotTable:
         for request in sorted((r for r in behind if r is not None), key=_arrival):
             row = request.row
             last = int(self.length[row]) - 1
-            start, must_wait = self._share_prefix(request, cached_before, plan, shared)
-            end = start if must_wait else min(last, start + budget)
+            start = self._share_prefix(request, cached_before, plan, shared)
+            end = min(last, start + budget)
             if end > start:
                 plan.segments.append(Segment(row, start, end))
                 budget -= end - start
@@ -336,20 +336,23 @@ class SlotTable:
         cached_before: Ints,
         plan: StepPlan,
         shared: dict[int, list[tuple[int, int, int]]],
-    ) -> tuple[int, bool]:
+    ) -> int:
         """Takes what the oldest of the request's group has, or gets in this very step.
 
-        Returns: how many entries the row has then, and whether it should wait for more.
+        The oldest is served first: if it is not complete, the step's budget is spent, and the
+        others do not compute what it will have in the next step.
+
+        Returns: how many entries the row has then.
         """
         row = request.row
         start = int(self.cached[row])
         if request.prefix_group is None:
-            return start, False
+            return start
         leader = self._groups[request.prefix_group][0]
         if leader is request:
-            return start, False
+            return start
         last = int(self.length[row]) - 1
-        num_comparable = min(last, int(self.length[leader.row]) - 1)
+        num_comparable = min(last, int(self.length[leader.row]))
         differs = self.tokens[row, :num_comparable] != self.tokens[leader.row, :num_comparable]
         num_common = int(differs.argmax()) if differs.any() else num_comparable
         available = min(num_common, int(self.cached[leader.row]))
@@ -362,7 +365,7 @@ class SlotTable:
         if available > start:
             plan.num_shared_tokens += available - start
             start = available
-        return start, available < num_common and start < num_common
+        return start
 
     def _append_segments(
         self, plan: StepPlan, shared: dict[int, list[tuple[int, int, int]]]

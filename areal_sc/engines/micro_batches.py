@@ -51,7 +51,10 @@ class MicroBatch:
 
 
 def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Tensor:
-    """[T] bool: tokens that add to the loss and its denominator.
+    """[T] bool: tokens that count as trained.
+
+    The first token of a row, should it be among them, adds to the denominator only.
+
 
     Raises: ValueError: a needed field is missing.
     """

@@ -197,7 +197,8 @@ def _attend_buckets(
     layout: PackedLayout,
 ) -> torch.Tensor:
     """[T, H, D]; one call a bucket."""
-    assert layout.pad_index is not None and layout.unpad_index is not None
+    assert layout.pad_index is not None
+    assert layout.unpad_index is not None
     padded = [
         _Pad.apply(tensor, layout.pad_index, layout.unpad_index)  # type: ignore[no-untyped-call]
         for tensor in (query, key, value)

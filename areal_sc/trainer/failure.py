@@ -188,7 +188,7 @@ def _show_place(block: _Block, cause: BaseException, *, has_log: bool) -> None:
         innermost = frames[: -_NUM_FRAMES - 1 : -1]
         block.quote(
             "at (innermost first)",
-            [f"{f.filename}:{f.lineno} in {f.name}: {f.line or ''}" for f in innermost],
+            [f"{f.filename}:{f.lineno} in {f.name}: {f.line or '(no source)'}" for f in innermost],
         )
     else:
         text = "".join(traceback.format_exception(cause))

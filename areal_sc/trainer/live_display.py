@@ -94,9 +94,12 @@ class _Bars:
         yield grid
         for phase in self._phases:
             if phase.status:
-                status = Text(f"{phase.name}: {phase.status}", style="dim", no_wrap=True)
-                status.truncate(width, overflow="ellipsis")
-                yield status
+                yield Text(
+                    f"{phase.name}: {phase.status}",
+                    style="dim",
+                    no_wrap=True,
+                    overflow="ellipsis",
+                )
 
 
 class LiveDisplay:

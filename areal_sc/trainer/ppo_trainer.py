@@ -26,7 +26,6 @@ from typing import Self
 
 from areal_sc.config.checks import check_config
 from areal_sc.config.loader import config_text
-from areal_sc.config.plan import plan
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import EvaluationOutcome, RolloutController
@@ -122,11 +121,11 @@ class PPOTrainer:
         self._totals = _Totals()
         self._began = time.monotonic()
         self._first_step_s: float | None = None
+        self._has_advised = False
 
     def __enter__(self) -> Self:
-        warnings = check_config(self.config)
-        if self.config.dry_run:
-            self._show_plan()
+        for warning in check_config(self.config):
+            logger.warning("%s", warning)
         self.folder = RunFolder(self.config.run_dir)
         self._opening = self.folder.open(
             config_text=config_text(self.config),
@@ -141,8 +140,6 @@ class PPOTrainer:
             make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)
         )
         self._log = self._stack.enter_context(MetricsLog(self.folder.metrics_path))
-        for warning in warnings:
-            self.display.warning(warning)
         self._is_open = True
         return self
 
@@ -192,8 +189,6 @@ class PPOTrainer:
             summary = self._finish(actor, rollout, evaluation)
         self.display.finish(summary, self.folder.path)
         return summary
-
-    # ------------------------------------------------------------------ the loop
 
     def _train(
         self,
@@ -340,10 +335,6 @@ class PPOTrainer:
             self._has_advised = True
             self.display.warning(advice)
 
-    _has_advised = False
-
-    # ------------------------------------------------------------------ evaluation
-
     def _begin_evaluation(
         self,
         name: str,
@@ -387,8 +378,6 @@ class PPOTrainer:
         self._log.evaluation(result)
         self.display.evaluation(result)
 
-    # ------------------------------------------------------------------ start
-
     def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
         if self._opening is not Opening.resume:
             return
@@ -401,13 +390,6 @@ class PPOTrainer:
         self._evaluations = [e for e in evaluations_in(records) if e.step <= step]
         self.display.note(f"resumed after step {step}")
         self._log.event("resumed", step=step)
-
-    def _show_plan(self) -> None:
-        display = make_display()
-        for line in plan(self.config).lines():
-            display.note(line)
-        display.close()
-        raise SystemExit(0)
 
 
 def _is_due(version: int, every: int) -> bool:

@@ -90,6 +90,7 @@ class Worker:
         finally:
             await self.close()
             await server.close()
+            await self.puller.close()
             await self.transport.close()
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -99,8 +100,6 @@ class Worker:
     async def compute(self, function: Callable[[], T]) -> T:
         """Result of a function that runs in the engine's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._engine_thread, function)
-
-    # ------------------------------------------------------------------ methods
 
     async def ping(self, args: dict[str, Any]) -> None:
         """Renews the worker's lease on life."""
@@ -123,8 +122,6 @@ class Worker:
     async def shutdown(self, args: dict[str, Any]) -> None:
         """Ends the worker after the reply."""
         asyncio.get_running_loop().call_later(0.05, self._done.set)
-
-    # ------------------------------------------------------------------ inside
 
     def _report(self) -> None:
         report = WorkerReport(self.spec.name, self.spec.incarnation, self.address, os.getpid())

@@ -133,7 +133,8 @@ class ForkServerClient:
 
     def close(self) -> None:
         """Leaves the server; without any client it ends after its orphan timeout."""
-        self._connection.close()
+        with self._lock:
+            self._connection.close()
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """Ends the server and all its children, by force if need be, and leaves it."""
@@ -143,11 +144,12 @@ class ForkServerClient:
         else:
             with contextlib.suppress(WorkerLost, WorkerStartError):
                 self._request({"op": "shutdown"}, timeout_s)
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             # the end of the connection is the end of the server
-            while self._wait(selectors.EVENT_READ, deadline) and self._connection.recv(1 << 16):
-                pass
-        self._connection.close()
+            while not self._is_closed and self._wait(selectors.EVENT_READ, deadline):
+                if not self._connection.recv(1 << 16):
+                    break
+        self.close()
         if self._process is not None:
             try:
                 self._process.wait(max(0.1, deadline - time.monotonic()))
@@ -156,6 +158,11 @@ class ForkServerClient:
                 self._process.wait()
         if self._forked_pid is not None:
             _reap(self._forked_pid, deadline)
+            self._forked_pid = None
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._connection.fileno() < 0
 
     def _refresh(self) -> None:
         returncodes = self._request({"op": "poll"})["returncodes"]
@@ -168,6 +175,8 @@ class ForkServerClient:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         with self._lock:
+            if self._is_closed:
+                raise WorkerLost(f"the connection to the fork server was closed{self._see_log()}")
             request_id = next(self._request_ids)
             try:
                 self._send(msgpack.packb({"id": request_id, **request}), fds, deadline)

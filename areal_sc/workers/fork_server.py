@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
@@ -291,6 +292,12 @@ class ForkServer:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(null)
+            # whatever stood in their place here, the child writes to its own log, line by line
+            sys.stdout, sys.stderr = (
+                open(fd, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                for fd in (1, 2)
+            )
+            faulthandler.enable(sys.stderr)
             logging.getLogger().handlers.clear()
             returncode = _run_entry(target, spec)
         except SystemExit as request_to_end:

@@ -149,8 +149,6 @@ class RolloutWorker(Worker):
     async def stats(self, args: dict[str, Any]) -> dict[str, float]:
         return {**await super().stats(args), **self.engine.stats()}
 
-    # ------------------------------------------------------------------ episodes
-
     async def _episodes(
         self, args: dict[str, Any], num_rows: int, temperature: float | None
     ) -> list[Trajectory | Rejection]:

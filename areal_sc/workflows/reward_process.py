@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import math
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +79,6 @@ def describe(error: BaseException) -> str:
 
 def run_reward_process(spec: dict[str, Any]) -> int:
     """Entry point; `spec["fds"][0]` is the socket to the pool. Returns at its end of file."""
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     rewards: dict[int, Callable[..., Any]] = {}
     with socket.socket(fileno=spec["fds"][0]) as connection:
         connection.setblocking(True)

@@ -311,8 +311,8 @@ class _RewardProcess(asyncio.Protocol):
         if self._has_ended:
             return
         call = self._end()
-        self._pool.create_task(self._mourn(call))
         is_to_blame = call is not None and call.num_attempts >= _MAX_ATTEMPTS
+        self._pool.create_task(self._mourn(call if is_to_blame else None))
         self._pool.note_ended(self, None if is_to_blame else call)
 
     def _on_reply(self, message: list[Any]) -> None:
@@ -361,8 +361,8 @@ class _RewardProcess(asyncio.Protocol):
         call, self._call = self._call, None
         return call
 
-    async def _mourn(self, call: _Call | None) -> None:
-        """Finds out how a process ended that nobody asked to end."""
+    async def _mourn(self, culprit: _Call | None) -> None:
+        """Finds out how a process ended that nobody asked to end, and tells its culprit."""
         status = "unknown exit status"
         if self._pid is not None:
             with contextlib.suppress(WorkerError):
@@ -371,11 +371,11 @@ class _RewardProcess(asyncio.Protocol):
                 )
                 status = _exit_text(returncode)
         log.warning("reward_process pid=%s ended by itself: %s", self._pid, status)
-        if call is not None and call.num_attempts >= _MAX_ATTEMPTS:
-            call.fail(
+        if culprit is not None:
+            culprit.fail(
                 RewardError(
-                    f"reward {call.name}: its process ended {call.num_attempts} times while it "
-                    f"ran ({status}); see {self._pool.log_path}"
+                    f"reward {culprit.name}: its process ended {culprit.num_attempts} times while "
+                    f"it ran ({status}); see {self._pool.log_path}"
                 )
             )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.errors import WorkflowError
+from areal_sc.run_folder import RunFolder
 from areal_sc.workflows.base import Prompts, Workflow
 from areal_sc.workflows.prompts import write_prompts
 from areal_sc.workflows.reference import ObjectReference, Referable, reference_of, resolve
@@ -23,7 +24,7 @@ class SourceRegistry:
     """Numbers the workflows and datasets that a controller was given."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "sources"
+        self._folder = RunFolder(run_dir).sources
         self._numbers: dict[int, int] = {}
         self._kept: list[object] = []  # keeps ids in `_numbers` from being reused
         self._prompts: dict[int, Prompts] = {}
@@ -82,7 +83,7 @@ class SourceReader:
     """A worker's side: builds each referenced object once."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "sources"
+        self._folder = RunFolder(run_dir).sources
         self._built: dict[int, Any] = {}
 
     def workflow(self, number: int) -> Workflow:

@@ -2,18 +2,21 @@
 
 A program of its own, because ranks are forked, which is safe only from a process that has
 imported torch and computed nothing with it. Called as `fsdp_program.py FOLDER`; for each scenario
-named in `FOLDER/scenarios.json` it writes `FOLDER/NAME-RANK.pt`.
+named in `FOLDER/scenarios.json` it writes `FOLDER/NAME-RANK.pt`. Started by torchrun it is one
+rank of that, and forks nothing.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp import FSDPEngine
 from areal_sc.errors import ArealError
@@ -83,7 +86,9 @@ def run_rank(
         result["logprobs"] = engine.compute_logprobs(rows)
         for step in scenario["steps"]:
             minibatches = [
-                make_rows(100 * step + index, minibatch["lengths"], 30).take(minibatch["rows"][rank])
+                make_rows(100 * step + index, minibatch["lengths"], 30).take(
+                    minibatch["rows"][rank]
+                )
                 for index, minibatch in enumerate(scenario["minibatches"])
             ]
             result["stats"].append(
@@ -135,7 +140,11 @@ def wait_for_address(path: Path, process: multiprocessing.process.BaseProcess) -
 
 def main(folder: Path) -> None:
     for name, scenario in json.loads((folder / "scenarios.json").read_text()).items():
-        run_scenario(name, scenario, folder)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            run_rank(name, scenario, folder, rank, world_size, "env://")
+        else:
+            run_scenario(name, scenario, folder)
 
 
 if __name__ == "__main__":

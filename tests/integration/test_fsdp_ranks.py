@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from areal_sc.transport.packed_rows import PackedRows
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from areal_sc.transport.packed_rows import PackedRows
 
 PROGRAM = Path(__file__).with_name("fsdp_program.py")
 EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
@@ -132,7 +133,7 @@ def whole_weights(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def train_by_hand(
     model_folder: Path, program: Any, min_token_version: int | None = None
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Float64, one row at a time, full logits, torch's own AdamW: shares nothing with the engine."""
+    """Float64, one row at a time, full logits, torch's AdamW: shares nothing with the engine."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1e-6, weight_decay=0.01)
     losses = []
@@ -243,9 +244,7 @@ def test_token_counts_are_global(results: Any, program: Any) -> None:
     rows = [program.make_rows(index, EIGHT, 30) for index in range(2)]
     stats = results["empty_rank"][0]["stats"][0]
     assert stats["num_tokens"] == sum(batch.num_tokens for batch in rows)
-    assert stats["num_loss_tokens"] == sum(
-        int(batch.fields["loss_mask"].sum()) for batch in rows
-    )
+    assert stats["num_loss_tokens"] == sum(int(batch.fields["loss_mask"].sum()) for batch in rows)
 
 
 def test_logprobs_of_ranks_agree_with_a_plain_forward(
@@ -271,6 +270,29 @@ def test_saved_folder_is_loaded_by_transformers(results: Any, model_folder: Path
     assert not list(folder.parent.glob(".saved*"))
 
 
+def test_the_same_engine_runs_under_torchrun(
+    model_folder: Path, by_hand: Any, tmp_path: Path
+) -> None:
+    scenario = {
+        "model": str(model_folder),
+        "world_size": 2,
+        "steps": [0, 1, 2],
+        "minibatches": MINIBATCHES_UNEVEN,
+    }
+    (tmp_path / "scenarios.json").write_text(json.dumps({"spmd": scenario}))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    finished = subprocess.run(
+        [*launcher, str(PROGRAM), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    ranks = [torch.load(tmp_path / f"spmd-{rank}.pt") for rank in range(2)]
+    assert max_difference(whole_weights(ranks), by_hand[0]) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [
@@ -279,9 +301,7 @@ def test_saved_folder_is_loaded_by_transformers(results: Any, model_folder: Path
         ("disk_problem", "CheckpointError: cannot write .*inside_a_file.*NotADirectoryError"),
     ],
 )
-def test_a_failure_of_one_rank_is_raised_by_all(
-    scenario: str, message: str, results: Any
-) -> None:
+def test_a_failure_of_one_rank_is_raised_by_all(scenario: str, message: str, results: Any) -> None:
     import re
 
     for rank in results[scenario]:

@@ -72,7 +72,7 @@ def test_new_folder(path: Path) -> None:
     assert folder.open(config_text=CONFIG) is Opening.start
     assert folder.config_path.read_text() == CONFIG
     assert path.stat().st_mode & 0o777 == 0o700
-    for subfolder in ("logs", "workers", "checkpoints", "datasets", "workflows"):
+    for subfolder in ("logs", "workers", "checkpoints", "sources"):
         assert (path / subfolder).stat().st_mode & 0o777 == 0o700
     assert folder.log_path("rollout", 3) == path / "logs" / "rollout-3.log"
     folder.close()
@@ -153,8 +153,7 @@ def test_overwrite_empties_a_run_folder(path: Path, state: dict[str, bool]) -> N
         assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
         names = sorted(entry.name for entry in path.iterdir())
     assert names == [
-        ".lock", "checkpoints", "config.yaml", "datasets", "logs", "run.json", "workers",
-        "workflows",
+        ".lock", "checkpoints", "config.yaml", "logs", "run.json", "sources", "workers",
     ]  # fmt: skip
     assert (outside / "file").exists()
 

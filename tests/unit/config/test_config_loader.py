@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
@@ -124,10 +125,21 @@ def test_user_schema_adds_typed_settings(write_yaml: WriteYaml) -> None:
 
 def test_flags_stand_for_settings(load: Load) -> None:
     assert load("--overwrite").overwrite
-    assert load("--dry-run").dry_run
     assert load("--resume").resume is Resume.must
     plain = load()
-    assert (plain.overwrite, plain.dry_run, plain.resume) == (False, False, Resume.auto)
+    assert (plain.overwrite, plain.resume) == (False, Resume.auto)
+
+
+def test_dry_run_shows_workers_memory_and_run_folder(
+    load: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("--dry-run", "actor.num_workers=2")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "train/1" in shown
+    assert "rollout/0" in shown
+    assert "would start a new run" in shown
 
 
 def test_flags_and_overrides_stand_in_any_order(write_yaml: WriteYaml) -> None:
@@ -173,17 +185,18 @@ def test_help_names_flags_and_every_setting(capsys: pytest.CaptureFixture[str]) 
     assert "overwrite=false\n" in text
 
 
-def test_hydra_state_of_the_caller_is_left_alone(write_yaml: WriteYaml) -> None:
+def test_hydra_state_of_the_caller_is_left_alone(write_yaml: WriteYaml, tmp_path: Path) -> None:
     path = write_yaml()
-    ConfigStore.instance().store(name="users_own", node={"a": 1})
-    before = sorted(ConfigStore.instance().repo)
+    ConfigStore.instance().store(name="callers_own", node={"a": 1})
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        compose_config(path, [], GRPOConfig)
+        with pytest.raises(ConfigError):
+            compose_config(path, ["nonsense=1"], GRPOConfig)
+        assert compose("callers_own") == {"a": 1}
+    assert not [name for name in ConfigStore.instance().repo if "areal_sc" in name]
+    GlobalHydra.instance().clear()
     compose_config(path, [], GRPOConfig)
     assert not GlobalHydra.instance().is_initialized()
-    assert sorted(ConfigStore.instance().repo) == before
-    with pytest.raises(ConfigError):
-        compose_config(path, ["nonsense=1"], GRPOConfig)
-    assert not GlobalHydra.instance().is_initialized()
-    assert sorted(ConfigStore.instance().repo) == before
 
 
 def test_resolve_fills_a_configuration_built_in_python() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +19,9 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.local import LocalEngine
 from areal_sc.errors import ConfigError, ModelError, WorkerError, WorkflowError
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
+MAX_CONTEXT = 4096
+ENDLESS = GenerationConfig(max_new_tokens=4000)  # some seconds: it ends by being cancelled
 
 
 class Tokenizer:
@@ -26,6 +29,12 @@ class Tokenizer:
 
     def __init__(self, eos_token_id: int | None = None) -> None:
         self.eos_token_id = eos_token_id
+
+
+@pytest.fixture
+def long_model(random_model: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """Models with room for completions that outlast every step of a test."""
+    return functools.partial(random_model, max_position_embeddings=MAX_CONTEXT)
 
 
 @asynccontextmanager
@@ -36,7 +45,7 @@ async def running(
         **{
             "path": "",
             "max_running_sequences": 4,
-            "max_context_tokens": 128,
+            "max_context_tokens": MAX_CONTEXT,
             "max_prefill_tokens": 64,
             "seed": 0,
             **settings,
@@ -62,10 +71,10 @@ def tokens(number: int) -> GenerationConfig:
 
 
 async def test_more_requests_than_slots_and_per_request_settings(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
     reference_logprobs: Callable[..., list[float]],
 ) -> None:
-    model = random_model()
+    model = long_model()
     settings = [
         GenerationConfig(max_new_tokens=1 + i, temperature=0.5 * (i % 4)) for i in range(12)
     ]
@@ -88,8 +97,8 @@ async def test_more_requests_than_slots_and_per_request_settings(
     assert stats["busy_s"] > 0
 
 
-async def test_finish_reasons(random_model: Callable[..., PreTrainedModel]) -> None:
-    model = random_model()
+async def test_finish_reasons(long_model: Callable[..., PreTrainedModel]) -> None:
+    model = long_model()
     async with running(model, max_context_tokens=20) as engine:
         whole = await engine.generate([1, 2, 3], tokens(100))
         assert (len(whole.token_ids), whole.finish_reason) == (17, "context")
@@ -114,9 +123,9 @@ async def test_finish_reasons(random_model: Callable[..., PreTrainedModel]) -> N
 
 
 async def test_bad_requests_are_refused_and_the_engine_goes_on(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
-    async with running(random_model(), max_context_tokens=20) as engine:
+    async with running(long_model(), max_context_tokens=20) as engine:
         with pytest.raises(WorkflowError, match=r"prompt has 20 tokens.*context of 20 tokens"):
             await engine.generate([1] * 20, tokens(1))
         with pytest.raises(WorkflowError, match="empty"):
@@ -137,17 +146,17 @@ async def test_bad_requests_are_refused_and_the_engine_goes_on(
 
 
 async def test_a_group_prefills_its_prompt_once(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
     prompt = list(range(20))
-    async with running(random_model(), max_running_sequences=8) as engine:
+    async with running(long_model(), max_running_sequences=8) as engine:
         completions = await asyncio.gather(
             *(engine.generate(prompt, tokens(6), prefix_group="g") for _ in range(8))
         )
         assert engine.stats()["prefill_tokens"] == 20
         assert engine.stats()["shared_prompt_tokens"] == 7 * 19
         assert len({tuple(completion.token_ids) for completion in completions}) > 1
-    async with running(random_model(), max_running_sequences=3) as engine:  # in several waves
+    async with running(long_model(), max_running_sequences=3) as engine:  # in several waves
         lengths = [20, 30, 40, 5, 6, 7, 8, 9]
         await asyncio.gather(
             *(engine.generate(prompt, tokens(n), prefix_group="g") for n in lengths)
@@ -156,31 +165,36 @@ async def test_a_group_prefills_its_prompt_once(
 
 
 async def test_weights_change_in_the_middle_of_completions(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
     reference_logprobs: Callable[..., list[float]],
 ) -> None:
-    model = random_model()
-    models = {0: copy.deepcopy(model), 3: random_model(seed=1)}
+    model = long_model()
+    models = {0: copy.deepcopy(model), 3: long_model(seed=1)}
     async with running(model, max_prefill_tokens=7) as engine:
         prompts = [[i + 1, i + 2] for i in range(6)]
-        tasks = [asyncio.create_task(engine.generate(p, tokens(120))) for p in prompts]
+        tasks = [
+            asyncio.create_task(engine.generate(prompt, ENDLESS, prefix_group="g"))
+            for prompt in prompts
+        ]
         await until(lambda: engine.stats()["generated_tokens"] >= 40)
         new = [(name, p.detach().flatten()) for name, p in models[3].named_parameters()]
         await engine.update_weights(3, new)
         assert engine.version == 3
+        after = engine.stats()["generated_tokens"]
+        await until(lambda: engine.stats()["generated_tokens"] >= after + 40)
+        engine.cancel_group("g")
         completions = await asyncio.gather(*tasks)
         assert engine.stats()["recomputed_tokens"] > 0
-    crossed = [set(completion.versions) == {0, 3} for completion in completions]
-    assert sum(crossed) == 4  # those that had a slot; the others joined later
+    assert [set(completion.versions) for completion in completions] == [{0, 3}] * 4 + [set()] * 2
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = reference_logprobs(models, prompt, completion, 1.0)
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
 
 async def test_a_refused_update_leaves_weights_and_version(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
-    model = random_model()
+    model = long_model()
     before = copy.deepcopy(model.state_dict())
     async with running(model) as engine:
         with pytest.raises(ModelError, match="missing"):
@@ -192,11 +206,11 @@ async def test_a_refused_update_leaves_weights_and_version(
 
 
 async def test_cancelling_a_task_frees_its_slot(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
-    async with running(random_model(), max_running_sequences=1) as engine:
-        long = asyncio.create_task(engine.generate([1], tokens(127)))
-        waiting = asyncio.create_task(engine.generate([2], tokens(127)))
+    async with running(long_model(), max_running_sequences=1) as engine:
+        long = asyncio.create_task(engine.generate([1], ENDLESS))
+        waiting = asyncio.create_task(engine.generate([2], ENDLESS))
         short = asyncio.create_task(engine.generate([3], tokens(2)))
         await until(lambda: engine.stats()["generated_tokens"] > 0)
         await engine.pause()  # so that it cannot finish first
@@ -213,11 +227,11 @@ async def test_cancelling_a_task_frees_its_slot(
 
 
 async def test_cancel_group_returns_partial_answers(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
-    async with running(random_model(), max_running_sequences=3) as engine:
+    async with running(long_model(), max_running_sequences=3) as engine:
         ours = [
-            asyncio.create_task(engine.generate([1, 2], tokens(120), prefix_group="ours"))
+            asyncio.create_task(engine.generate([1, 2], ENDLESS, prefix_group="ours"))
             for _ in range(4)
         ]
         await until(lambda: engine.stats()["generated_tokens"] >= 9)
@@ -236,27 +250,29 @@ async def test_cancel_group_returns_partial_answers(
 
 
 async def test_pause_stops_generation_and_updates_still_apply(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
-    model = random_model()
+    model = long_model()
     async with running(model) as engine:
-        task = asyncio.create_task(engine.generate([1], tokens(100)))
+        task = asyncio.create_task(engine.generate([1], ENDLESS, prefix_group="g"))
         await until(lambda: engine.stats()["generated_tokens"] > 0)
         await engine.pause()
-        before = engine.stats()["steps"]
-        await engine.update_weights(9, list(random_model(seed=2).named_parameters()))
-        assert engine.stats()["steps"] == before
+        before = engine.stats()["generated_tokens"]
+        await engine.update_weights(9, list(long_model(seed=2).named_parameters()))
+        assert engine.stats()["generated_tokens"] == before
         assert not task.done()
         await engine.resume()
+        await until(lambda: engine.stats()["generated_tokens"] > before)
+        engine.cancel_group("g")
         completion = await task
         assert set(completion.versions) == {0, 9}
 
 
 async def test_the_same_seed_gives_the_same_completions(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
     async def sample(seed: int) -> list[list[int]]:
-        async with running(random_model(), seed=seed) as engine:
+        async with running(long_model(), seed=seed) as engine:
             completions = await asyncio.gather(
                 *(engine.generate([i, i + 1], tokens(20)) for i in range(10))
             )
@@ -268,11 +284,11 @@ async def test_the_same_seed_gives_the_same_completions(
 
 
 async def test_a_failure_reaches_pending_and_later_calls(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
-    model = random_model()
+    model = long_model()
     async with running(model) as engine:
-        tasks = [asyncio.create_task(engine.generate([i], tokens(100))) for i in range(6)]
+        tasks = [asyncio.create_task(engine.generate([i], ENDLESS)) for i in range(6)]
         await until(lambda: engine.stats()["generated_tokens"] > 0)
         broken = [(n, torch.full_like(p, torch.nan)) for n, p in model.named_parameters()]
         await engine.update_weights(1, broken)
@@ -299,10 +315,10 @@ def later_calls(engine: LocalEngine) -> list[Callable[[], Awaitable[Any]]]:
 
 
 async def test_closing_ends_pending_and_later_calls(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
-    async with running(random_model()) as engine:
-        task = asyncio.create_task(engine.generate([1], tokens(127)))
+    async with running(long_model()) as engine:
+        task = asyncio.create_task(engine.generate([1], ENDLESS))
         await until(lambda: engine.stats()["generated_tokens"] > 0)
         await engine.close()
         with pytest.raises(WorkerError, match="closed"):
@@ -314,19 +330,19 @@ async def test_closing_ends_pending_and_later_calls(
 
 
 async def test_an_engine_that_was_not_started_says_so(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
     config = RolloutConfig(path="", max_context_tokens=64, seed=0)
-    engine = LocalEngine.from_model(random_model(), Tokenizer(), config)
+    engine = LocalEngine.from_model(long_model(), Tokenizer(), config)
     with pytest.raises(WorkerError, match="not been started"):
         await engine.generate([1], tokens(1))
     await engine.close()
 
 
 async def test_completion_lists_have_plain_numbers(
-    random_model: Callable[..., PreTrainedModel],
+    long_model: Callable[..., PreTrainedModel],
 ) -> None:
-    async with running(random_model()) as engine:
+    async with running(long_model()) as engine:
         completion: Completion = await engine.generate([1], tokens(3))
     assert {type(token) for token in completion.token_ids} == {int}
     assert {type(version) for version in completion.versions} == {int}

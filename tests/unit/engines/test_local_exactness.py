@@ -54,7 +54,7 @@ def test_mixed_requests_across_weight_updates(
     generator = make_generator(model)
     rng = random.Random(1)
     finished: list[tuple[Request, Completion]] = []
-    for step in range(150):
+    for step in range(400):
         if step % 2 == 0 and step < 60:  # they join in groups and alone, at many steps
             prompt = [rng.randrange(40) for _ in range(rng.randrange(1, 40))]
             group = f"group {step}" if step % 4 == 0 else None
@@ -69,7 +69,7 @@ def test_mixed_requests_across_weight_updates(
                         prefix_group=group,
                     )
                 )
-        for at_step, version in ((25, 4), (50, 5)):
+        for at_step, version in ((25, 4), (80, 5)):
             if step == at_step:
                 generator.update_weights(version, list(models[version].named_parameters()))
         if generator.table.has_work:

@@ -15,9 +15,21 @@ def make_table(max_rows: int = 4, max_prefill_tokens: int = 100) -> SlotTable:
 
 
 def add(
-    table: SlotTable, request_id: int, prompt: list[int], new: int, group: str | None = None
+    table: SlotTable,
+    request_id: int,
+    prompt: list[int],
+    new: int,
+    group: str | None = None,
+    stop: tuple[int, ...] = (),
 ) -> Request:
-    request = Request(request_id, np.array(prompt), len(prompt) + new, "length", prefix_group=group)
+    request = Request(
+        request_id,
+        np.array(prompt),
+        len(prompt) + new,
+        "length",
+        prefix_group=group,
+        stop_token_ids=stop,
+    )
     table.add(request)
     return request
 
@@ -162,7 +174,8 @@ def test_random_schedules_keep_the_tables_promises() -> None:
             if added < num_requests and rng.random() < 0.5:
                 group = rng.choice([None, "a", "b"])
                 prompt = [*range(1, rng.randrange(2, 8)), rng.randrange(3)]
-                alive.append(add(table, added, prompt, rng.randrange(1, 8), group))
+                stop = tuple(rng.sample(range(9), rng.randrange(3)))
+                alive.append(add(table, added, prompt, rng.randrange(1, 8), group, stop))
                 added += 1
             if alive and rng.random() < 0.03:
                 victim = alive.pop(rng.randrange(len(alive)))
@@ -196,6 +209,14 @@ def test_random_schedules_keep_the_tables_promises() -> None:
                 assert held[segment.row][: segment.end] == expected
             sampled = np.array([rng.randrange(9) for _ in range(plan.num_rows)])
             done = table.record(plan, sampled, np.zeros(plan.num_rows, dtype=np.float32), version)
-            finished += [request for request, _ in done]
+            for request, completion in done:
+                ids, stops = completion.token_ids, request.stop_token_ids
+                assert not set(ids[:-1]) & set(stops)
+                is_full = len(request.prompt) + len(ids) == request.max_length
+                if completion.finish_reason == "stop":
+                    assert ids[-1] in stops
+                else:
+                    assert is_full
+                finished.append(request)
         assert len(finished) == num_requests
         assert table.num_running == 0

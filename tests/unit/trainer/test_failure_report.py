@@ -231,6 +231,8 @@ def main(argv):
     try:
         if argv[0] == "fail":
             raise ModelError("no weights")
+        if argv[0] == "bug":
+            print(argv[9])
         if argv[0] == "asyncio":
             asyncio.run(wait())
         print("ready", flush=True)
@@ -279,3 +281,17 @@ def test_script_finds_the_log_that_it_writes(run_dir: Path) -> None:
     assert result.returncode == 6
     assert f"full traceback: {log}" in result.stderr.splitlines()
     assert "ModelError: no weights" in log.read_text()
+
+
+def test_frames_of_an_unexpected_error_begin_in_the_script(run_dir: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "bug", str(run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "  IndexError: list index out of range" in result.stderr.splitlines()
+    assert " in main: (no source)" in result.stderr
+    assert "run_script" not in result.stderr

@@ -211,6 +211,22 @@ def test_bars_show_count_time_and_status(monkeypatch: pytest.MonkeyPatch) -> Non
     assert any(line.rstrip() == "training: saving a snapshot" for line in lines)
 
 
+def test_long_status_and_control_codes_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    console = live_console(40, monkeypatch)
+    display = make_display(console)
+    with display.phase("start-up", 2, "workers") as phase:
+        phase.update("waiting for rollout/0 to load the \x1b[2Jmodel")
+        phase.advance()
+        display.note("first\x1b[2J")
+        display.warning("second\x1b[2J")
+    lines = [line.rstrip() for line in visible_lines(shown(console))]
+    assert "start-up: waiting for rollout/0 to load…" in lines
+    assert {"first", "warning: second"} <= set(lines)
+    assert ESCAPE + "[2J" not in shown(console)
+
+
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make_display(live_console(80, monkeypatch, term="dumb")), PlainDisplay)
     assert isinstance(make_display(live_console(80, monkeypatch)), LiveDisplay)

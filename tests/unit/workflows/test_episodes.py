@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -32,8 +33,8 @@ def load_example(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_example("letter_sort_task").build_tokenizer()
+def tokenizer(tiny_model_folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model_folder)
 
 
 class ScriptedEngine:
@@ -80,7 +81,7 @@ async def test_a_single_turn_is_prompt_and_completion(tokenizer: Any) -> None:
     assert trajectory.behavior_logprobs == [0.0] * 4 + [-0.5] * 4
     assert trajectory.versions == [-1] * 4 + [1] * 4
     assert trajectory.reward == 1.0
-    assert trajectory.metrics == {"completion_tokens": 4.0, "stopped": 1.0}
+    assert trajectory.metrics == {"accuracy": 1.0, "completion_tokens": 4.0, "stopped": 1.0}
     assert engine.asked == [(trajectory.input_ids[:4], generation)]
 
 
@@ -100,8 +101,8 @@ async def test_a_cancelled_answer_gives_no_trajectory(tokenizer: Any) -> None:
     assert await workflow.run_episode({"prompt": "cab=", "answer": "abc"}, engine) is None
 
 
-async def test_a_chat_template_wraps_the_question(tokenizer: Any) -> None:
-    chat = load_example("letter_sort_task").build_tokenizer()
+async def test_a_chat_template_wraps_the_question(tokenizer: Any, tiny_model_folder: Path) -> None:
+    chat = AutoTokenizer.from_pretrained(tiny_model_folder)
     chat.chat_template = (
         "{% for m in messages %}{{ m['content'] }}z{% endfor %}"
         "{% if add_generation_prompt %}={% endif %}"

@@ -62,13 +62,11 @@ def test_about_a_quarter_of_the_demonstrations_is_right(task: ModuleType) -> Non
 
 def test_demonstrations_are_tokens_of_prompt_and_answer(task: ModuleType) -> None:
     row = task.LetterSortDemonstrations(seed=3)[5]
-    prompt = task.LetterSortPrompts(seed=3)[5]["prompt"]
-    tokenizer = task.build_tokenizer()
-    trained = [t for t, is_trained in zip(*row.values(), strict=True) if is_trained]
-    given = [t for t, is_trained in zip(*row.values(), strict=True) if not is_trained]
-    assert tokenizer.decode(given) == prompt
-    assert tokenizer.decode(trained).endswith("$")
-    assert len(trained) >= 2
+    prompt = task.LetterSortPrompts(seed=3)[5]
+    text = "".join(task.VOCABULARY[token] for token in row["input_ids"])
+    written = task.demonstration(prompt["answer"], 3, 5)
+    assert text == f"{prompt['prompt']}{written}$"
+    assert row["loss_mask"] == [False] * len(prompt["prompt"]) + [True] * (len(written) + 1)
 
 
 def test_the_control_reward_tells_nothing_about_the_answer(task: ModuleType) -> None:
@@ -82,19 +80,23 @@ def test_the_control_reward_tells_nothing_about_the_answer(task: ModuleType) -> 
     assert all(task.letter_sort_reward(row, row["answer"][::-1]) == 0.0 for row in rows)
 
 
-def test_the_untrained_model_loads_as_a_hugging_face_folder(
+def test_the_untrained_folder_is_a_small_decoder_and_its_tokenizer(
     task: ModuleType, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    task.save_untrained(tmp_path, seed=0)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    task.write_untrained_folder(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert sum(p.numel() for p in model.parameters()) == 308_256
-    assert len(tokenizer) == model.config.vocab_size == 30
+    assert len(tokenizer) == config.vocab_size == 30
     token_ids = tokenizer.encode("szr=rsz$", add_special_tokens=False)
+    assert [task.VOCABULARY[token] for token in token_ids] == list("szr=rsz$")
     assert tokenizer.decode(token_ids) == "szr=rsz$"
-    assert token_ids[-1] == tokenizer.eos_token_id == model.config.eos_token_id
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == "szr=rsz"
+    assert token_ids[-1] == tokenizer.eos_token_id == config.eos_token_id
+    assert config.max_position_embeddings >= task.MAX_TOKENS
 
 
 def test_the_task_is_imported_without_torch() -> None:

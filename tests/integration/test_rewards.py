@@ -1,0 +1,383 @@
+"""Rewards in real, killable processes: whatever the user's function does, the pool goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
+from areal_sc.workers.fork_client import ForkServerClient, fork_server_child
+from areal_sc.workflows.reference import Referable
+from areal_sc.workflows.rewards import RewardPool
+
+USER_MODULE = '''
+import asyncio, ctypes, os, pathlib, re, signal, subprocess, sys, time
+
+def same(prompt, completion):
+    return float(completion == prompt["answer"])
+
+def echo(prompt, completion, **extra):
+    return prompt["x"] + len(completion) + extra.get("bonus", 0)
+
+def process_id(prompt, completion):
+    return os.getpid()
+
+def raises(prompt, completion):
+    return same({}, completion)
+
+def gives(prompt, completion):
+    return {"nan": float("nan"), "inf": -float("inf"), "none": None, "text": "1.0",
+            "list": [1.0], "true": True}[completion]
+
+def ends_itself(prompt, completion):
+    sys.exit(3)
+
+def coroutine(prompt, completion):
+    return asyncio.sleep(0)
+
+def hangs_in_regex(prompt, completion):
+    return 1.0 if re.match(r"(a+)+$", "a" * 40 + "b") else 0.0
+
+def hangs_with_the_lock_held(prompt, completion):
+    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter's lock
+
+def hangs_with_a_child(prompt, completion):
+    child = subprocess.Popen(["sleep", "600"])
+    pathlib.Path(prompt["pid_file"]).write_text(str(child.pid))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child.wait()
+
+def aborts(prompt, completion):
+    os.abort()
+
+def is_killed_once(prompt, completion):
+    """As when the kernel is out of memory."""
+    marker = pathlib.Path(prompt["marker"])
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.75
+
+def prints(prompt, completion):
+    print("said by the reward", completion)
+    return 1.0
+
+def sleeps(prompt, completion):
+    time.sleep(prompt["s"])
+    return 1.0
+
+async def asynchronous(prompt, completion):
+    await asyncio.sleep(0)
+    return same(prompt, completion)
+
+async def asynchronous_hang(prompt, completion):
+    await asyncio.sleep(600)
+
+async def asynchronous_raise(prompt, completion):
+    raise TimeoutError("of the judge, not of the pool")
+
+async def asynchronous_nan(prompt, completion):
+    return float("nan")
+'''
+
+
+class Threshold(Referable):
+    """A reward with settings, as a callable object of this very file."""
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def __call__(self, prompt: dict[str, Any], completion: str) -> float:
+        return float(len(completion) >= self.least)
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "user_rewards.py").write_text(USER_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("user_rewards")
+    del sys.modules["user_rewards"]
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServerClient]:
+    """Whatever a test does, no process is left of it."""
+    client = fork_server_child()
+    server_pid = client.wait_ready(30.0)
+    yield client
+    client.shutdown()
+    assert not Path(f"/proc/{server_pid}").exists()
+
+
+def make_pool(server: ForkServerClient, tmp_path: Path, **settings: Any) -> RewardPool:
+    settings = {"num_processes": 1, "timeout_s": 30.0} | settings
+    return RewardPool(server, log_path=tmp_path / "reward.log", **settings)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody reaps, as in a container without init, has ended too."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_ended(pid: int, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs after {timeout_s} s"
+        time.sleep(0.01)
+
+
+def children_of(pid: int) -> list[int]:
+    """Of a fork server: all its reward processes."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in children.split()]
+
+
+async def test_numbers_come_back(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    assert await pool.score(user.same, {"answer": "abc"}, "abc") == 1.0
+    assert await pool.score(user.same, {"answer": "abc"}, "ab") == 0.0
+    assert await pool.score(user.echo, {"x": 0.5}, "four", bonus=2) == 6.5
+    assert await pool.score(user.gives, {}, "true") == 1.0
+    assert await pool.score(user.same, {"answer": "\ud83d"}, "\ud83d") == 1.0  # half a character
+    assert await pool.score(Threshold(3), {}, "abc") == 1.0
+    assert await pool.score(Threshold(4), {}, "abc") == 0.0
+    assert await pool.score(user.asynchronous, {"answer": "abc"}, "abc") == 1.0
+    await pool.close()
+
+
+async def test_one_hundred_calls_at_a_time(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path, num_processes=2)
+    scores = await asyncio.gather(*(pool.score(user.echo, {"x": i}, "a" * i) for i in range(100)))
+    assert scores == [2 * i for i in range(100)]
+    pids = await asyncio.gather(*(pool.score(user.process_id, {}, "") for _ in range(100)))
+    assert len(set(pids)) == 2
+    server_pid = server.wait_ready(10.0)
+    assert sorted(children_of(server_pid)) == sorted(map(int, set(pids)))
+    await pool.close()
+    assert children_of(server_pid) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "message"),
+    [
+        ("raises", "", r"reward raises: KeyError: 'answer'\n.*user_rewards\.py.* in same"),
+        ("gives", "nan", "reward gives: the reward function returned nan: expected a finite"),
+        ("gives", "inf", "returned -inf: expected a finite"),
+        ("gives", "none", "returned NoneType 'None': expected a finite number"),
+        ("gives", "text", r"returned str '1\.0'"),
+        ("gives", "list", "returned list"),
+        ("ends_itself", "", "reward ends_itself: SystemExit: 3"),
+        ("coroutine", "", "returned an awaitable: declare it with `async def`"),
+        ("asynchronous_raise", "", "reward asynchronous_raise: TimeoutError: of the judge"),
+        ("asynchronous_nan", "", "returned nan"),
+    ],
+)
+async def test_a_bad_verdict_is_told_and_its_process_goes_on(
+    server: ForkServerClient,
+    user: ModuleType,
+    tmp_path: Path,
+    name: str,
+    completion: str,
+    message: str,
+) -> None:
+    pool = make_pool(server, tmp_path)
+    before = await pool.score(user.process_id, {}, "")
+    with pytest.raises(RewardError, match=f"(?s){message}"):
+        await pool.score(getattr(user, name), {}, completion)
+    assert await pool.score(user.process_id, {}, "") == before
+    await pool.close()
+
+
+@pytest.mark.parametrize("name", ["hangs_in_regex", "hangs_with_the_lock_held"])
+async def test_a_reward_that_hangs_in_c_code_is_killed(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path, name: str
+) -> None:
+    pool = make_pool(server, tmp_path, timeout_s=0.5)
+    before = int(await pool.score(user.process_id, {}, ""))
+    hung = asyncio.create_task(pool.score(getattr(user, name), {}, ""))
+    waiting = asyncio.create_task(pool.score(user.same, {"answer": "x"}, "x"))
+    with pytest.raises(RewardError, match=rf"reward {name}: took longer than 0\.5 s"):
+        await hung
+    assert await waiting == 1.0
+    assert server.wait(before, 10.0) == -signal.SIGKILL
+    await pool.close()
+
+
+async def test_a_killed_reward_takes_its_own_processes_along(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path, timeout_s=2.0)
+    pid_file = tmp_path / "pid"
+    with pytest.raises(RewardError, match="took longer than 2 s"):
+        await pool.score(user.hangs_with_a_child, {"pid_file": str(pid_file)}, "")
+    await pool.close()
+    wait_until_ended(int(pid_file.read_text()))
+
+
+async def test_an_async_reward_has_the_same_limit(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path, timeout_s=0.2)
+    with pytest.raises(RewardError, match=r"asynchronous_hang: took longer than 0\.2 s"):
+        await pool.score(user.asynchronous_hang, {}, "")
+    assert children_of(server.wait_ready(10.0)) == []  # nothing was started for it
+    await pool.close()
+
+
+async def test_waiting_for_a_process_is_no_part_of_a_calls_time(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    """Six calls of 0.3 s on one process: the last begins long after 0.9 s."""
+    pool = make_pool(server, tmp_path, timeout_s=0.9)
+    calls = [pool.score(user.sleeps, {"s": 0.3}, "") for _ in range(6)]
+    assert await asyncio.gather(*calls) == [1.0] * 6
+    await pool.close()
+
+
+async def test_importing_the_users_module_is_no_part_of_a_calls_time(
+    server: ForkServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_rewards.py").write_text(
+        "import os, time\n"
+        f"if os.getpid() != {os.getpid()}:\n    time.sleep(0.8)\n"
+        "def one(prompt, completion):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = importlib.import_module("slow_rewards").one
+    pool = make_pool(server, tmp_path, timeout_s=0.4)
+    assert await pool.score(reward, {}, "") == 1.0
+    await pool.close()
+
+
+async def test_a_killed_process_is_no_verdict(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    marker = tmp_path / "marker"
+    assert await pool.score(user.is_killed_once, {"marker": str(marker)}, "") == 0.75
+    assert marker.exists()
+    idle = int(await pool.score(user.process_id, {}, ""))
+    server.kill(idle, signal.SIGKILL)
+    assert server.wait(idle, 10.0) == -signal.SIGKILL
+    assert await pool.score(user.process_id, {}, "") != idle
+    await pool.close()
+
+
+async def test_a_reward_that_ends_two_processes_is_to_blame(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    with pytest.raises(RewardError, match=r"ended 2 times .*signal 6 \(SIGABRT\).*reward\.log"):
+        await pool.score(user.aborts, {}, "")
+    log_text = (tmp_path / "reward.log").read_text()
+    assert log_text.count("Fatal Python error: Aborted") == 2
+    assert "in aborts" in log_text
+    assert await pool.score(user.same, {"answer": "x"}, "x") == 1.0
+    await pool.close()
+
+
+async def test_a_cancelled_call_leaves_the_process_usable(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    before = await pool.score(user.process_id, {}, "")
+    running = asyncio.create_task(pool.score(user.sleeps, {"s": 0.3}, ""))
+    queued = asyncio.create_task(pool.score(user.aborts, {}, ""))
+    await asyncio.sleep(0)
+    running.cancel()
+    queued.cancel()
+    assert await pool.score(user.process_id, {}, "") == before
+    await pool.close()
+
+
+async def test_what_a_reward_prints_is_in_its_log(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    await pool.score(user.prints, {}, "xyz")
+    assert (tmp_path / "reward.log").read_text() == "said by the reward xyz\n"
+    await pool.close()
+
+
+async def test_what_cannot_be_sent_is_refused(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    with pytest.raises(WorkflowError, match="make it a function with a name"):
+        await pool.score(lambda prompt, completion: 1.0, {}, "")
+    with pytest.raises(WorkflowError, match="reward same: its prompt or arguments cannot be given"):
+        await pool.score(user.same, {"answer": object()}, "")
+    await pool.close()
+
+
+async def test_closing_ends_running_and_later_calls(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    await pool.score(user.same, {"answer": ""}, "")
+    calls = [asyncio.create_task(pool.score(user.sleeps, {"s": 600}, "")) for _ in range(2)]
+    await asyncio.sleep(0)
+    await pool.close()
+    for call in calls:
+        with pytest.raises(WorkerLost, match="the reward pool was closed"):
+            await call
+    with pytest.raises(WorkerLost, match="the reward pool was closed"):
+        await pool.score(user.same, {"answer": ""}, "")
+    assert children_of(server.wait_ready(10.0)) == []
+
+
+async def test_closing_while_processes_start_leaves_none(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path, num_processes=3)
+    calls = [asyncio.create_task(pool.score(user.same, {"answer": ""}, "")) for _ in range(3)]
+    await asyncio.sleep(0)
+    await pool.close()
+    for call in calls:
+        with pytest.raises(WorkerLost, match="the reward pool was closed"):
+            await call
+    assert children_of(server.wait_ready(10.0)) == []
+
+
+async def test_without_a_fork_server_there_is_no_verdict(
+    server: ForkServerClient, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    assert await pool.score(user.same, {"answer": ""}, "") == 1.0
+    process = int(await pool.score(user.process_id, {}, ""))
+    os.kill(server.wait_ready(10.0), signal.SIGKILL)
+    wait_until_ended(process)  # with its server
+    with pytest.raises(WorkerLost, match="the fork server is gone"):
+        await pool.score(user.same, {"answer": ""}, "")
+    await pool.close()
+
+
+async def test_processes_that_cannot_start_are_given_up(user: ModuleType, tmp_path: Path) -> None:
+    server = fork_server_child({"reward": "no_such_module_anywhere:f"})
+    pool = make_pool(server, tmp_path)
+    with pytest.raises(
+        WorkerStartError, match=r"a reward process ended at once; see .*reward\.log"
+    ):
+        await pool.score(user.same, {"answer": ""}, "")
+    with pytest.raises(WorkerError):
+        await pool.score(user.same, {"answer": ""}, "")
+    assert "no_such_module_anywhere" in (tmp_path / "reward.log").read_text()
+    await pool.close()
+    server.shutdown()

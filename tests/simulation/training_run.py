@@ -1,0 +1,287 @@
+"""The controllers' training loop over simulated workers, with books that the test keeps itself.
+
+`TrainingRun` drives the real `RolloutController` and `TrainController` the way a user's script
+does, and checks what every mode promises at each admission, start, batch and sweep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_sc.config.schema import (
+    ActorConfig,
+    Dtype,
+    GenerationConfig,
+    OptimizerConfig,
+    OverBound,
+    PPOConfig,
+    RolloutConfig,
+)
+from areal_sc.controller.ledger import Group, GroupState, Ledger
+from areal_sc.controller.rollout import EvaluationOutcome, RolloutController
+from areal_sc.controller.runtime import Runtime
+from areal_sc.controller.train import TrainController
+from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
+from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN, BatchMetadata, PromptReference
+from areal_sc.transport.shard_ids import parse_shard_id
+from simulation.cluster import Behavior, SimulatedCluster
+from simulation.tasks import NamedWorkflow, NumberedPrompts
+
+
+@dataclass
+class Settings:
+    """What a run is made of; `store_groups` is each rollout store's limit in worst-case groups."""
+
+    num_steps: int = 8
+    over_bound: OverBound = OverBound.train
+    max_staleness: int = 2
+    batch_groups: int = 4
+    group_size: int = 2
+    num_rollout_workers: int = 2
+    num_ranks: int = 1
+    num_minibatches: int = 2
+    max_concurrent_groups: int = 64
+    store_groups: int = 1000
+    max_context_tokens: int = 64
+    max_rejection_rate: float = 1.0
+    rejection_window: int = 20
+    group_timeout_s: float = 50_000.0
+    ends_at_last_step: bool = True
+    evaluate_every: int = 0
+    num_prompts: int = 1000
+    seed: int = 0
+    behavior: Behavior = field(default_factory=Behavior)
+
+    @property
+    def group_bytes(self) -> int:
+        return self.group_size * self.max_context_tokens * TRAJECTORY_BYTES_PER_TOKEN
+
+
+class WatchedLedger(Ledger):
+    """The real ledger; tells a run of each admission before it is made."""
+
+    run: TrainingRun
+
+    def admit(self, prompt: PromptReference, version: int) -> Group:
+        self.run.before_admission(prompt, version)
+        return super().admit(prompt, version)
+
+    def reject(self, group_id: int, reason: str) -> Group:
+        group = super().reject(group_id, reason)
+        self.run.rejected[group_id] = reason
+        return group
+
+
+class TrainingRun:
+    """One run of some settings; `cluster` holds what the workers saw."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
+        self.cluster = SimulatedCluster(Path(self._folder.name), settings.behavior, settings.seed)
+        runtime = Runtime(transport=self.cluster, new_id=self.cluster.new_id)
+        actor_config, rollout_config = configs(settings)
+        self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)
+        self.rollout = RolloutController(
+            LocalGenerator(rollout_config), self.cluster, runtime=runtime
+        )
+        if settings.ends_at_last_step:
+            self.rollout.total_steps = settings.num_steps
+        ledger = WatchedLedger()
+        ledger.run = self
+        self.rollout.ledger = ledger
+        self.prompts = NumberedPrompts(settings.num_prompts)
+        self.workflow = NamedWorkflow()
+        self.batches: list[BatchMetadata] = []
+        self.evaluations: list[tuple[int, EvaluationOutcome]] = []
+        self.admitted: list[tuple[PromptReference, int]] = []
+        self.rejected: dict[int, str] = {}
+        self.trained_at: dict[int, int] = {}
+        self._evaluation: asyncio.Task[EvaluationOutcome] | None = None
+
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[TrainingRun]:
+        """The controllers, between `start_async` and `close_async`."""
+        try:
+            await asyncio.gather(self.actor.start_async(), self.rollout.start_async())
+            yield self
+        finally:
+            await asyncio.gather(self.actor.close_async(), self.rollout.close_async())
+            self._folder.cleanup()
+
+    async def play(self) -> TrainingRun:
+        """All steps; raises what the controllers raise."""
+        async with self.started():
+            for _ in range(self.settings.num_steps):
+                await self.step()
+            await self._collect_evaluation()
+            await self.check_end()
+        return self
+
+    async def step(self) -> BatchMetadata:
+        rollout, actor = self.rollout, self.actor
+        batch = await rollout.prepare_batch_async(self.prompts, self.workflow)
+        self.batches.append(batch)
+        self.check_batch(batch)
+        self.check_stores(batch)
+        await self._evaluate_when_due()
+        batch = await actor.compute_proximal_logprobs_async(batch)
+        batch = actor.compute_advantages(batch)
+        await actor.ppo_update_async(batch)
+        self.check_step_was_trained(batch)
+        await actor.publish_weights_async(rollout)
+        for rank in self.cluster.train_workers:
+            assert len(rank.store.sizes) == 1, "beside the weights, a rank still holds shards"
+        return batch
+
+    # ------------------------------------------------------------------ checks
+
+    def before_admission(self, prompt: PromptReference, version: int) -> None:
+        """Eq. 3, counted by this book: floor(N / B) <= i + eta before the new group."""
+        settings = self.settings
+        assert version == self.rollout.version == self.actor.version
+        num_counted = len(self.admitted) - len(self.rejected)
+        assert num_counted // settings.batch_groups <= version + settings.max_staleness
+        num_open = len(self.admitted) - len(self.rejected) - len(self.trained_at)
+        held = sum(len(worker.store.group_of) for worker in self.cluster.rollout_workers)
+        assert max(num_open, held) < settings.store_groups * settings.num_rollout_workers
+        self.admitted.append((prompt, version))
+
+    def check_batch(self, batch: BatchMetadata) -> None:
+        settings, version = self.settings, len(self.batches) - 1
+        assert batch.global_step == version
+        assert len(batch.group_ids) == settings.batch_groups
+        assert list(batch.group_ids) == sorted(batch.group_ids), "the oldest groups come first"
+        for row in batch.rows:
+            assert row.admitted_version == self.admitted[row.group_id][1]
+            # tokens are of versions that existed, none older than the group's admission
+            assert row.admitted_version <= row.version_spans[0][0]
+            assert row.version_spans[-1][0] <= version
+        for group_id in batch.group_ids:
+            assert group_id not in self.trained_at, f"group {group_id} is trained twice"
+            assert group_id not in self.rejected, f"rejected group {group_id} is trained"
+            self.trained_at[group_id] = version
+        if settings.over_bound in (OverBound.wait, OverBound.regenerate):
+            assert max(version - row.admitted_version for row in batch.rows) <= (
+                settings.max_staleness
+            )
+        is_masked = settings.over_bound is OverBound.mask
+        bound = version - settings.max_staleness if is_masked else None
+        assert batch.min_token_version == bound
+        if bound is not None:
+            trainable = {r.group_id for r in batch.rows if r.num_loss_tokens_since(bound)}
+            assert trainable == set(batch.group_ids), "a group without a trainable token"
+
+    def check_stores(self, batch: BatchMetadata) -> None:
+        """Right after a batch is formed, the stores hold what is still needed, and little else."""
+        needed = {shard.shard_id for shard in batch.shards}
+        for group in self.rollout.ledger.in_state(GroupState.finished):
+            assert group.batch is not None
+            needed |= {shard.shard_id for shard in group.batch.shards}
+        held = {
+            f"{worker.incarnation}.{sequence}": group_id
+            for worker in self.cluster.rollout_workers
+            for sequence, group_id in worker.store.group_of.items()
+        }
+        assert needed <= held.keys()
+        for shard_id in held.keys() - needed:
+            group_id = held[shard_id]
+            assert group_id not in self.trained_at, (
+                f"group {group_id}, trained at {self.trained_at[group_id]}, is still held at "
+                f"version {batch.global_step}"
+            )
+
+    def check_step_was_trained(self, batch: BatchMetadata) -> None:
+        step = self.cluster.trained[-1]
+        assert step.version == batch.global_step
+        assert step.min_token_versions == {batch.min_token_version}
+        expected = Counter((row.group_id, row.sequence_length) for row in batch.rows)
+        assert Counter((row.group_id, row.sequence_length) for row in step.rows) == expected
+        if self.settings.max_staleness == 0:
+            assert {span[0] for row in step.rows for span in row.version_spans} == {step.version}
+            assert step.num_running_groups == 0, "generation goes on while a step is trained"
+
+    async def check_end(self) -> None:
+        """The account is complete, and matches this book and the workers' state."""
+        account = self.rollout.ledger.account()
+        num_trained = sum(batch.total_batch_size for batch in self.batches)
+        assert account["admitted"] == len(self.admitted)
+        assert account["consumed"] == len(self.trained_at)
+        assert account["consumed"] == self.settings.num_steps * self.settings.batch_groups
+        assert account["rejected"] == dict(Counter(self.rejected.values()))
+        assert account["rows_consumed"] == account["rows_trained"] == num_trained
+        assert account["rows_trained_twice"] == 0
+        if self.settings.ends_at_last_step:
+            assert account["queued"] + account["running"] + account["finished"] == 0
+        self._check_prompts()
+        for start in self.cluster.starts:
+            assert start.worker_version >= start.admitted_version
+
+    def _check_prompts(self) -> None:
+        """Every prompt taken from the stream was admitted; a stale group's prompt comes again."""
+        state = self.rollout.state()
+        waiting = Counter(PromptReference(*p).index for p in state["returned_prompts"])
+        num_stale = Counter(self.admitted[g][0].index for g, r in self.rejected.items() if r == "stale")
+        admitted = Counter(prompt.index for prompt, _ in self.admitted)
+        assert (admitted - num_stale + waiting).total() == state["num_prompts_taken"]
+        if state["num_prompts_taken"] <= self.settings.num_prompts:
+            assert max((admitted - num_stale + waiting).values()) == 1
+
+    # ------------------------------------------------------------------ evaluation
+
+    async def _evaluate_when_due(self) -> None:
+        every = self.settings.evaluate_every
+        if every and len(self.batches) % every == 0:
+            await self._collect_evaluation()
+            self._evaluation = asyncio.create_task(
+                self.rollout.evaluate_async(self.prompts, self.workflow, num_prompts=7)
+            )
+
+    async def _collect_evaluation(self) -> None:
+        if self._evaluation is not None:
+            outcome = await self._evaluation
+            self.evaluations.append((len(self.batches), outcome))
+            self._evaluation = None
+
+
+def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
+    """The sections of a configuration, their `${...}` replaced."""
+    actor = ActorConfig(
+        path="/no/model",
+        num_workers=settings.num_ranks,
+        seed=settings.seed,
+        optimizer=OptimizerConfig(total_steps=settings.num_steps),
+        ppo=PPOConfig(temperature=1.0, num_minibatches=settings.num_minibatches),
+    )
+    rollout = RolloutConfig(
+        path="/no/model",
+        generation=GenerationConfig(),
+        dtype=Dtype.float32,
+        num_workers=settings.num_rollout_workers,
+        seed=settings.seed,
+        train_batch_groups=settings.batch_groups,
+        group_size=settings.group_size,
+        max_staleness=settings.max_staleness,
+        over_bound=settings.over_bound,
+        max_concurrent_groups=settings.max_concurrent_groups,
+        max_context_tokens=settings.max_context_tokens,
+        store_bytes=settings.store_groups * settings.group_bytes,
+        group_timeout_s=settings.group_timeout_s,
+        max_rejection_rate=settings.max_rejection_rate,
+        rejection_window=settings.rejection_window,
+    )
+    return actor, rollout
+
+
+def play(settings: Settings, **limits: Any) -> TrainingRun:
+    """Plays a run in virtual time."""
+    from simulation.virtual_loop import run_virtual
+
+    return run_virtual(TrainingRun(settings).play(), **limits)

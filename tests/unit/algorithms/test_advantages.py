@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areal_sc.algorithms.advantages import normalized_advantages
+from areal_sc.config.schema import NormScope
+
+REWARDS = [1.0, 0.0, 0.25, 7.0, -3.0, 1.0, 0.5]
+GROUPS = ["a", "b", "a", "c", "b", "a", "b"]  # not contiguous; c is alone
+
+
+def by_hand(mean: str, std: str, eps: float) -> list[float]:
+    advantages = []
+    for reward, group in zip(REWARDS, GROUPS, strict=True):
+        mates = [r for r, g in zip(REWARDS, GROUPS, strict=True) if g == group]
+        rows = {"group": mates, "batch": REWARDS}
+        value = reward - (math.fsum(rows[mean]) / len(rows[mean]) if mean != "none" else 0.0)
+        advantages.append(value / (statistics.pstdev(rows[std]) + eps if std != "none" else 1.0))
+    return advantages
+
+
+@pytest.mark.parametrize("mean", ["group", "batch", "none"])
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_every_pair_of_scopes(mean: str, std: str) -> None:
+    found = normalized_advantages(REWARDS, GROUPS, mean=mean, std=std, eps=1e-3)
+    assert found == pytest.approx(by_hand(mean, std, 1e-3), rel=1e-12)
+
+
+def test_settings_enums_are_scopes() -> None:
+    found = normalized_advantages(REWARDS, GROUPS, mean=NormScope.batch, std=NormScope.none)
+    assert found == pytest.approx(by_hand("batch", "none", 0.0), rel=1e-12)
+
+
+def test_a_group_of_one_and_equal_rewards_get_zero() -> None:
+    found = normalized_advantages(REWARDS, GROUPS)
+    assert found[3] == 0
+    assert abs(normalized_advantages([0.1] * 3, [5, 5, 5])).max() < 1e-9
+
+
+def test_population_standard_deviation() -> None:
+    assert normalized_advantages([0.0, 1.0], [0, 0], eps=0.0).tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "group_ids",
+    [[0, 1, 0, 2, 1, 0, 1], np.array([0, 1, 0, 2, 1, 0, 1]), torch.tensor([0, 1, 0, 2, 1, 0, 1])],
+)
+def test_kinds_of_group_ids_and_rewards(group_ids: Any) -> None:
+    expected = by_hand("group", "group", 1e-6)
+    from_list = normalized_advantages(REWARDS, group_ids)
+    assert isinstance(from_list, np.ndarray)
+    assert from_list.dtype == np.float64
+    assert from_list == pytest.approx(expected)
+    assert normalized_advantages(np.array(REWARDS, np.float32), group_ids) == pytest.approx(
+        expected
+    )
+    from_tensor = normalized_advantages(torch.tensor(REWARDS, dtype=torch.float32), group_ids)
+    assert from_tensor.dtype == torch.float32
+    assert from_tensor.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_computed_in_float64() -> None:
+    # in float32 these two rewards are too large to tell their mean apart from them
+    found = normalized_advantages([2.0**40, 2.0**40 + 1], [0, 0], std="none")
+    assert found.tolist() == [-0.5, 0.5]
+
+
+def test_arguments_are_left_alone() -> None:
+    rewards = np.array([1.0, 2.0])
+    normalized_advantages(rewards, [0, 0])
+    assert rewards.tolist() == [1.0, 2.0]
+
+
+def test_no_rows() -> None:
+    assert normalized_advantages([], []).shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"reward of row 2 is -?(nan|inf)"):
+        normalized_advantages([0.0, 1.0, bad], [0, 0, 0])
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"shape \(2,\) do not fit 3 group ids"):
+        normalized_advantages([0.0, 1.0], [0, 0, 0])
+    with pytest.raises(ValueError, match=r"mean='rank': expected one of group, batch, none"):
+        normalized_advantages([0.0], [0], mean="rank")
+    with pytest.raises(ValueError, match=r"std='rank'"):
+        normalized_advantages([0.0], [0], std="rank")

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from areal_sc.algorithms.logprobs import (
+    chunked_logprobs,
+    logprobs_of_logits,
+    logprobs_of_logits_function,
+)
+
+NUM_TOKENS, WIDTH, VOCABULARY = 37, 16, 50
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, WIDTH, generator=generator).to(dtype)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype)
+    targets = torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def upstream() -> torch.Tensor:
+    return torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
+
+
+def reference(temperature: float, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Logprobs, entropy and both gradients in float64 with all logits."""
+    hidden, weight, targets = inputs(dtype)
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    distribution = torch.distributions.Categorical(logits=hidden @ weight.t() / temperature)
+    logprobs = distribution.log_prob(targets)
+    (logprobs * upstream()).sum().backward()
+    return [logprobs.detach(), distribution.entropy().detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 10, 37, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_agrees_with_float64_full_logits(chunk_tokens: int, temperature: float) -> None:
+    hidden, weight, targets = inputs()
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, targets, temperature=temperature, chunk_tokens=chunk_tokens
+    )
+    (logprobs * upstream()).sum().backward()
+    found = [logprobs, entropy, hidden.grad, weight.grad]
+    for value, expected in zip(found, reference(temperature), strict=True):
+        assert value.dtype == torch.float32
+        assert torch.allclose(value.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+def test_gradient_is_exact_in_float64(chunk_tokens: int) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_logprobs(h, w, targets, temperature=1.3, chunk_tokens=chunk_tokens)[0],
+        (hidden, weight),
+    )
+
+
+@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+def test_bfloat16_inputs_are_accumulated_in_float32(chunk_tokens: int) -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, chunk_tokens=chunk_tokens)
+    (logprobs * upstream()).sum().backward()
+    expected = reference(1.0, torch.bfloat16)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert torch.allclose(logprobs.double(), expected[0], atol=2e-5)
+    assert torch.allclose(entropy.double(), expected[1], atol=2e-5)
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    for gradient, exact in ((hidden.grad, expected[2]), (weight.grad, expected[3])):
+        assert (gradient.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_backward_twice_gives_the_same() -> None:
+    hidden, weight, targets = inputs()
+    logprobs, _ = chunked_logprobs(hidden, weight, targets)
+    first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_entropy_carries_no_gradient() -> None:
+    hidden, weight, targets = inputs()
+    assert not chunked_logprobs(hidden, weight, targets)[1].requires_grad
+
+
+def test_no_tokens() -> None:
+    hidden, weight, targets = inputs()
+    logprobs, entropy = chunked_logprobs(hidden[:0], weight, targets[:0])
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert weight.grad.abs().max() == 0
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    hidden, weight, targets = inputs()
+    logprobs, entropy = chunked_logprobs(hidden.detach() * 1e4, weight.detach(), targets)
+    assert logprobs.isfinite().all()
+    assert entropy.isfinite().all()
+
+
+@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+def test_output_layers_of_any_kind(chunk_tokens: int) -> None:
+    hidden, weight, targets = inputs()
+    bias = torch.linspace(-1, 1, VOCABULARY).requires_grad_()
+
+    def soft_capped(chunk: torch.Tensor) -> torch.Tensor:
+        return 3 * torch.tanh((chunk @ weight.t() + bias) / 3)
+
+    logprobs, entropy = logprobs_of_logits_function(
+        hidden, soft_capped, targets, temperature=0.8, chunk_tokens=chunk_tokens
+    )
+    (logprobs * upstream()).sum().backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = 3 * torch.tanh((exact[0] @ exact[1].t() + exact[2]) / 3) / 0.8
+    distribution = torch.distributions.Categorical(logits=logits)
+    expected = distribution.log_prob(targets)
+    (expected * upstream()).sum().backward()
+    assert torch.allclose(logprobs.double(), expected, atol=1e-5)
+    assert torch.allclose(entropy.double(), distribution.entropy(), atol=1e-5)
+    for found, reference_tensor in zip((hidden, weight, bias), exact, strict=True):
+        assert torch.allclose(found.grad.double(), reference_tensor.grad, atol=2e-5)
+    from_logits = logprobs_of_logits(logits * 0.8, targets, temperature=0.8)
+    assert torch.allclose(from_logits[0], expected)
+    assert torch.allclose(from_logits[1], distribution.entropy())
+
+
+def test_errors() -> None:
+    hidden, weight, targets = inputs()
+    with pytest.raises(ValueError, match=r"expected hidden \[N, H\] and targets \[N\]"):
+        chunked_logprobs(hidden, weight, targets[1:])
+    with pytest.raises(ValueError, match=r"weight \(50, 15\) does not fit hidden \(37, 16\)"):
+        chunked_logprobs(hidden, weight[:, 1:], targets)
+    with pytest.raises(ValueError, match=r"temperature=0\.0"):
+        chunked_logprobs(hidden, weight, targets, temperature=0.0)
+    with pytest.raises(ValueError, match="chunk_tokens=0"):
+        chunked_logprobs(hidden, weight, targets, chunk_tokens=0)

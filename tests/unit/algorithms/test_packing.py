@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_sc.algorithms.packing import pack_micro_batches
+
+
+def fewest_rows_first(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Algorithm 1 of arXiv:2505.24298, as a yardstick."""
+    micro_batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        fitting = [
+            rows
+            for rows in micro_batches
+            if sum(lengths[other] for other in rows) + lengths[row] <= max_tokens
+        ]
+        if fitting:
+            min(fitting, key=len).append(row)
+        else:
+            micro_batches.append([row])
+    return micro_batches
+
+
+def token_counts(lengths: list[int], micro_batches: list[list[int]]) -> list[int]:
+    return [sum(lengths[row] for row in rows) for rows in micro_batches]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 50), max_size=60),
+    max_tokens=st.integers(50, 200),
+    min_micro_batches=st.integers(1, 12),
+)
+def test_every_row_once_within_the_limit_and_enough_micro_batches(
+    lengths: list[int], max_tokens: int, min_micro_batches: int
+) -> None:
+    packed = pack_micro_batches(lengths, max_tokens, min_micro_batches)
+    assert sorted(row for rows in packed for row in rows) == list(range(len(lengths)))
+    assert all(packed)
+    assert max(token_counts(lengths, packed), default=0) <= max_tokens
+    assert len(packed) >= min(min_micro_batches, len(lengths))
+    assert packed == pack_micro_batches(lengths, max_tokens, min_micro_batches)
+
+
+def test_beats_algorithm_1_in_number_and_evenness() -> None:
+    generator = random.Random(0)
+    more = fewer = 0
+    spread = spread_of_algorithm_1 = 0
+    for _ in range(300):
+        lengths = [min(1000, max(2, int(generator.lognormvariate(5, 0.8)))) for _ in range(64)]
+        ours = pack_micro_batches(lengths, 1000)
+        theirs = fewest_rows_first(lengths, 1000)
+        more += len(ours) > len(theirs)
+        fewer += len(ours) < len(theirs)
+        spread += max(token_counts(lengths, ours)) - min(token_counts(lengths, ours))
+        counts = token_counts(lengths, theirs)
+        spread_of_algorithm_1 += max(counts) - min(counts)
+    assert more == 0
+    assert fewer > 0
+    assert spread < 0.2 * spread_of_algorithm_1
+
+
+def test_even_token_counts() -> None:
+    packed = pack_micro_batches([8, 7, 6, 5, 4, 3, 2, 1], 100, min_micro_batches=2)
+    assert token_counts([8, 7, 6, 5, 4, 3, 2, 1], packed) == [18, 18]
+
+
+def test_fewer_rows_than_micro_batches_gives_one_each() -> None:
+    assert sorted(pack_micro_batches([3, 4], 10, min_micro_batches=5)) == [[0], [1]]
+    assert pack_micro_batches([], 10, min_micro_batches=5) == []
+
+
+def test_a_perfect_packing_that_even_spreading_misses_is_kept_within_the_limit() -> None:
+    # longest to emptiest overflows two micro-batches; best fit finds 6+4 and 5+5
+    lengths = [6, 5, 5, 4]
+    assert sorted(token_counts(lengths, pack_micro_batches(lengths, 10))) == [10, 10]
+    lengths = [7, 6, 3, 2, 2]
+    packed = pack_micro_batches(lengths, 10)
+    assert max(token_counts(lengths, packed)) <= 10
+
+
+def test_minimum_is_met_where_even_spreading_overflows() -> None:
+    lengths = [5, 5, 4, 3, 3]
+    assert len(pack_micro_batches(lengths, 10, min_micro_batches=2)) == 2
+    assert len(pack_micro_batches(lengths, 10, min_micro_batches=4)) == 4
+
+
+def test_errors_name_the_row_and_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"row 1 has 12 tokens.* at most 10"):
+        pack_micro_batches([3, 12], 10)
+    with pytest.raises(ValueError, match=r"row 0 has a negative length, -1"):
+        pack_micro_batches([-1], 10)
+    with pytest.raises(ValueError, match=r"max_tokens=0 and min_micro_batches=1 must be >= 1"):
+        pack_micro_batches([1], 0)
+    with pytest.raises(ValueError, match=r"min_micro_batches=0"):
+        pack_micro_batches([1], 10, 0)

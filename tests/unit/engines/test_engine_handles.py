@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from areal_sc.config.plain import to_plain
+from areal_sc.config.schema import ActorConfig, Dtype, OptimizerConfig, PPOConfig
+from areal_sc.engines.handles import (
+    FSDPPPOActor,
+    FSDPSFTActor,
+    LocalGenerator,
+    handle_from_plain,
+)
+from areal_sc.errors import ConfigError
+
+
+def test_building_gives_the_worker_side_engine() -> None:
+    from areal_sc.engines.fsdp import FSDPEngine
+
+    config = ActorConfig(path="model")
+    for handle in (FSDPPPOActor(config), FSDPSFTActor(config=config)):
+        engine = handle.build()
+        assert isinstance(engine, FSDPEngine)
+        assert engine.config is config
+        engine.close()
+
+
+def test_names_are_resolved_from_a_fixed_list() -> None:
+    config = ActorConfig(
+        path="model",
+        dtype=Dtype.bfloat16,
+        seed=3,
+        optimizer=OptimizerConfig(total_steps=5),
+        ppo=PPOConfig(temperature=0.5),
+    )
+    for handle in (FSDPPPOActor(config), FSDPSFTActor(config)):
+        assert handle_from_plain(type(handle).__name__, to_plain(config)) == handle
+    assert LocalGenerator.worker_class == "areal_sc.engines.local:LocalEngine"
+    with pytest.raises(ConfigError, match=r"no engine handle is called 'os\.system'; there are F"):
+        handle_from_plain("os.system", {})
+
+
+def test_handles_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        FSDPPPOActor(ActorConfig(path="model")).config = None  # type: ignore[assignment, misc]
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    program = (
+        "import sys, areal_sc.engines.handles, areal_sc.algorithms.packing\n"
+        "import areal_sc.algorithms.advantages as a\n"
+        "a.normalized_advantages([1.0, 2.0], [0, 0])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
