@@ -1,26 +1,26 @@
 """Every error that areal_sc raises on purpose, at a glance.
 
-    ArealError                    exit code 1
-    |- ConfigError                exit code 2   a setting is unknown, of the wrong type, or impossible
-    |- RunFolderError             exit code 3   the run folder is in use, finished, or cannot be resumed
-    |- MetadataError              exit code 4   metadata operations with arguments that do not fit
-    |- TransportError             exit code 4   talking to another process failed
-    |  |- RpcTimeout                            no reply before the call's deadline
-    |  |- PeerLost                              the other side is gone
-    |  |- IncarnationMismatch                   the call was meant for an earlier life of the worker
-    |  |- ProtocolError                         a frame that no correct peer sends
-    |  |- RemoteError                           the worker's method raised; carries the remote traceback
-    |  |- ShardGone                             the tensor store no longer holds the shard
-    |  `- StoreFull                             the tensor store has reached its byte limit
-    |- WorkerError                exit code 5   a worker process failed
-    |  |- WorkerStartError                      it did not come up
-    |  `- WorkerLost                            it died or stopped answering
-    |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
-    |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
-    |  |- RewardError                            a reward raised, gave no finite number, or timed out
-    |  `- TooManyRejections                     the share of rejected groups passed its limit
-    |- CheckpointError            exit code 8   a snapshot could not be written or read
-    `- LedgerError                exit code 1   a group was asked for a change that it cannot make
+ArealError                    exit code 1
+|- ConfigError                exit code 2   a setting is unknown, of the wrong type, or impossible
+|- RunFolderError             exit code 3   the run folder is in use, finished, or cannot be resumed
+|- MetadataError              exit code 4   metadata operations with arguments that do not fit
+|- TransportError             exit code 4   talking to another process failed
+|  |- RpcTimeout                            no reply before the call's deadline
+|  |- PeerLost                              the other side is gone
+|  |- IncarnationMismatch                   the call was meant for an earlier life of the worker
+|  |- ProtocolError                         a frame that no correct peer sends
+|  |- RemoteError                           the worker's method raised; carries the remote traceback
+|  |- ShardGone                             the tensor store no longer holds the shard
+|  `- StoreFull                             the tensor store has reached its byte limit
+|- WorkerError                exit code 5   a worker process failed
+|  |- WorkerStartError                      it did not come up
+|  `- WorkerLost                            it died or stopped answering
+|- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
+|- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
+|  |- RewardError                            a reward raised, gave no finite number, or timed out
+|  `- TooManyRejections                     the share of rejected groups passed its limit
+|- CheckpointError            exit code 8   a snapshot could not be written or read
+`- LedgerError                exit code 1   a group was asked for a change that it cannot make
 """
 
 from __future__ import annotations

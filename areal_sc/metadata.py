@@ -216,7 +216,9 @@ class BatchMetadata:
                     f"batch {self.batch_id} has rows 0..{self.total_batch_size - 1}, not {row}"
                 )
         if len(set(rows)) != len(rows):
-            raise MetadataError(f"batch {self.batch_id}: rows are named twice in take({list(rows)})")
+            raise MetadataError(
+                f"batch {self.batch_id}: rows are named twice in take({list(rows)})"
+            )
         new_position = {row: position for position, row in enumerate(rows)}
         shards = []
         for shard in self.shards:
@@ -399,7 +401,7 @@ def _identity(row: RowMetadata) -> tuple[int, int, int]:
 
 
 def _shards_to_wire(shards: Iterable[ShardMetadata]) -> Wire:
-    """Pieces of one shard share its header; rows are sent as (offset, first, count) where they run."""
+    """Pieces of one shard share its header; consecutive rows are sent as (first, count)."""
     owners: dict[tuple[str, str], dict[tuple[Any, ...], list[Any]]] = {}
     for shard in shards:
         fields = tuple((name, *_tensor_key(t)) for name, t in shard.fields.items())

@@ -56,9 +56,7 @@ def warm_start(config: GRPOConfig, trainer: PPOTrainer) -> None:
         warmup_steps=task["steps"] // 20,
         total_steps=task["steps"],
     )
-    actor_config = replace(
-        config.actor, path=str(untrained), random_init=True, optimizer=optimizer
-    )
+    actor_config = replace(config.actor, path=str(untrained), random_init=True, optimizer=optimizer)
     actor = TrainController(FSDPSFTActor(actor_config), trainer.scheduler)
     demonstrations = LetterSortDemonstrations(config.seed)
     batch_size, num_steps = task["batch_size"], task["steps"]

@@ -1,21 +1,23 @@
-"""A multi-turn episode, written as a user would: in the script itself.
+"""A multi-turn episode and the training loop, both written in the user's own script.
 
-    python examples/multi_turn.py --config configs/jsonl_math.yaml actor.path=<model folder>
+    python examples/multi_turn.py --config configs/letter_sort.yaml run_dir=runs/multi_turn
 
-The model answers; where the answer is wrong it is told so and tries again. The reward is that of
-the last answer, a little less for each further try.
+The model sorts letters; where it errs, it is shown `=` again and has another try. The reward is
+that of the last try, a little less for each further one. Needs the warm-start model, which
+`examples/letter_sort.py` makes.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from pathlib import Path
 from typing import Any
+
+from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import (
     FSDPPPOActor,
     GRPOConfig,
-    JsonlPrompts,
     LocalGenerator,
     RolloutController,
     TrainController,
@@ -23,14 +25,14 @@ from areal_sc import (
     Workflow,
     load_config,
     make_scheduler,
+    run_script,
     start,
 )
 from areal_sc.workflows.base import EpisodeEngine, RewardFunction
-from areal_sc.workflows.math_reward import numeric_match
 from areal_sc.workflows.text import decode_completion, encode_text
 from areal_sc.workflows.transcript import Transcript
 
-DATASET = Path(__file__).parent / "data" / "arithmetic.jsonl"
+logger = logging.getLogger("multi_turn")
 
 
 class RetryWorkflow(Workflow):
@@ -45,8 +47,8 @@ class RetryWorkflow(Workflow):
     def __init__(
         self,
         reward: RewardFunction,
-        max_turns: int = 3,
-        feedback: str = "\nThat is not right. Try again:\n",
+        max_turns: int = 2,
+        feedback: str = "=",
         discount: float = 0.9,
     ) -> None:
         self.reward = reward
@@ -76,20 +78,27 @@ class RetryWorkflow(Workflow):
 
 
 def main(argv: list[str]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = load_config(argv, GRPOConfig)
     scheduler = make_scheduler(config.scheduler)
     actor = TrainController(engine=FSDPPPOActor(config=config.actor), scheduler=scheduler)
     rollout = RolloutController(engine=LocalGenerator(config=config.rollout), scheduler=scheduler)
-    prompts = JsonlPrompts(DATASET)
-    workflow = RetryWorkflow(reward=numeric_match)
+    prompts = LetterSortPrompts(config.seed)
+    workflow = RetryWorkflow(letter_sort_reward)
     with start(actor, rollout):
         for _ in range(actor.version, config.total_steps):
             batch = rollout.prepare_batch(prompts, workflow=workflow)
             batch = actor.compute_proximal_logprobs(batch)
             batch = actor.compute_advantages(batch)
-            actor.ppo_update(batch)
-            actor.publish_weights(rollout)
+            stats = actor.ppo_update(batch)
+            actor.publish_weights(rollout)  # version += 1; generation goes on
+            metrics = rollout.batch_metrics
+            logger.info(
+                "step=%d accuracy=%.3f turns=%.2f loss=%.4f",
+                *(actor.version, metrics["accuracy"], metrics["turns"], stats["loss"]),
+            )
+        actor.save_hf(f"{config.run_dir}/model")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_script(main))

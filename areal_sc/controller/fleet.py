@@ -1,9 +1,9 @@
 """The workers of one role, as their controller sees them: launch, liveness, calls.
 
-    heartbeat   every `heartbeat_interval_s` a ping renews the worker's lease on life and tells
-                that it answers; between two pings its process is polled.
-    lost        a worker whose process ended, or that missed `MAX_MISSED_PINGS` pings. Every call
-                in flight to it fails at once with `WorkerLost`, and so does every later one.
+heartbeat   every `heartbeat_interval_s` a ping renews the worker's lease on life and tells
+            that it answers; between two pings its process is polled.
+lost        a worker whose process ended, or that missed `MAX_MISSED_PINGS` pings. Every call
+            in flight to it fails at once with `WorkerLost`, and so does every later one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.25
 MAX_MISSED_PINGS = 5
+EXIT_NOTICE_S = 2.0
+"""How long after a closed connection the process's exit, which says why, is waited for."""
 
 
 @dataclass
@@ -32,13 +34,14 @@ class Member:
     """One worker of the fleet.
 
     Attributes:
-        num_open_calls: state-changing calls that have not returned.
-        failure: set once the worker is lost.
+        failure: why the worker is lost, once it is.
+        lost: set together with `failure`.
     """
 
     worker: RunningWorker
     connection: Connection
     failure: WorkerLost | None = None
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
     heartbeat: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -181,14 +184,14 @@ class Fleet:
             log_path=str(log_path),
             log_tail=log_tail(log_path),
         )
+        member.lost.set()
         logger.error("worker=%s lost=%r", member.name, cause)
         member.connection.fail_pending(member.failure)
         self._on_lost(member.failure)
 
     async def _wait_for_exit(self, member: Member, error: PeerLost) -> None:
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + 2.0
-        while not member.failure and loop.time() < give_up:
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_NOTICE_S):
+                await member.lost.wait()
         if not member.failure:
             self._lose(member, f"{member.name} closed its connection ({error})")

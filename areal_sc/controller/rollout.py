@@ -22,7 +22,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from areal_sc.metadata import (
     concat,
 )
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.prompts import prompt_at
 from areal_sc.workflows.sources import PromptSource, SourceRegistry
@@ -92,8 +93,10 @@ class _WorkerState:
     Attributes:
         version: the policy version that its engine holds.
         num_running: groups running on it.
-        num_held: finished, unconsumed groups in its store.
-        held_for_evaluation: skips publications while True.
+        num_held: groups whose rows lie in its store: finished ones, those of the batch that is
+            being trained, and dead ones.
+        dead: shards that nothing refers to any more, to be forgotten at the next sweep.
+        num_evaluations: while there are any, it skips publications.
         open_calls: calls in flight that may seal a shard whose name is not known here yet.
         mark: (last sequence, calls open when the worker told it): once those calls have returned,
             every shard up to that sequence is known here or abandoned.
@@ -104,7 +107,8 @@ class _WorkerState:
     version: int = 0
     num_running: int = 0
     num_held: int = 0
-    held_for_evaluation: bool = False
+    dead: list[int] = field(default_factory=list)
+    num_evaluations: int = 0
     open_calls: set[int] = field(default_factory=set)
     mark: tuple[int, frozenset[int]] | None = None
     acknowledged: int = 0
@@ -173,7 +177,7 @@ class RolloutController(Shell):
                     role="rollout",
                     index=index,
                     engine=type(self.engine).__name__,
-                    engine_config=to_plain(self.config),
+                    engine_config=to_plain(replace(self.config, seed=self.config.seed + index)),
                     device=self.config.device,
                     store_bytes=self.config.store_bytes,
                 )
@@ -197,9 +201,7 @@ class RolloutController(Shell):
         """Bytes on this controller's sockets so far."""
         return self._fleet.num_bytes
 
-    async def prepare_batch_async(
-        self, prompts: PromptSource, workflow: Workflow
-    ) -> BatchMetadata:
+    async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
         """The batch to train the current policy version on.
 
         Generation goes on from here, also between two calls, and admits what the staleness bound
@@ -222,6 +224,9 @@ class RolloutController(Shell):
                 self._reject_stale(group)
             if decision.groups is not None:
                 return self._consume(decision.groups)
+            if decision.stale:
+                await self._sweep_stores()  # they may have filled the stores
+                continue
             self._admit()
             await self._wait_for_change(
                 lambda missing=decision.num_missing: (  # type: ignore[misc]
@@ -275,9 +280,12 @@ class RolloutController(Shell):
         source = self._register(prompts, workflow)
         num_prompts = min(num_prompts or source.num_prompts, source.num_prompts)
         worker = max(self._workers, key=lambda w: (w.version, -w.num_running))
-        if len(self._workers) > 1:
-            worker.held_for_evaluation = True
+        is_held = len(self._workers) > 1
+        worker.num_evaluations += is_held
         try:
+            while is_held and worker.update and not worker.update.done():
+                self._raise_failure()
+                await self._wait_for_change(lambda: f"{worker.member.name} to pull weights")
             replies = await self._gather(
                 [
                     self._call_worker(
@@ -294,7 +302,7 @@ class RolloutController(Shell):
                 ]
             )
         finally:
-            worker.held_for_evaluation = False
+            worker.num_evaluations -= is_held
             self._begin_updates()
         return _outcome(replies)
 
@@ -308,9 +316,7 @@ class RolloutController(Shell):
     ) -> Future[EvaluationOutcome]:
         """`evaluate` beside training: returns at once; the result is in the future."""
         return self._submit(
-            self.evaluate_async(
-                prompts, workflow, num_prompts=num_prompts, temperature=temperature
-            )
+            self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )
 
     def state(self) -> dict[str, Any]:
@@ -388,7 +394,7 @@ class RolloutController(Shell):
     def _begin_updates(self) -> None:
         for worker in self._workers:
             idle = worker.update is None or worker.update.done()
-            if idle and not worker.held_for_evaluation and not self._is_current(worker):
+            if idle and not worker.num_evaluations and not self._is_current(worker):
                 worker.update = asyncio.create_task(
                     self._guard(self._update(worker)), name=f"update {worker.member.name}"
                 )
@@ -397,7 +403,7 @@ class RolloutController(Shell):
         return self._weights is None or worker.version == self._weights.version
 
     async def _update(self, worker: _WorkerState) -> None:
-        while self._weights and not self._is_current(worker) and not worker.held_for_evaluation:
+        while self._weights and not self._is_current(worker) and not worker.num_evaluations:
             weights = self._weights
             await self._fleet.call(
                 worker.member,
@@ -416,9 +422,7 @@ class RolloutController(Shell):
         )
         if self.total_steps is not None:
             needed = self.total_steps * self.config.train_batch_groups
-            num_admissible = min(
-                num_admissible, needed - self.ledger.num_admitted_not_rejected
-            )
+            num_admissible = min(num_admissible, needed - self.ledger.num_admitted_not_rejected)
         for _ in range(num_admissible):
             num_open = self.ledger.num(GroupState.queued) + self.ledger.num(GroupState.running)
             if num_open >= self.config.max_concurrent_groups or not self._has_room(num_open):
@@ -436,7 +440,7 @@ class RolloutController(Shell):
 
     def _has_room(self, num_open: int) -> bool:
         """Whether the stores can hold one more group at its worst-case size."""
-        num_stored = num_open + self.ledger.num(GroupState.finished)
+        num_stored = num_open + sum(worker.num_held for worker in self._workers)
         per_worker = self.config.store_bytes // self._group_bytes
         return num_stored < per_worker * len(self._workers)
 
@@ -468,9 +472,7 @@ class RolloutController(Shell):
             worker.num_running -= 1
         if reply["batch"] is None:
             self.ledger.reject(group.group_id, _main_cause(reply["rejected"]))
-        elif self.ledger.finish(
-            group.group_id, attempt, BatchMetadata.from_wire(reply["batch"])
-        ):
+        elif self.ledger.finish(group.group_id, attempt, BatchMetadata.from_wire(reply["batch"])):
             worker.num_held += 1
             self._group_metrics[group.group_id] = {
                 name: (total, count) for name, (total, count) in reply["metrics"].items()
@@ -518,9 +520,7 @@ class RolloutController(Shell):
         self._recent_rows.append((num_rejected, group_size))
         return reply
 
-    async def _call_worker(
-        self, worker: _WorkerState, args: dict[str, Any], *, method: str
-    ) -> Any:
+    async def _call_worker(self, worker: _WorkerState, args: dict[str, Any], *, method: str) -> Any:
         self._num_calls += 1
         call = self._num_calls
         worker.open_calls.add(call)
@@ -532,11 +532,10 @@ class RolloutController(Shell):
             worker.open_calls.discard(call)
 
     def _consume(self, groups: Sequence[Group]) -> BatchMetadata:
-        workers = {worker.member.name: worker for worker in self._workers}
         ids = [group.group_id for group in groups]
-        for group in groups:
-            workers[group.worker or ""].num_held -= 1
         batches = self.ledger.consume(ids, self.version)
+        for rows in batches:
+            self._release(rows)  # the next sweep is that of the next batch
         self.batch_metrics = _mean_metrics(
             [self._group_metrics.pop(group_id, {}) for group_id in ids]
         )
@@ -554,9 +553,7 @@ class RolloutController(Shell):
         if group.batch is not None:
             self.counters.wasted_tokens += sum(row.num_loss_tokens for row in group.batch.rows)
             self._group_metrics.pop(group.group_id, None)
-            for worker in self._workers:
-                if worker.member.name == group.worker:
-                    worker.num_held -= 1
+            self._release(group.batch)
         task = self._group_tasks.pop(group.group_id, None)
         if task:
             task.cancel()
@@ -576,22 +573,38 @@ class RolloutController(Shell):
                 f"{next(iter(self.counters.rejection_examples.values()), 'none')}"
             )
 
+    def _release(self, batch: BatchMetadata) -> None:
+        """Its shards are dead from the next sweep on."""
+        workers = {worker.member.name: worker for worker in self._workers}
+        for shard in batch.shards:
+            workers[shard.node_id].dead.append(parse_shard_id(shard.shard_id)[1])
+
     async def _sweep_stores(self) -> None:
-        """Workers forget every shard that no unconsumed group refers to."""
+        """Workers forget every shard that no unconsumed group refers to.
+
+        Those that the ledger let go of are named. Others (of a group that was given up, of a batch
+        that was never asked for again) are found by the mark: see `_WorkerState`.
+        """
         live: dict[str, list[int]] = {worker.member.name: [] for worker in self._workers}
         for group in self.ledger.in_state(GroupState.finished):
             assert group.batch is not None
             for shard in group.batch.shards:
-                live[shard.node_id].append(int(shard.shard_id.rpartition(".")[2]))
+                live[shard.node_id].append(parse_shard_id(shard.shard_id)[1])
         for worker in self._workers:
             if worker.mark and not worker.mark[1] & worker.open_calls:
                 worker.acknowledged = worker.mark[0]
                 worker.mark = None
+            dead, worker.dead = worker.dead, []
             reply = await self._fleet.call(
                 worker.member,
                 "sweep",
-                {"live": live[worker.member.name], "acknowledged": worker.acknowledged},
+                {
+                    "live": live[worker.member.name],
+                    "dead": dead,
+                    "acknowledged": worker.acknowledged,
+                },
             )
+            worker.num_held -= len(dead)
             if worker.mark is None:
                 worker.mark = (reply["last_sequence"], frozenset(worker.open_calls))
 
@@ -678,9 +691,7 @@ class RolloutController(Shell):
         temperature: float | None = None,
     ) -> EvaluationOutcome:
         return self._run(
-            self.evaluate_async(
-                prompts, workflow, num_prompts=num_prompts, temperature=temperature
-            )
+            self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )
 
     def pause(self) -> None:
@@ -730,6 +741,3 @@ def _outcome(replies: Sequence[Any]) -> EvaluationOutcome:
         ),
         versions=(min(versions, default=0), max(versions, default=0)),
     )
-
-
-

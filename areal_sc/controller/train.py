@@ -13,6 +13,7 @@ trains on does not depend on the number of ranks.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,6 @@ from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.runtime import Runtime
-from areal_sc.workflows.sources import SourceRegistry
 from areal_sc.engines.base import EngineHandle
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import (
@@ -38,6 +38,7 @@ from areal_sc.metadata import (
 )
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
 from areal_sc.workflows.base import Prompts
+from areal_sc.workflows.sources import SourceRegistry
 
 LOGPROB_FIELDS = ("input_ids",)
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions")
@@ -155,7 +156,7 @@ class TrainController(Shell):
 
         Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
         """
-        fields = PPO_FIELDS
+        fields: tuple[str, ...] = PPO_FIELDS
         if self.config.ppo.clip_center is ClipCenter.proximal:
             fields = (*fields, "proximal_logprobs")
         minibatches = batch.select(fields).split(
@@ -216,14 +217,7 @@ class TrainController(Shell):
         replies = await self._fleet.call_all(
             "save_hf", [{"export": self._num_exports}] * self.config.num_workers
         )
-        source, target = Path(replies[0]), Path(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        retired = target.with_name(target.name + ".old")
-        shutil.rmtree(retired, ignore_errors=True)
-        if target.exists():
-            target.rename(retired)
-        shutil.move(source, target)
-        shutil.rmtree(retired, ignore_errors=True)
+        await asyncio.to_thread(_replace_folder, Path(replies[0]), Path(folder))
 
     async def save_snapshot_async(self) -> None:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -319,3 +313,13 @@ class TrainController(Shell):
 
     def _remember_loss(self, loss: WorkerLost) -> None:
         self._loss = loss
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    retired = target.with_name(target.name + ".old")
+    shutil.rmtree(retired, ignore_errors=True)
+    if target.exists():
+        target.rename(retired)
+    shutil.move(source, target)
+    shutil.rmtree(retired, ignore_errors=True)

@@ -50,7 +50,11 @@ class GenerationEngine(Protocol):
     async def close(self) -> None: ...
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig, *, prefix_group: str | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig,
+        *,
+        prefix_group: str | None = None,
     ) -> Completion:
         """Samples one completion. Cancelling the task frees the slot at once.
 
@@ -98,6 +102,10 @@ class WeightShard:
 
 class TrainEngine(Protocol):
     """One rank of the trained model. Called from one thread; every rank gets the same calls."""
+
+    def create_rendezvous(self) -> str:
+        """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks."""
+        ...
 
     def initialize(self, rank: int, world_size: int, init_method: str) -> None: ...
 

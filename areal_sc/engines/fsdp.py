@@ -251,11 +251,10 @@ class FSDPEngine:
 
         Raises: ValueError: ranks have different numbers of batches, or a row is too long.
         """
-        limit = self.config.max_tokens_per_micro_batch
         wanted: list[int] = []
         error = None
         try:
-            wanted = [len(pack_rows(*pair, limit, 1)) for pair in zip(batches, chosen, strict=True)]
+            wanted = [len(self._pack(*pair, 1)) for pair in zip(batches, chosen, strict=True)]
         except ValueError as failure:
             error = failure
         # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
@@ -269,6 +268,7 @@ class FSDPEngine:
         return [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
 
     def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
+        """The chosen rows in at least `count` micro-batches."""
         return pack_rows(rows, chosen, self.config.max_tokens_per_micro_batch, count)
 
     def _micro_batch(

@@ -202,8 +202,6 @@ class LocalEngine:
             "waiting_requests": len(table.waiting),
         }
 
-    # ---- event loop ----
-
     def _make_request(
         self, input_ids: Sequence[int], sampling: GenerationConfig, prefix_group: str | None
     ) -> Request:
@@ -289,9 +287,8 @@ class LocalEngine:
         for future in pending:
             _set_exception(future, error)
 
-    # ---- thread ----
-
     def _run(self) -> None:
+        """The thread: commands, then a step, until it is closed."""
         torch.set_num_threads(self._num_threads)
         try:
             while not self._is_closing:

@@ -25,8 +25,8 @@ from pathlib import Path
 from areal_sc.config.checks import resolved_device
 from areal_sc.config.machine import Machine, this_machine
 from areal_sc.config.schema import Device, SchedulerConfig
-from areal_sc.ids import random_id
 from areal_sc.errors import WorkerStartError
+from areal_sc.ids import random_id
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, log_tail
 from areal_sc.workers.fork_client import ForkServerClient, start_fork_server
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
@@ -108,9 +108,7 @@ class LocalScheduler:
             running = await self._running(running)
         for worker in running:
             logger.warning("worker=%s did not end by itself; killed", worker.name)
-            await asyncio.to_thread(
-                self._fork_server.kill, worker.report.pid, signal.SIGKILL
-            )
+            await asyncio.to_thread(self._fork_server.kill, worker.report.pid, signal.SIGKILL)
         for worker in workers:
             worker.spec.report_path.unlink(missing_ok=True)
             for users in self._device_users.values():

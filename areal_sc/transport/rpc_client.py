@@ -177,12 +177,13 @@ class RpcClient:
         self.fail_pending(self._peer_lost("call ended"))
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # all of it before the first await: a close that is cancelled may not leave a socket open
         self._monitor.close()
         self._raw.disable_monitor()
         self._socket.close()
         if self._own_context is not None:
             self._own_context.term()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _send_when_possible(
         self, wire: Sequence[Buffer], reply: asyncio.Future[Reply | Failure]

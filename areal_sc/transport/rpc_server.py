@@ -140,16 +140,17 @@ class RpcServer:
 
     async def close(self) -> None:
         """Cancels what runs and stops serving; replies already queued are still sent."""
-        if self._socket is None or self._context is None or self._receiving is None:
+        if self._is_closing or not (self._socket and self._context and self._receiving):
             return
         self._is_closing = True
         tasks = [self._receiving, *self._tasks]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._socket.close(LAST_REPLIES_LINGER_S)
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._socket.close(LAST_REPLIES_LINGER_S)
         await asyncio.to_thread(self._context.term)
-        self._socket = None
 
     async def _receive(self) -> None:
         assert self._socket is not None

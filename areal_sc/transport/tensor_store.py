@@ -225,20 +225,23 @@ class TensorStore:
             with self._lock:
                 self._drop(sequence)
 
-    def sweep(self, live: Iterable[int], acknowledged: int) -> int:
+    def sweep(self, live: Iterable[int], acknowledged: int, dead: Iterable[int] = ()) -> int:
         """Drops every shard up to `acknowledged` that is not live; returns how many.
 
         Args:
             live: sequence numbers that are still referenced.
             acknowledged: all shards up to this number are known to whoever made `live`; younger
                 ones may still be on their way to it, and are kept.
+            dead: sequence numbers that are dropped whatever their age.
         """
-        kept = set(live)
+        kept, named = set(live), set(dead)
         with self._lock:
-            dead = [n for n in self._shards if n <= acknowledged and n not in kept]
-            for sequence in dead:
+            unreferenced = [
+                n for n in self._shards if n in named or (n <= acknowledged and n not in kept)
+            ]
+            for sequence in unreferenced:
                 self._drop(sequence)
-        return len(dead)
+        return len(unreferenced)
 
     def _write(
         self, tensors: Iterable[torch.Tensor], starts: Sequence[int], sizes: Sequence[int]

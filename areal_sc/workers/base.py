@@ -1,8 +1,8 @@
 """What every worker process does beside its engine: serve RPC, keep a store, notice orphanhood.
 
-    consumes     calls of the controllers, and of other workers that pull from its store
-    waits for    `shutdown`, or `orphan_timeout_s` without a `ping`
-    unblocked by the controllers' heartbeat, which is the worker's lease on life
+consumes     calls of the controllers, and of other workers that pull from its store
+waits for    `shutdown`, or `orphan_timeout_s` without a `ping`
+unblocked by the controllers' heartbeat, which is the worker's lease on life
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_sc.config.schema import TransportConfig
+from areal_sc.engines.base import EngineHandle
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.errors import ArealError
 from areal_sc.transport.pull import Puller, pull_handlers
@@ -50,7 +51,7 @@ class Worker:
         self.spec = spec
         self.transport_config = TransportConfig(**spec.transport)
         self.sources = SourceReader(Path(spec.run_dir))
-        self.handle = handle_from_plain(spec.engine, spec.engine_config)
+        self.handle: EngineHandle = handle_from_plain(spec.engine, spec.engine_config)
         self.store = TensorStore(spec.name, spec.incarnation, max_bytes=spec.store_bytes)
         self.transport = ZmqTransport()
         self.puller = Puller(
@@ -67,7 +68,12 @@ class Worker:
 
     def methods(self) -> dict[str, Method]:
         """RPC methods by name; subclasses add theirs."""
-        return {"ping": self.ping, "sweep": self.sweep, "stats": self.stats, "shutdown": self.shutdown}
+        return {
+            "ping": self.ping,
+            "sweep": self.sweep,
+            "stats": self.stats,
+            "shutdown": self.shutdown,
+        }
 
     async def serve(self) -> None:
         """Binds the socket, reports, and serves until the end."""
@@ -106,8 +112,9 @@ class Worker:
         self._last_ping_s = asyncio.get_running_loop().time()
 
     async def sweep(self, args: dict[str, Any]) -> dict[str, int]:
-        """Forgets the shards up to `acknowledged` that are not in `live` (sequence numbers)."""
-        self.store.sweep([int(n) for n in args["live"]], int(args["acknowledged"]))
+        """Forgets the shards in `dead`, and those up to `acknowledged` that are not in `live`."""
+        live, dead = ([int(n) for n in args.get(name, ())] for name in ("live", "dead"))
+        self.store.sweep(live, int(args["acknowledged"]), dead)
         return {"last_sequence": self.store.last_sequence}
 
     async def stats(self, args: dict[str, Any]) -> dict[str, float]:
@@ -136,9 +143,7 @@ class Worker:
         while not self._done.is_set():
             left_s = self._last_ping_s + self.spec.orphan_timeout_s - loop.time()
             if left_s <= 0:
-                logger.error(
-                    "no controller was heard for %g s; ending", self.spec.orphan_timeout_s
-                )
+                logger.error("no controller was heard for %g s; ending", self.spec.orphan_timeout_s)
                 return
             try:
                 async with asyncio.timeout(left_s):

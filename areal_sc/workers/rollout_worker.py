@@ -1,9 +1,9 @@
 """A generation engine as a process: runs workflows, seals trajectories, follows the weights.
 
-    run_group    `group_size` episodes of one prompt, concurrently -> one sealed shard; the reply
-                 is its metadata. A row whose workflow or reward fails is rejected with its cause;
-                 an engine that fails is no result of any row and fails the call.
-    weights      pulled beside generation, then applied by the engine between two decode steps
+run_group    `group_size` episodes of one prompt, concurrently -> one sealed shard; the reply
+             is its metadata. A row whose workflow or reward fails is rejected with its cause;
+             an engine that fails is no result of any row and fails the call.
+weights      pulled beside generation, then applied by the engine between two decode steps
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class RolloutWorker(Worker):
         (row,) = await self._episodes(args, 1, temperature=temperature)
         if isinstance(row, Rejection):
             return {"reward": None, "metrics": {}, "versions": [], "rejected": row.message}
-        sampled = sorted({v for v, trained in zip(row.versions, row.loss_mask, strict=True) if trained})
+        sampled = sorted(
+            {v for v, trained in zip(row.versions, row.loss_mask, strict=True) if trained}
+        )
         return {
             "reward": row.reward,
             "metrics": row.metrics,

@@ -163,4 +163,6 @@ class TrainWorker(Worker):
 
 
 def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([torch.as_tensor(row, dtype=dtype) for row in values] or [torch.empty(0, dtype=dtype)])
+    return torch.cat(
+        [torch.as_tensor(row, dtype=dtype) for row in values] or [torch.empty(0, dtype=dtype)]
+    )

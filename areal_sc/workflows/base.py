@@ -54,7 +54,9 @@ class EpisodeEngine(Protocol):
         """
         ...
 
-    async def score(self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str) -> float:
+    async def score(
+        self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str
+    ) -> float:
         """Runs the reward: an async one on the event loop, a sync one in a killable process.
 
         Raises: RewardError: it raised, returned no finite number, or passed its time limit.
@@ -65,9 +67,7 @@ class EpisodeEngine(Protocol):
 class Workflow(Referable):
     """Base class of episodes. Subclasses are recorded by import path and constructor arguments."""
 
-    async def run_episode(
-        self, prompt: dict[str, Any], engine: EpisodeEngine
-    ) -> Trajectory | None:
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
         """Plays one episode; called `group_size` times a prompt, concurrently.
 
         Returns: the trajectory, or None to reject it.

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_sc.errors import WorkflowError
 from areal_sc.run_folder import RunFolder
 from areal_sc.workflows.base import Prompts, Workflow
 from areal_sc.workflows.prompts import write_prompts
 from areal_sc.workflows.reference import ObjectReference, Referable, reference_of, resolve
+
+T = TypeVar("T")
 
 PromptSource = Prompts | Sequence[Mapping[str, Any]]
 
@@ -92,7 +94,7 @@ class SourceReader:
     def prompts(self, number: int) -> Prompts:
         return self._get(number, Prompts)
 
-    def _get(self, number: int, expected: type[Any]) -> Any:
+    def _get(self, number: int, expected: type[T]) -> T:
         if number not in self._built:
             path = self._folder / f"{int(number)}.json"
             try:

@@ -135,14 +135,11 @@ class SimulatedStore:
             raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
 
     def sweep(self, args: dict[str, Any]) -> None:
-        live = set(args["live"])
-        dead = [n for n in self.sizes if n <= args["acknowledged"] and n not in live]
-        for sequence in dead:
-            self.drop(sequence)
-
-    def drop(self, sequence: int) -> None:
-        self.sizes.pop(sequence, None)
-        self.group_of.pop(sequence, None)
+        live, dead = set(args["live"]), set(args.get("dead", ()))
+        for n in list(self.sizes):
+            if n in dead or (n <= args["acknowledged"] and n not in live):
+                del self.sizes[n]
+                self.group_of.pop(n, None)
 
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]

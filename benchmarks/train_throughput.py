@@ -1,0 +1,330 @@
+"""The training step against a hand-written torch loop, and against other ways of micro-batching.
+
+    python benchmarks/train_throughput.py [--quick] [--json FILE]
+
+One training step is: recompute the log-probabilities of all rows, then one PPO update for each of
+two minibatches. Random weights, heavy-tailed lengths, one thread; the sides take turns, and a
+ratio is the median of those of the rounds.
+
+- handwritten: the same arithmetic as a plain loop over the Hugging Face model, written out: the
+  same packed micro-batches, one attention call a row, full logits of the trained tokens,
+  `clip_grad_norm_`, fused AdamW.
+- fixed: packed micro-batches of equal numbers of rows, so many that any choice of rows, the
+  longest ones included, still fits the same token budget; `fixed_lucky` knows the rows of each
+  micro-batch beforehand, and takes as many as fit in this very order.
+- padded: the same budget in padded tokens.
+- letter-sort: the small model of the quickstart and its short rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from areal_sc.algorithms.packing import pack_micro_batches
+from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
+from areal_sc.engines.fsdp import FSDPEngine
+from areal_sc.transport.packed_rows import PackedRows
+
+Step = Callable[[], None]
+NUM_MINIBATCHES = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, rows, and the token budget of a micro-batch."""
+
+    name: str
+    hidden: int
+    num_layers: int
+    feed_forward: int
+    vocabulary: int
+    max_tokens: int
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def workloads(*, quick: bool) -> list[Workload]:
+    def lengths(count: int, median: float, sigma: float, low: int, high: int) -> tuple[int, ...]:
+        generator = random.Random(0)
+        drawn = (int(median * generator.lognormvariate(0, sigma)) for _ in range(count))
+        return tuple(min(high, max(low, length)) for length in drawn)
+
+    rows = lengths(48 if quick else 96, 150.0, 0.9, 16, 1400)
+    letters = tuple(2 * n + 2 for n in lengths(256, 7.0, 0.6, 2, 26))
+    return [
+        Workload("hidden 256", 256, 4, 704, 2048, 4096, rows),
+        Workload("letter-sort", 96, 3, 256, 30, 4096, letters),
+    ]
+
+
+def save_model(workload: Workload, folder: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=workload.vocabulary,
+        hidden_size=workload.hidden,
+        num_hidden_layers=workload.num_layers,
+        intermediate_size=workload.feed_forward,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def make_rows(workload: Workload) -> PackedRows:
+    """Random tokens; the first quarter of each row is its prompt."""
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.arange(length) >= max(1, length // 4) for length in workload.lengths]
+    tokens = torch.randint(workload.vocabulary, (workload.num_tokens,), generator=generator)
+    likelihood = -torch.tensor(float(workload.vocabulary)).log()
+    noise = 0.05 * torch.randn(workload.num_tokens, generator=generator)
+    return PackedRows(
+        {
+            "input_ids": tokens.int(),
+            "loss_mask": torch.cat(masks),
+            "behavior_logprobs": likelihood + noise,
+            "versions": torch.zeros_like(tokens, dtype=torch.int32),
+        },
+        workload.lengths,
+        tuple(torch.randn(len(workload.lengths), generator=generator).tolist()),
+    )
+
+
+def minibatch_rows(rows: PackedRows) -> list[list[int]]:
+    return [list(range(first, rows.num_rows, NUM_MINIBATCHES)) for first in range(NUM_MINIBATCHES)]
+
+
+def actor_config(workload: Workload, folder: Path) -> ActorConfig:
+    return ActorConfig(
+        path=str(folder),
+        device="cpu",
+        max_tokens_per_micro_batch=workload.max_tokens,
+        seed=0,
+        optimizer=OptimizerConfig(lr=1e-5, total_steps=100),
+        ppo=PPOConfig(temperature=1.0),
+    )
+
+
+def engine_step(
+    workload: Workload, rows: PackedRows, folder: Path, engine_class: type[FSDPEngine]
+) -> Step:
+    """A step of ours; whatever drives an engine may take the place of this function."""
+    engine = engine_class(actor_config(workload, folder))
+    engine.initialize(0, 1, "")
+
+    def step() -> None:
+        proximal = engine.compute_logprobs(rows)
+        known = replace(rows, fields={**rows.fields, "proximal_logprobs": proximal})
+        minibatches = [known.take(chosen) for chosen in minibatch_rows(rows)]
+        engine.ppo_update(minibatches, step=0, min_token_version=None)
+
+    return step
+
+
+def in_order(chosen: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [chosen[start : start + size] for start in range(0, len(chosen), size)]
+
+
+class FixedRowsEngine(FSDPEngine):
+    """Equal numbers of rows a micro-batch, in the order of the rows, safe for any rows."""
+
+    def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
+        return [list(part) for part in in_order(chosen, self.rows_a_micro_batch(rows, chosen))]
+
+    def rows_a_micro_batch(self, rows: PackedRows, chosen: Sequence[int]) -> int:
+        longest_first = sorted((rows.lengths[row] for row in chosen), reverse=True)
+        budget = self.config.max_tokens_per_micro_batch
+        return sum(total <= budget for total in accumulate(longest_first))
+
+
+class LuckyFixedRowsEngine(FixedRowsEngine):
+    """As many rows as fit for these rows in this order."""
+
+    def rows_a_micro_batch(self, rows: PackedRows, chosen: Sequence[int]) -> int:
+        budget = self.config.max_tokens_per_micro_batch
+        return max(
+            size
+            for size in range(1, len(chosen) + 1)
+            if all(sum(rows.lengths[r] for r in part) <= budget for part in in_order(chosen, size))
+        )
+
+
+class PaddedEngine(FixedRowsEngine):
+    """Rows padded to the longest of their micro-batch; the budget counts the padding."""
+
+    def initialize(self, rank: int, world_size: int, init_method: str) -> None:
+        super().initialize(rank, world_size, init_method)
+        self._model.abilities = replace(self._model.abilities, packs=False)
+
+    def rows_a_micro_batch(self, rows: PackedRows, chosen: Sequence[int]) -> int:
+        return self.config.max_tokens_per_micro_batch // max(rows.lengths[row] for row in chosen)
+
+
+def attention_of_rows(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    row_lengths: Sequence[int] = (),
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What one writes by hand: causal attention, one row after the other."""
+    parts = zip(
+        *(tensor.split(list(row_lengths), 2) for tensor in (query, key, value)), strict=True
+    )
+    outputs = [
+        F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True) for row in parts
+    ]
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+def handwritten_step(workload: Workload, rows: PackedRows, folder: Path) -> Step:
+    """The same step without areal_sc's engine; only the choice of micro-batches is shared."""
+    AttentionInterface.register("benchmark_rows", attention_of_rows)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="benchmark_rows"
+    ).eval()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.0, fused=True
+    )
+
+    def logprobs_and_entropy(
+        part: PackedRows, asked: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        position_ids = torch.cat([torch.arange(length) for length in part.lengths])
+        tokens = part.fields["input_ids"].long()
+        hidden = model.model(
+            input_ids=tokens[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            row_lengths=part.lengths,
+        ).last_hidden_state[0]
+        logits = model.lm_head(hidden[asked - 1])
+        distribution = logits.log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(distribution.exp() * distribution).sum(-1)
+        return distribution.gather(1, tokens[asked, None])[:, 0], entropy
+
+    def step() -> None:
+        proximal = torch.zeros(rows.num_tokens)
+        starts = torch.tensor(rows.starts)
+        with torch.no_grad():
+            for chosen in pack_micro_batches(rows.lengths, workload.max_tokens):
+                part = rows.take(chosen)
+                asked = torch.cat([torch.arange(n) for n in part.lengths]).nonzero()[:, 0]
+                places = torch.cat(
+                    [starts[row] + torch.arange(1, rows.lengths[row]) for row in chosen]
+                )
+                proximal[places] = logprobs_and_entropy(part, asked)[0]
+        known = replace(rows, fields={**rows.fields, "proximal_logprobs": proximal})
+        for minibatch in minibatch_rows(rows):
+            num_tokens = int(known.take(minibatch).fields["loss_mask"].sum())
+            lengths = [rows.lengths[row] for row in minibatch]
+            entropy_sum = torch.zeros(())
+            for positions in pack_micro_batches(lengths, workload.max_tokens):
+                part = known.take([minibatch[position] for position in positions])
+                asked = part.fields["loss_mask"].nonzero()[:, 0]
+                logprobs, entropy = logprobs_and_entropy(part, asked)
+                entropy_sum += entropy.sum()
+                fields = {name: values[asked] for name, values in part.fields.items()}
+                advantages = torch.repeat_interleave(
+                    torch.tensor(part.advantages), torch.tensor(part.lengths)
+                )[asked]
+                ratio = (logprobs - fields["proximal_logprobs"]).exp()
+                weight = (fields["proximal_logprobs"] - fields["behavior_logprobs"]).exp()
+                gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+                (-(weight * gain)[weight <= 5].sum() / num_tokens).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every side in every round, after one round to warm up; the sides take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], ours: str, other: str) -> float:
+    """Throughput of `ours` over that of `other`, median over the rounds."""
+    pairs = zip(seconds[ours], seconds[other], strict=True)
+    return statistics.median(theirs / mine for mine, theirs in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rounds = 3 if arguments.quick else 9
+    metrics: dict[str, tuple[float, str]] = {}
+    for workload in workloads(quick=arguments.quick):
+        rows = make_rows(workload)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            save_model(workload, folder)
+            sides: dict[str, Step] = {
+                "dynamic": engine_step(workload, rows, folder, FSDPEngine),
+                "handwritten": handwritten_step(workload, rows, folder),
+                "fixed": engine_step(workload, rows, folder, FixedRowsEngine),
+                "fixed_lucky": engine_step(workload, rows, folder, LuckyFixedRowsEngine),
+                "padded": engine_step(workload, rows, folder, PaddedEngine),
+            }
+        seconds = measure(sides, rounds)
+        prefix = "" if workload.name == "hidden 256" else "letter_sort_"
+        metrics[f"{prefix}step_vs_handwritten"] = (ratio(seconds, "dynamic", "handwritten"), "x")
+        for other in ("fixed", "fixed_lucky", "padded"):
+            metrics[f"{prefix}dynamic_over_{other}"] = (ratio(seconds, "dynamic", other), "x")
+        speed = {side: workload.num_tokens / statistics.median(s) for side, s in seconds.items()}
+        metrics[f"{prefix}tokens_per_s"] = (speed["dynamic"], "tokens/s")
+        report.print_table(
+            f"Training step, {workload.name}",
+            {
+                "rows": len(workload.lengths),
+                "tokens": workload.num_tokens,
+                "longest": max(workload.lengths),
+                "minibatches": NUM_MINIBATCHES,
+                "micro-batch budget": workload.max_tokens,
+                "rounds": rounds,
+                "threads": 1,
+            },
+            ["side", "tokens/s", "s a step", "dynamic over it"],
+            [
+                [side, speed[side], statistics.median(s), ratio(seconds, "dynamic", side)]
+                for side, s in seconds.items()
+            ],
+        )
+    report.write(metrics, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

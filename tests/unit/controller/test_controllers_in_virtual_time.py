@@ -1,0 +1,131 @@
+"""The real controllers over simulated workers, in virtual time, under random schedules.
+
+`TrainingRun` checks at every step what all modes promise: eq. 3 at each admission, each group
+trained once and none lost, no needed shard swept and no needless one kept. Here are the settings
+that it is played with, and what each mode promises besides.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_sc.config.schema import OverBound
+from simulation.cluster import Behavior, Draw, constant
+from simulation.training_run import Settings, TrainingRun, play
+
+MAX_GENERATION_S = 300.0
+
+
+def lognormal(mean: float, sigma: float) -> Draw:
+    def draw(rng: random.Random) -> float:
+        return min(MAX_GENERATION_S, mean * rng.lognormvariate(0.0, sigma))
+
+    return draw
+
+
+def up_to(limit: float) -> Draw:
+    return lambda rng: limit * rng.random()
+
+
+behaviors = st.builds(
+    Behavior,
+    generation_s=st.builds(
+        lognormal, st.sampled_from([0.1, 1.0, 4.0]), st.sampled_from([0.0, 0.6, 1.0, 2.0])
+    ),
+    completion_tokens=st.sampled_from([constant(60), lambda rng: rng.randint(1, 60)]),
+    training_s=st.builds(up_to, st.sampled_from([0.0, 2.0])),
+    publication_s=st.builds(up_to, st.sampled_from([0.0, 0.1, 1.0, 6.0])),
+    evaluation_s=st.builds(up_to, st.sampled_from([0.1, 5.0])),
+    latency_s=st.sampled_from([0.0, 0.001, 0.1]),
+    group_rejection=st.sampled_from([0.0, 0.1, 0.4]),
+    row_rejection=st.sampled_from([0.0, 0.3]),
+)
+
+
+@st.composite
+def runs(draw: st.DrawFn, over_bound: OverBound, max_eta: int = 5) -> Settings:
+    workers = draw(st.integers(1, 3))
+    batch_groups = draw(st.integers(1, 6))
+    least_store = -(-batch_groups // workers)
+    eta = draw(st.integers(0, max_eta))
+    return Settings(
+        num_steps=5 + 2 * eta,
+        over_bound=over_bound,
+        max_staleness=eta,
+        batch_groups=batch_groups,
+        group_size=draw(st.integers(1, 3)),
+        num_rollout_workers=workers,
+        num_ranks=draw(st.integers(1, 2)),
+        num_minibatches=draw(st.integers(1, 3)),
+        max_concurrent_groups=draw(st.sampled_from([1, 3, 40])),
+        store_groups=draw(st.sampled_from([least_store, least_store + 1, 1000])),
+        ends_at_last_step=draw(st.booleans()),
+        evaluate_every=draw(st.sampled_from([0, 1, 3])),
+        num_prompts=draw(st.sampled_from([1, 5, 1000])),
+        seed=draw(st.integers(0, 2**32)),
+        behavior=draw(behaviors),
+    )
+
+
+def max_group_staleness(run: TrainingRun) -> int:
+    return max(b.global_step - row.admitted_version for b in run.batches for row in b.rows)
+
+
+def check_evaluations(run: TrainingRun) -> None:
+    """With two workers or more, an evaluation is of one policy version, and a current one."""
+    for _, outcome in run.evaluations:
+        assert outcome.num_prompts == min(7, run.settings.num_prompts)
+        if run.settings.num_rollout_workers > 1:
+            assert outcome.versions[0] == outcome.versions[1]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(runs(OverBound.train))
+def test_train(run_settings: Settings) -> None:
+    run = play(run_settings)
+    check_evaluations(run)
+    assert set(run.rejected.values()) <= {"reward_error"}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(runs(OverBound.mask))
+def test_mask(run_settings: Settings) -> None:
+    run = play(run_settings)
+    check_evaluations(run)
+    for step in run.cluster.trained:
+        assert step.min_token_versions == {step.version - run_settings.max_staleness}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(runs(OverBound.wait))
+def test_wait(run_settings: Settings) -> None:
+    run = play(run_settings)
+    check_evaluations(run)
+    assert max_group_staleness(run) <= run_settings.max_staleness
+    assert set(run.rejected.values()) <= {"reward_error"}, "nobody waits and is rejected as well"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(runs(OverBound.regenerate))
+def test_regenerate(run_settings: Settings) -> None:
+    run = play(run_settings)
+    check_evaluations(run)
+    assert max_group_staleness(run) <= run_settings.max_staleness
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from(list(OverBound)).flatmap(lambda mode: runs(mode, max_eta=0)))
+def test_without_staleness_generation_and_training_take_turns(run_settings: Settings) -> None:
+    """`TrainingRun` checks that each step has tokens of its own version only."""
+    run = play(run_settings)
+    sealed_at = {0: 0.0}
+    for time_s, version in run.cluster.sealed_versions:
+        sealed_at[version] = time_s  # the last rank's
+    for start in run.cluster.starts:
+        assert start.time_s >= sealed_at[start.admitted_version]
+        assert start.worker_version == start.admitted_version
