@@ -155,6 +155,7 @@ class RolloutController(Shell):
         self._workers: list[_WorkerState] = []
         self._source: _Source | None = None
         self._weights: WeightsReference | None = None
+        self._are_pulls_held = False
         self._failure: BaseException | None = None
         self._paused = False
         self._returned_prompts: deque[PromptReference] = deque()
@@ -369,6 +370,7 @@ class RolloutController(Shell):
         """
         self.ledger.record_trained(trained_rows)
         self._weights = weights
+        self._are_pulls_held = False
         self.version = weights.version
         for group in self.policy.expired(list(self.ledger.unconsumed()), self.version):
             self._reject_stale(group)
@@ -376,8 +378,12 @@ class RolloutController(Shell):
         self._admit()
         self._notify()
 
-    async def wait_for_pulls_async(self) -> None:
-        """Waits until no worker pulls weights, so that the version before may be dropped."""
+    async def hold_pulls_async(self) -> None:
+        """Waits until no worker pulls weights, and lets none begin before `receive_weights`.
+
+        Between the two the trainer seals the next version and drops the one before.
+        """
+        self._are_pulls_held = True
         while pulling := [w for w in self._workers if w.update and not w.update.done()]:
             self._raise_failure()
             names = ", ".join(worker.member.name for worker in pulling)
@@ -392,6 +398,8 @@ class RolloutController(Shell):
             await self._wait_for_change(lambda names=names: f"{names} to be up to date")  # type: ignore[misc]
 
     def _begin_updates(self) -> None:
+        if self._are_pulls_held:
+            return
         for worker in self._workers:
             idle = worker.update is None or worker.update.done()
             if idle and not worker.num_evaluations and not self._is_current(worker):

@@ -47,7 +47,7 @@ PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions")
 class WeightsReceiver(Protocol):
     """Where a new policy version goes: a RolloutController."""
 
-    async def wait_for_pulls_async(self) -> None: ...
+    async def hold_pulls_async(self) -> None: ...
 
     def receive_weights(
         self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
@@ -122,7 +122,8 @@ class TrainController(Shell):
         if self.config.ppo.clip_center is ClipCenter.behavior:
             return batch
         rank_rows = self._rows_by_rank(batch)
-        parts = [batch.take(rows).select(LOGPROB_FIELDS) for rows in rank_rows]
+        selected = batch.select(LOGPROB_FIELDS)  # a rank may have no rows, and then has no fields
+        parts = [selected.take(rows) for rows in rank_rows]
         replies = await self._fleet.call_all(
             "compute_logprobs", [{"batch": part.to_wire()} for part in parts]
         )
@@ -197,7 +198,7 @@ class TrainController(Shell):
         Returns once the weights are sealed; generation and the pull go on. The version before is
         dropped, so a pull of it that is still going on is waited for.
         """
-        await rollout.wait_for_pulls_async()
+        await rollout.hold_pulls_async()
         weights = await self._seal_weights(self.version + 1)
         self.version += 1
         trained_rows, self._trained_rows = self._trained_rows, []
@@ -205,7 +206,7 @@ class TrainController(Shell):
 
     async def share_weights_async(self, rollout: WeightsReceiver) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        await rollout.wait_for_pulls_async()
+        await rollout.hold_pulls_async()
         rollout.receive_weights(await self._seal_weights(self.version))
 
     async def save_hf_async(self, folder: str | Path) -> None:
@@ -323,3 +324,4 @@ def _replace_folder(source: Path, target: Path) -> None:
         target.rename(retired)
     shutil.move(source, target)
     shutil.rmtree(retired, ignore_errors=True)
+    source.parent.rmdir()  # it held this export alone: saving is one call at a time

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -268,7 +267,6 @@ class PPOTrainer:
         )
         plot_learning_curve(self.folder.metrics_path, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())
-        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
         return summary
 
     def _record_step(

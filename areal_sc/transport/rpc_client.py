@@ -74,8 +74,6 @@ class RpcClient:
             context = self._own_context = zmq.Context()
         raw = context.socket(zmq.DEALER)
         configure_socket(raw, self._limits)
-        # requests are queued for a live connection only: none waits for a successor at the address
-        raw.setsockopt(zmq.IMMEDIATE, 1)
         if authenticator is not None:
             authenticator.configure_client(raw)
         self._raw = raw
@@ -256,6 +254,11 @@ class RpcClient:
             self._on_reply(frames)
         self._lost = reason
         self.fail_pending(self._peer_lost("call ended"))
+        # a new connection instead of ZMQ's own reconnection, which would deliver the requests
+        # that are still queued; their calls have just failed. (IMMEDIATE would drop them too, but
+        # ZMQ 4.3 then also loses the last of many replies that arrived before the end.)
+        self._raw.disconnect(self.address)
+        self._raw.connect(self.address)
 
     def _peer_lost(self, what: str) -> PeerLost:
         return PeerLost(f"{what}: {self.node_id} at {self.address} is lost: {self._lost}")
