@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import FSDPPPOActor as FSDPPPOActor
     from areal_sc.engines.handles import FSDPSFTActor as FSDPSFTActor
     from areal_sc.engines.handles import LocalGenerator as LocalGenerator
-    from areal_sc.schedulers.base import make_scheduler as make_scheduler
+    from areal_sc.schedulers.factory import make_scheduler as make_scheduler
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
     from areal_sc.workflows.base import Prompts as Prompts
@@ -41,7 +41,7 @@ _HOMES = {
     "Trajectory": "areal_sc.workflows.base",
     "Workflow": "areal_sc.workflows.base",
     "load_config": "areal_sc.config.loader",
-    "make_scheduler": "areal_sc.schedulers.base",
+    "make_scheduler": "areal_sc.schedulers.factory",
     "run_script": "areal_sc.trainer.failure",
     "start": "areal_sc.controller.control_loop",
 }

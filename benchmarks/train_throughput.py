@@ -3,8 +3,8 @@
     python benchmarks/train_throughput.py [--quick] [--json FILE]
 
 One training step is: recompute the log-probabilities of all rows, then one PPO update for each of
-two minibatches. Random weights, heavy-tailed lengths, one thread; the sides take turns, and a
-ratio is the median of those of the rounds.
+two minibatches. Random weights, heavy-tailed lengths, one thread a rank; the sides take turns, and
+a ratio is the median of those of the rounds.
 
 - handwritten: the same arithmetic as a plain loop over the Hugging Face model, written out: the
   same packed micro-batches, one attention call a row, full logits of the trained tokens,
@@ -13,19 +13,23 @@ ratio is the median of those of the rounds.
   longest ones included, still fits the same token budget; `fixed_lucky` knows the rows of each
   micro-batch beforehand, and takes as many as fit in this very order.
 - padded: the same budget in padded tokens.
-- letter-sort: the small model of the quickstart and its short rows.
+
+The ways of micro-batching are compared with one rank, where a micro-batch more costs next to
+nothing on a CPU, and with two FSDP ranks, where it costs collectives, and where each waits for the
+rank with more tokens. The letter-sort workload is the small model of the quickstart.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ import report
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as hf_logging
 
 from areal_sc.algorithms.packing import pack_micro_batches
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
@@ -66,10 +71,10 @@ def workloads(*, quick: bool) -> list[Workload]:
         drawn = (int(median * generator.lognormvariate(0, sigma)) for _ in range(count))
         return tuple(min(high, max(low, length)) for length in drawn)
 
-    rows = lengths(48 if quick else 96, 150.0, 0.9, 16, 1400)
+    rows = lengths(48 if quick else 96, 150.0, 1.0, 16, 3000)
     letters = tuple(2 * n + 2 for n in lengths(256, 7.0, 0.6, 2, 26))
     return [
-        Workload("hidden 256", 256, 4, 704, 2048, 4096, rows),
+        Workload("hidden 256", 256, 4, 704, 2048, 6144, rows),
         Workload("letter-sort", 96, 3, 256, 30, 4096, letters),
     ]
 
@@ -110,8 +115,15 @@ def make_rows(workload: Workload) -> PackedRows:
     )
 
 
-def minibatch_rows(rows: PackedRows) -> list[list[int]]:
-    return [list(range(first, rows.num_rows, NUM_MINIBATCHES)) for first in range(NUM_MINIBATCHES)]
+def minibatches_of_rank(rows: PackedRows, rank: int, world_size: int) -> list[list[int]]:
+    """Rows of each minibatch that the rank gets: an even share of the tokens."""
+    minibatches = []
+    for first in range(NUM_MINIBATCHES):
+        chosen = list(range(first, rows.num_rows, NUM_MINIBATCHES))
+        lengths = [rows.lengths[row] for row in chosen]
+        shares = pack_micro_batches(lengths, sum(lengths), world_size)
+        minibatches.append([chosen[position] for position in shares[rank]])
+    return minibatches
 
 
 def actor_config(workload: Workload, folder: Path) -> ActorConfig:
@@ -126,17 +138,20 @@ def actor_config(workload: Workload, folder: Path) -> ActorConfig:
 
 
 def engine_step(
-    workload: Workload, rows: PackedRows, folder: Path, engine_class: type[FSDPEngine]
+    engine: FSDPEngine, workload: Workload, rank: int = 0, world_size: int = 1, address: str = ""
 ) -> Step:
     """A step of ours; whatever drives an engine may take the place of this function."""
-    engine = engine_class(actor_config(workload, folder))
-    engine.initialize(0, 1, "")
+    engine.initialize(rank, world_size, address)
+    rows = make_rows(workload)
+    minibatches = minibatches_of_rank(rows, rank, world_size)
+    own = rows.take([row for minibatch in minibatches for row in minibatch])
+    ends = list(accumulate(len(minibatch) for minibatch in minibatches))
 
     def step() -> None:
-        proximal = engine.compute_logprobs(rows)
-        known = replace(rows, fields={**rows.fields, "proximal_logprobs": proximal})
-        minibatches = [known.take(chosen) for chosen in minibatch_rows(rows)]
-        engine.ppo_update(minibatches, step=0, min_token_version=None)
+        proximal = engine.compute_logprobs(own)
+        known = replace(own, fields={**own.fields, "proximal_logprobs": proximal})
+        parts = [known.take(range(start, end)) for start, end in pairwise([0, *ends])]
+        engine.ppo_update(parts, step=0, min_token_version=None)
 
     return step
 
@@ -149,7 +164,10 @@ class FixedRowsEngine(FSDPEngine):
     """Equal numbers of rows a micro-batch, in the order of the rows, safe for any rows."""
 
     def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
-        return [list(part) for part in in_order(chosen, self.rows_a_micro_batch(rows, chosen))]
+        if not chosen:
+            return [[] for _ in range(count)]
+        parts = in_order(chosen, self.rows_a_micro_batch(rows, chosen))
+        return [*map(list, parts), *([] for _ in range(count - len(parts)))]
 
     def rows_a_micro_batch(self, rows: PackedRows, chosen: Sequence[int]) -> int:
         longest_first = sorted((rows.lengths[row] for row in chosen), reverse=True)
@@ -199,8 +217,9 @@ def attention_of_rows(
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def handwritten_step(workload: Workload, rows: PackedRows, folder: Path) -> Step:
+def handwritten_step(workload: Workload, folder: Path) -> Step:
     """The same step without areal_sc's engine; only the choice of micro-batches is shared."""
+    rows = make_rows(workload)
     AttentionInterface.register("benchmark_rows", attention_of_rows)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="benchmark_rows"
@@ -238,7 +257,7 @@ def handwritten_step(workload: Workload, rows: PackedRows, folder: Path) -> Step
                 )
                 proximal[places] = logprobs_and_entropy(part, asked)[0]
         known = replace(rows, fields={**rows.fields, "proximal_logprobs": proximal})
-        for minibatch in minibatch_rows(rows):
+        for minibatch in minibatches_of_rank(rows, 0, 1):
             num_tokens = int(known.take(minibatch).fields["loss_mask"].sum())
             lengths = [rows.lengths[row] for row in minibatch]
             entropy_sum = torch.zeros(())
@@ -280,34 +299,98 @@ def ratio(seconds: dict[str, list[float]], ours: str, other: str) -> float:
     return statistics.median(theirs / mine for mine, theirs in pairs)
 
 
+ENGINES: dict[str, type[FSDPEngine]] = {
+    "dynamic": FSDPEngine,
+    "fixed": FixedRowsEngine,
+    "fixed_lucky": LuckyFixedRowsEngine,
+    "padded": PaddedEngine,
+}
+
+
+def measure_one_rank(
+    workload: Workload, folder: Path, sides: Sequence[str], rounds: int
+) -> dict[str, list[float]]:
+    config = actor_config(workload, folder)
+    steps = {
+        side: handwritten_step(workload, folder)
+        if side == "handwritten"
+        else engine_step(ENGINES[side](config), workload)
+        for side in sides
+    }
+    return measure(steps, rounds)
+
+
+def measure_two_ranks(
+    workload: Workload, folder: Path, sides: Sequence[str], rounds: int
+) -> dict[str, list[float]]:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    first = context.Process(target=run_rank, args=(0, workload, folder, sides, rounds, "", sender))
+    first.start()
+    second = context.Process(
+        target=run_rank, args=(1, workload, folder, sides, rounds, receiver.recv(), None)
+    )
+    second.start()
+    sender.close()  # so that a rank that fails ends the wait
+    seconds: dict[str, list[float]] = receiver.recv()
+    first.join()
+    second.join()
+    return seconds
+
+
+def run_rank(
+    rank: int,
+    workload: Workload,
+    folder: Path,
+    sides: Sequence[str],
+    rounds: int,
+    address: str,
+    sender: Any,
+) -> None:
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    engines = {side: ENGINES[side](actor_config(workload, folder)) for side in sides}
+    if rank == 0:
+        address = engines["dynamic"].create_rendezvous()  # the first to start; the others join it
+        sender.send(address)
+    steps = {
+        name: engine_step(engine, workload, rank, 2, address) for name, engine in engines.items()
+    }
+    seconds = measure(steps, rounds)
+    if rank == 0:
+        sender.send(seconds)
+    for engine in engines.values():
+        engine.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rounds = 3 if arguments.quick else 9
+    hf_logging.disable_progress_bar()
+    rounds = 2 if arguments.quick else 9
+    wide, letters = workloads(quick=arguments.quick)
+    few = ("dynamic", "handwritten") if arguments.quick else ("handwritten", *ENGINES)
     metrics: dict[str, tuple[float, str]] = {}
-    for workload in workloads(quick=arguments.quick):
-        rows = make_rows(workload)
+    for prefix, workload, num_ranks, sides in (
+        ("two_ranks_", wide, 2, tuple(ENGINES)),
+        ("", wide, 1, few),
+        ("letter_sort_", letters, 1, ("handwritten", *ENGINES)),
+    ):
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            save_model(workload, folder)
-            sides: dict[str, Step] = {
-                "dynamic": engine_step(workload, rows, folder, FSDPEngine),
-                "handwritten": handwritten_step(workload, rows, folder),
-                "fixed": engine_step(workload, rows, folder, FixedRowsEngine),
-                "fixed_lucky": engine_step(workload, rows, folder, LuckyFixedRowsEngine),
-                "padded": engine_step(workload, rows, folder, PaddedEngine),
-            }
-        seconds = measure(sides, rounds)
-        prefix = "" if workload.name == "hidden 256" else "letter_sort_"
-        metrics[f"{prefix}step_vs_handwritten"] = (ratio(seconds, "dynamic", "handwritten"), "x")
-        for other in ("fixed", "fixed_lucky", "padded"):
-            metrics[f"{prefix}dynamic_over_{other}"] = (ratio(seconds, "dynamic", other), "x")
+            save_model(workload, Path(name))
+            measure_ranks = measure_one_rank if num_ranks == 1 else measure_two_ranks
+            seconds = measure_ranks(workload, Path(name), sides, rounds)
+        for side in sides:
+            if side == "handwritten":
+                metrics[f"{prefix}step_vs_handwritten"] = (ratio(seconds, "dynamic", side), "x")
+            elif side != "dynamic":
+                metrics[f"{prefix}dynamic_over_{side}"] = (ratio(seconds, "dynamic", side), "x")
         speed = {side: workload.num_tokens / statistics.median(s) for side, s in seconds.items()}
         metrics[f"{prefix}tokens_per_s"] = (speed["dynamic"], "tokens/s")
         report.print_table(
-            f"Training step, {workload.name}",
+            f"Training step, {workload.name}, {num_ranks} rank{'s' * (num_ranks > 1)}",
             {
                 "rows": len(workload.lengths),
                 "tokens": workload.num_tokens,
@@ -315,7 +398,7 @@ def main() -> None:
                 "minibatches": NUM_MINIBATCHES,
                 "micro-batch budget": workload.max_tokens,
                 "rounds": rounds,
-                "threads": 1,
+                "threads a rank": 1,
             },
             ["side", "tokens/s", "s a step", "dynamic over it"],
             [

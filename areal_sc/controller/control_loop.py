@@ -10,11 +10,15 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
+
+from areal_sc.errors import TransportError, WorkerLost
 
 T = TypeVar("T")
 JOIN_TIMEOUT_S = 30.0
+LOSS_NOTICE_S = 2.0
+"""How long after a failed call the loss of the worker that explains it may be noticed."""
 
 
 class ControlLoop:
@@ -51,7 +55,13 @@ class ControlLoop:
 
 
 class Startable(Protocol):
-    """A controller, as `start` sees it."""
+    """A controller, as `start` sees it.
+
+    Attributes:
+        worker_lost: for the first of its workers that was lost, if one was.
+    """
+
+    worker_lost: WorkerLost | None
 
     def attach(self, control_loop: ControlLoop | None) -> None: ...
 
@@ -61,8 +71,13 @@ class Startable(Protocol):
 
 
 class Shell:
-    """Base of controllers: gives their synchronous methods the loop of the `start` block."""
+    """Base of controllers: gives their synchronous methods the loop of the `start` block.
 
+    Attributes:
+        worker_lost: for the first of its workers that was lost, if one was.
+    """
+
+    worker_lost: WorkerLost | None = None
     _control_loop: ControlLoop | None = None
 
     def attach(self, control_loop: ControlLoop | None) -> None:
@@ -89,6 +104,9 @@ def start(*controllers: Startable) -> Iterator[None]:
     """Starts the workers of all controllers, concurrently, and stops them at the end.
 
     However the block ends (return, exception, Ctrl-C), every worker is gone afterwards.
+
+    Raises: WorkerLost: in place of a TransportError of the block, where the loss explains it: a
+        rank that waits for the dead one, say, or a worker that pulls from it.
     """
     control_loop = ControlLoop()
     try:
@@ -97,6 +115,11 @@ def start(*controllers: Startable) -> Iterator[None]:
         try:
             control_loop.run(_all([controller.start_async for controller in controllers]))
             yield
+        except TransportError as error:
+            loss = control_loop.run(_loss_among(controllers))
+            if loss is None:
+                raise
+            raise loss from error
         finally:
             control_loop.run(_close([controller.close_async for controller in controllers]))
             for controller in controllers:
@@ -112,6 +135,16 @@ async def _all(starts: list[Callable[[], Awaitable[None]]]) -> None:
                 group.create_task(_run(begin))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _loss_among(controllers: Sequence[Startable]) -> WorkerLost | None:
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + LOSS_NOTICE_S
+    while True:
+        loss = next((c.worker_lost for c in controllers if c.worker_lost is not None), None)
+        if loss is not None or loop.time() > give_up:
+            return loss
+        await asyncio.sleep(0.05)
 
 
 async def _close(closes: list[Callable[[], Awaitable[None]]]) -> None:

@@ -111,6 +111,8 @@ class Fleet:
         try:
             return await member.connection.call(method, args, timeout_s=timeout_s)
         except PeerLost as error:
+            if await self._answers(member):
+                raise  # it is another peer that the worker lost
             # the socket notices first; the process's exit, which says why, follows
             await self._wait_for_exit(member, error)
             raise (member.failure or error) from None
@@ -177,7 +179,18 @@ class Fleet:
                     return
             await asyncio.sleep(POLL_INTERVAL_S)
 
+    async def _answers(self, member: Member) -> bool:
+        if member.failure:
+            return False
+        try:
+            await member.connection.call("ping", {}, timeout_s=self.config.heartbeat_interval_s)
+        except TransportError:
+            return False
+        return True
+
     def _lose(self, member: Member, cause: str) -> None:
+        if member.failure:
+            return
         log_path = member.worker.spec.log_path
         member.failure = WorkerLost(
             f"worker {cause}; its log is {log_path}",

@@ -17,7 +17,6 @@ that state waits on `_changed`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ from areal_sc.controller.ledger import Group, GroupState, Ledger
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.engines.base import EngineHandle
-from areal_sc.errors import ArealError, TooManyRejections, WorkflowError
+from areal_sc.errors import ArealError, TooManyRejections, WorkerLost, WorkflowError
 from areal_sc.metadata import (
     TRAJECTORY_BYTES_PER_TOKEN,
     BatchMetadata,
@@ -150,7 +149,7 @@ class RolloutController(Shell):
             self.config.max_staleness, self.config.train_batch_groups, self.config.over_bound
         )
         self._runtime = runtime or Runtime.create(scheduler.config.transport)
-        self._fleet = Fleet(scheduler, self._runtime, on_lost=self._fail)
+        self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self._workers: list[_WorkerState] = []
         self._source: _Source | None = None
@@ -165,6 +164,7 @@ class RolloutController(Shell):
         self._group_metrics: dict[int, dict[str, tuple[float, int]]] = {}
         self._recent_rows: deque[tuple[int, int]] = deque(maxlen=self.config.rejection_window)
         self._num_calls = 0
+        self._num_outside_groups = 0
         self.batch_metrics: dict[str, float] = {}
 
     async def start_async(self) -> None:
@@ -225,9 +225,6 @@ class RolloutController(Shell):
                 self._reject_stale(group)
             if decision.groups is not None:
                 return self._consume(decision.groups)
-            if decision.stale:
-                await self._sweep_stores()  # they may have filled the stores
-                continue
             self._admit()
             await self._wait_for_change(
                 lambda missing=decision.num_missing: (  # type: ignore[misc]
@@ -240,18 +237,19 @@ class RolloutController(Shell):
     ) -> BatchMetadata:
         """Runs `num_groups` groups (None: the whole dataset), in order, and waits for all.
 
-        They are outside of admission and staleness; rejected groups are missing from the batch.
+        They are outside of admission, staleness and the ledger, and so have negative group ids;
+        rejected groups are missing from the batch. Its rows live until the next `prepare_batch`.
+
+        Raises: WorkflowError: every group was rejected. WorkerLost: a worker died.
         """
         source = self._register(prompts, workflow)
         indices = range(source.num_prompts if num_groups is None else num_groups)
-        ledger = Ledger()
-        groups = [
-            ledger.admit(self._reference(source, index % source.num_prompts), self.version)
-            for index in indices
-        ]
-        replies = await self._gather(
-            [self._call_run_group(group, source, self.config.group_size) for group in groups]
-        )
+        groups = []
+        for index in indices:
+            self._num_outside_groups += 1
+            prompt = self._reference(source, index % source.num_prompts)
+            groups.append(Group(-self._num_outside_groups, prompt, self.version))
+        replies = await self._gather([self._run_outside_group(g, source) for g in groups])
         batches = [BatchMetadata.from_wire(r["batch"]) for r in replies if r["batch"] is not None]
         if not batches:
             raise WorkflowError(
@@ -366,9 +364,10 @@ class RolloutController(Shell):
 
         Args:
             weights: the sealed version.
-            trained_rows: the rows whose training made it; they enter the account.
+            trained_rows: the rows whose training made it; those of admitted groups enter the
+                account.
         """
-        self.ledger.record_trained(trained_rows)
+        self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
         self._weights = weights
         self._are_pulls_held = False
         self.version = weights.version
@@ -473,11 +472,7 @@ class RolloutController(Shell):
                 lambda: f"a rollout worker with policy version {group.admitted_version} or later"
             )
         attempt = self.ledger.start(group.group_id, worker.member.name)
-        worker.num_running += 1
-        try:
-            reply = await self._call_run_group(group, source, self.config.group_size, worker)
-        finally:
-            worker.num_running -= 1
+        reply = await self._call_run_group(group, source, worker)
         if reply["batch"] is None:
             self.ledger.reject(group.group_id, _main_cause(reply["rejected"]))
         elif self.ledger.finish(group.group_id, attempt, BatchMetadata.from_wire(reply["batch"])):
@@ -489,6 +484,13 @@ class RolloutController(Shell):
         self._admit()
         self._notify()
 
+    async def _run_outside_group(self, group: Group, source: _Source) -> Any:
+        """Reply of `run_group` for a group that the ledger does not know."""
+        while not (able := [w for w in self._workers if w.version >= group.admitted_version]):
+            self._raise_failure()
+            await self._wait_for_change(lambda: f"policy version {group.admitted_version}")
+        return await self._call_run_group(group, source, min(able, key=lambda w: w.num_running))
+
     def _worker_for(self, version: int) -> _WorkerState | None:
         """The least loaded worker that holds `version` or a later one and has room."""
         per_worker = max(1, self.config.store_bytes // self._group_bytes)
@@ -499,33 +501,31 @@ class RolloutController(Shell):
         ]
         return min(able, key=lambda worker: worker.num_running, default=None)
 
-    async def _call_run_group(
-        self,
-        group: Group,
-        source: _Source,
-        group_size: int,
-        worker: _WorkerState | None = None,
-    ) -> Any:
+    async def _call_run_group(self, group: Group, source: _Source, worker: _WorkerState) -> Any:
         """Reply of `run_group`; its rejected rows are counted."""
-        reply = await self._call_worker(
-            worker or min(self._workers, key=lambda w: w.num_running),
-            {
-                "group_id": group.group_id,
-                "attempt": group.attempt,
-                "admitted_version": group.admitted_version,
-                "dataset": group.prompt.dataset,
-                "index": group.prompt.index,
-                "workflow": source.workflow,
-                "group_size": group_size,
-            },
-            method="run_group",
-        )
+        worker.num_running += 1
+        try:
+            reply = await self._call_worker(
+                worker,
+                {
+                    "group_id": group.group_id,
+                    "attempt": group.attempt,
+                    "admitted_version": group.admitted_version,
+                    "dataset": group.prompt.dataset,
+                    "index": group.prompt.index,
+                    "workflow": source.workflow,
+                    "group_size": self.config.group_size,
+                },
+                method="run_group",
+            )
+        finally:
+            worker.num_running -= 1
         num_rejected = 0
         for cause, (count, example) in reply["rejected"].items():
             self.counters.rejected_rows[cause] += count
             self.counters.rejection_examples.setdefault(cause, example)
             num_rejected += count
-        self._recent_rows.append((num_rejected, group_size))
+        self._recent_rows.append((num_rejected, self.config.group_size))
         return reply
 
     async def _call_worker(self, worker: _WorkerState, args: dict[str, Any], *, method: str) -> Any:
@@ -631,6 +631,10 @@ class RolloutController(Shell):
                 f"waited {limit_s:g} s without any change for {what()}; groups: {account}"
             ) from None
 
+    def _note_loss(self, loss: WorkerLost) -> None:
+        self.worker_lost = self.worker_lost or loss
+        self._fail(loss)
+
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
@@ -668,8 +672,9 @@ class RolloutController(Shell):
         finally:
             for task in tasks:
                 task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ArealError):
-                await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for call in calls:
+                call.close()  # those whose turn never came
 
     def _register(self, prompts: PromptSource, workflow: Workflow) -> _Source:
         dataset = self._sources.register_prompts(prompts)

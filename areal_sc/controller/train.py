@@ -72,9 +72,8 @@ class TrainController(Shell):
         self.scheduler = scheduler
         self.version = 0
         self._runtime = runtime or Runtime.create(scheduler.config.transport)
-        self._fleet = Fleet(scheduler, self._runtime, on_lost=self._remember_loss)
+        self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
-        self._loss: WorkerLost | None = None
         self._trained_rows: list[RowMetadata] = []
         self._num_exports = 0
 
@@ -312,8 +311,8 @@ class TrainController(Shell):
             version, tuple((r["node_id"], r["node_addr"], r["shard_id"]) for r in replies)
         )
 
-    def _remember_loss(self, loss: WorkerLost) -> None:
-        self._loss = loss
+    def _note_loss(self, loss: WorkerLost) -> None:
+        self.worker_lost = self.worker_lost or loss
 
 
 def _replace_folder(source: Path, target: Path) -> None:

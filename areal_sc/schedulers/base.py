@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_sc.config.schema import Device, SchedulerConfig
-from areal_sc.errors import ConfigError
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 LOG_TAIL_LINES = 15
@@ -80,18 +79,3 @@ def log_tail(path: Path, num_lines: int = LOG_TAIL_LINES) -> list[str]:
             return log.read().decode(errors="replace").splitlines()[-num_lines:]
     except FileNotFoundError:
         return []
-
-
-def make_scheduler(config: SchedulerConfig) -> Scheduler:
-    """The scheduler that `config.type` names.
-
-    Raises: ConfigError: there is none of that name.
-    """
-    from areal_sc.schedulers.local import LocalScheduler
-
-    schedulers = {"local": LocalScheduler}
-    if config.type not in schedulers:
-        raise ConfigError(
-            f"scheduler.type: expected one of {sorted(schedulers)}, got {config.type!r}"
-        )
-    return schedulers[config.type](config)

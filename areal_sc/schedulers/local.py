@@ -25,7 +25,7 @@ from pathlib import Path
 from areal_sc.config.checks import resolved_device
 from areal_sc.config.machine import Machine, this_machine
 from areal_sc.config.schema import Device, SchedulerConfig
-from areal_sc.errors import WorkerStartError
+from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, log_tail
 from areal_sc.workers.fork_client import ForkServerClient, start_fork_server
@@ -187,10 +187,14 @@ class LocalScheduler:
         return [w for w in workers if await self._exit_status(w.report.pid) is None]
 
     async def _exit_status(self, pid: int) -> str | None:
-        self._exit_codes.update(await asyncio.to_thread(self._fork_server.poll))
+        gone: WorkerLost | None = None
+        try:
+            self._exit_codes.update(await asyncio.to_thread(self._fork_server.poll))
+        except WorkerLost as error:
+            gone = error  # and with it all its children
         code = self._exit_codes.get(pid)
         if code is None:
-            return None
+            return None if gone is None else f"SIGKILL, since {gone}"
         if code < 0:
             return f"signal {-code} ({signal.Signals(-code).name})"
         return f"exit code {code}"

@@ -25,6 +25,7 @@ from typing import Self
 
 from areal_sc.config.checks import check_config
 from areal_sc.config.loader import config_text
+from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import EvaluationOutcome, RolloutController
@@ -35,7 +36,8 @@ from areal_sc.errors import CheckpointError
 from areal_sc.log import setup_logging
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import Opening, RunFolder
-from areal_sc.schedulers.base import Scheduler, make_scheduler
+from areal_sc.schedulers.base import Scheduler
+from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.trainer.advice import tail_advice
 from areal_sc.trainer.display import RunDisplay, make_display
 from areal_sc.trainer.learning_curve import plot_learning_curve
@@ -176,6 +178,7 @@ class PPOTrainer:
                     evaluation_prompts=evaluation_prompts,
                     evaluation_workflow=evaluation_workflow,
                 )
+        check_model_folder(self.config.actor.path)  # before any worker is started
         actor = TrainController(FSDPPPOActor(self.config.actor), self.scheduler)
         rollout = RolloutController(LocalGenerator(self.config.rollout), self.scheduler)
         rollout.total_steps = self.config.total_steps

@@ -28,6 +28,8 @@ REFUSALS_UNTIL_LOST: Final = 5
 """Failed attempts (about 0.1 s apart) before a peer that was never reached counts as gone. An
 address is only known once its server listens, so a refusal is not a matter of waiting longer."""
 
+_LIFE_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+
 RequestIds = Callable[[], str]
 
 
@@ -262,6 +264,3 @@ class RpcClient:
 
     def _peer_lost(self, what: str) -> PeerLost:
         return PeerLost(f"{what}: {self.node_id} at {self.address} is lost: {self._lost}")
-
-
-_LIFE_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED

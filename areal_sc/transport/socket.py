@@ -112,8 +112,8 @@ class AsyncSocket:
             if error.errno == zmq.EHOSTUNREACH:
                 raise PeerLost("the peer has disconnected") from None
             raise
-        if self._receiver is not None:
-            self._on_signal()
+        finally:
+            self._wake_receiver()  # sent or not, the attempt may have swallowed its signal
         return True
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -129,13 +129,20 @@ class AsyncSocket:
         self._socket.close(linger=round(linger_s * 1000))
 
     def _on_signal(self) -> None:
+        if self._events() & zmq.POLLOUT:
+            self._wake_senders()
+        self._wake_receiver()
+
+    def _wake_receiver(self) -> None:
+        receiver = self._receiver
+        if receiver is not None and not receiver.done() and self._events() & zmq.POLLIN:
+            receiver.set_result(None)
+
+    def _events(self) -> int:
+        """What is possible now; asking resets the FD's signal."""
         events = self._socket.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
-        receiver = self._receiver
-        if events & zmq.POLLIN and receiver is not None and not receiver.done():
-            receiver.set_result(None)
-        if events & zmq.POLLOUT and self._senders:
-            self._wake_senders()
+        return events
 
     def _wake_senders(self) -> None:
         senders, self._senders = self._senders, []

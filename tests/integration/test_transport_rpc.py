@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import select
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -173,10 +174,13 @@ async def test_a_repeat_of_a_running_request_joins_it() -> None:
         # the server has all three requests once it answers what was sent after them
         for caller in (client, other):
             await caller.call("echo", {}, timeout_s=20)
-        waiting[0].cancel()  # the others still want the result
-        await client.call("echo", {}, timeout_s=20)
-        methods.go_on.set()
-        assert await asyncio.gather(*waiting[1:]) == [1, 1]
+        waiting[0].cancel()
+        waiting[2].cancel()
+        await asyncio.wait({waiting[0], waiting[2]})
+        for caller in (client, other):
+            await caller.call("echo", {}, timeout_s=20)
+        methods.go_on.set()  # one caller still wants the result
+        assert await waiting[1] == 1
         assert (methods.num_calls, methods.num_cancelled) == (1, 0)
         await other.close()
 
@@ -277,6 +281,71 @@ async def test_the_last_reply_of_an_ending_server_still_arrives() -> None:
         await client.close()
 
 
+async def test_replies_that_arrived_before_the_end_are_delivered() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind("tcp://127.0.0.1:0")
+        address = server.getsockopt_string(zmq.LAST_ENDPOINT)
+        client = RpcClient(address, node_id="train/2", incarnation=LIFE)
+        calls = [asyncio.create_task(client.call("step", {}, timeout_s=100)) for _ in range(100)]
+        requests: list[list[bytes]] = []
+        async with asyncio.timeout(20):
+            while len(requests) < len(calls):
+                await asyncio.sleep(0)
+                if server.poll(0):
+                    requests.append(server.recv_multipart())
+        # answered, and gone, while the client's event loop has no turn
+        for caller, *request in requests:
+            message = decode([memoryview(part) for part in request], FrameLimits())
+            server.send_multipart([caller, *encode(Reply(message.request_id, 1), FrameLimits())])
+        server.close(linger=1000)
+        assert select.select([client._monitor._fd], [], [], 20)[0]
+        assert await asyncio.gather(*calls) == [1] * 100
+        with pytest.raises(PeerLost):
+            await client.call("step", {}, timeout_s=100)
+        await client.close()
+
+
+async def test_a_connection_that_ended_is_made_again() -> None:
+    async with connected() as (server, methods, client):
+        assert await client.call("count", {}, timeout_s=20) == 1
+        await server.close()
+        await until(lambda: client._lost is not None)
+        with pytest.raises(PeerLost):
+            await client.call("count", {}, timeout_s=20)
+        # the same worker is reachable again, as after a failure of the network
+        back = RpcServer(
+            methods.handlers(), node_id="train/2", incarnation=LIFE, bind=client.address
+        )
+        await back.start()
+        await until(lambda: client._lost is None)
+        assert await client.call("count", {}, timeout_s=20) == 2
+        await back.close()
+
+
+async def test_requests_whose_calls_have_failed_are_never_delivered() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as unread:
+        unread.setsockopt(zmq.RCVHWM, 1)
+        unread.setsockopt(zmq.RCVBUF, 1 << 14)
+        unread.bind("tcp://127.0.0.1:0")
+        address = unread.getsockopt_string(zmq.LAST_ENDPOINT)
+        client = RpcClient(address, node_id="train/2", incarnation=LIFE)
+        calls = [
+            asyncio.create_task(
+                client.call_frames("bulk", {}, timeout_s=100, frames=[bytes(1 << 17)])
+            )
+            for _ in range(100)  # more than the kernel's buffers take
+        ]
+        await until(lambda: bool(unread.poll(0)))
+        unread.close(linger=0)
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(end) for end in ends} == {PeerLost}
+        async with serving(bind=address) as (_, methods, _):
+            await until(lambda: client._lost is None)
+            assert await client.call("echo", {"x": 1}, timeout_s=20) == {"x": 1}
+            assert methods.num_calls == 0
+        await client.close()
+
+
 async def test_an_address_where_nobody_listens_is_given_up() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -357,6 +426,7 @@ async def test_malformed_messages_are_counted_and_end_nothing(
     async with connected() as (server, _, client):
         assert await client.call("echo", {}, timeout_s=20) == {}
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(client.address)
             good = encode(Request("id", LIFE, "echo", {"x": 1}), FrameLimits())
             sent = [
@@ -407,6 +477,7 @@ async def test_a_frame_over_the_limit_costs_the_sender_its_connection() -> None:
 async def test_a_caller_that_does_not_read_delays_nobody_and_loses_its_replies() -> None:
     async with connected(reply_timeout_s=0.2) as (server, _, client):
         with zmq.Context() as context, context.socket(zmq.DEALER) as sleeper:
+            sleeper.setsockopt(zmq.LINGER, 0)
             sleeper.setsockopt(zmq.RCVHWM, 1)
             sleeper.setsockopt(zmq.RCVBUF, 1 << 16)
             sleeper.connect(client.address)

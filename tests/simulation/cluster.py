@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.errors import PeerLost, RpcTimeout, ShardGone, StoreFull, TransportError
+from areal_sc.errors import PeerLost, RpcTimeout, ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_BYTES_PER_TOKEN,
     TRAJECTORY_FIELDS,
@@ -43,37 +43,39 @@ from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
 from areal_sc.workers.base import StaleCall
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
-Draw = Callable[[random.Random], float]
+Number = float | Callable[[random.Random], float]
+"""The same one always, or one that is drawn."""
+
 LIMITS = FrameLimits()
 PROMPT_TOKENS = 4
 WEIGHTS_BYTES = 1
 
 
-def constant(value: float) -> Draw:
-    return lambda rng: value
-
-
 @dataclass
 class Behavior:
-    """How simulated workers behave; times in seconds.
+    """How simulated workers behave.
 
     Attributes:
         generation_s: of one group.
         completion_tokens: of one row.
         training_s: of one training step, and of one recomputation of log-probabilities.
+        sealing_s: of one rank's seal of its weights.
         publication_s: of one worker's pull of the weights.
         evaluation_s: of one episode.
         latency_s: of one message, one way.
+        reply_delay_s: what a reply may take longer; replies overtake each other.
         group_rejection: probability that all rows of a group are rejected.
         row_rejection: the same, of each row.
     """
 
-    generation_s: Draw = constant(1.0)
-    completion_tokens: Draw = constant(8)
-    training_s: Draw = constant(1.0)
-    publication_s: Draw = constant(0.1)
-    evaluation_s: Draw = constant(1.0)
+    generation_s: Number = 1.0
+    completion_tokens: Number = 8
+    training_s: Number = 1.0
+    sealing_s: Number = 0.01
+    publication_s: Number = 0.1
+    evaluation_s: Number = 1.0
     latency_s: float = 0.001
+    reply_delay_s: Number = 0.0
     group_rejection: float = 0.0
     row_rejection: float = 0.0
 
@@ -195,12 +197,12 @@ class SimulatedWorker:
             for connection in self.connections:
                 connection.lose_peer()
 
-    async def read_shards(self, batch: BatchMetadata, duration: Draw | None = None) -> None:
+    async def read_shards(self, batch: BatchMetadata, duration: Number = 0.0) -> None:
         """Reads all rows of a batch from their owners; every shard must last until the end."""
         for _ in range(2):
             for shard in batch.shards:
                 self.cluster.owner(shard.node_id, shard.node_addr).require(shard.shard_id)
-            await self.cluster.spend(duration or constant(0.0))
+            await self.cluster.spend(duration)
 
     def shard_reply(self, shard_id: str) -> dict[str, Any]:
         return {
@@ -276,7 +278,11 @@ class SimulatedRolloutWorker(SimulatedWorker):
         finally:
             self.num_evaluations -= 1
         versions = self._versions(began, 100)
-        return {"reward": 1.0, "metrics": {"accuracy": 1.0}, "versions": [versions[0], versions[-1]]}
+        return {
+            "reward": 1.0,
+            "metrics": {"accuracy": 1.0},
+            "versions": [versions[0], versions[-1]],
+        }
 
     async def update_weights(self, args: dict[str, Any]) -> None:
         assert not self.is_updating, f"{self.name} was given weights while it pulls others"
@@ -300,7 +306,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         ]
 
     def _row(self, args: dict[str, Any], began_s: float) -> RowMetadata:
-        num_tokens = int(self.cluster.behavior.completion_tokens(self.cluster.rng))
+        num_tokens = int(self.cluster.draw(self.cluster.behavior.completion_tokens))
         # versions ascend: a few tokens tell where they change, and then stand for their share
         samples = self._versions(began_s, min(num_tokens, 50))
         counts = {v: samples.count(v) * num_tokens // len(samples) for v in samples}
@@ -323,7 +329,9 @@ class SimulatedRolloutWorker(SimulatedWorker):
             shard_id=self.store.put(num_tokens * TRAJECTORY_BYTES_PER_TOKEN, group_id),
             batch_size=len(rows),
             offset=0,
-            fields={n: TensorMetadata((num_tokens,), dtype) for n, dtype in TRAJECTORY_FIELDS.items()},
+            fields={
+                n: TensorMetadata((num_tokens,), dtype) for n, dtype in TRAJECTORY_FIELDS.items()
+            },
             shard_rows=tuple(range(len(rows))),
         )
         batch_id = f"g{group_id}.{args['attempt']}"
@@ -341,6 +349,7 @@ class SimulatedTrainWorker(SimulatedWorker):
             "compute_logprobs": self.compute_logprobs,
             "ppo_update": self.ppo_update,
             "seal_weights": self.seal_weights,
+            "load_snapshot": self.load_snapshot,
         }
 
     async def create_rendezvous(self, args: dict[str, Any]) -> str:
@@ -356,7 +365,9 @@ class SimulatedTrainWorker(SimulatedWorker):
         if args["operation"] in self.operations:
             return dict(self.operations[args["operation"]])
         if args["expected_version"] != self.version:
-            raise StaleCall(f"expected {args['expected_version']}, {self.name} is at {self.version}")
+            raise StaleCall(
+                f"expected {args['expected_version']}, {self.name} is at {self.version}"
+            )
         for wire in args["minibatches"]:
             batch = BatchMetadata.from_wire(wire)
             await self.read_shards(batch)
@@ -365,7 +376,11 @@ class SimulatedTrainWorker(SimulatedWorker):
         self.operations[args["operation"]] = {"loss": 0.0}
         return {"loss": 0.0}
 
+    async def load_snapshot(self, args: dict[str, Any]) -> None:
+        self.version = args["step"]
+
     async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
+        await self.cluster.spend(self.cluster.behavior.sealing_s)
         shard_id = self.store.put(WEIGHTS_BYTES)
         self.version = args["version"]
         self.cluster.sealed_versions.append((self.cluster.now_s, self.version))
@@ -376,6 +391,7 @@ class SimulatedCluster:
     """Starts simulated workers and connects to them.
 
     Attributes:
+        rollout_class, train_class: what it starts.
         workers: by name, e.g. `rollout/0`.
         starts: groups that workers were asked to run, in order.
         trained: what the ranks trained, in order.
@@ -383,6 +399,9 @@ class SimulatedCluster:
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
+        self.run_dir = run_dir
+        self.rollout_class: type[SimulatedWorker] = SimulatedRolloutWorker
+        self.train_class: type[SimulatedWorker] = SimulatedTrainWorker
         self.config = SchedulerConfig(run_dir=str(run_dir), transport=TransportConfig())
         self.behavior = behavior
         self.rng = random.Random(seed)
@@ -395,9 +414,9 @@ class SimulatedCluster:
     # ------------------------------------------------------------------ Scheduler
 
     async def launch(self, request: LaunchRequest) -> RunningWorker:
-        await self.spend(constant(self.rng.random()))
+        await self.spend(self.rng.random())
         incarnation = f"{next(self._ids):012x}"
-        kind = SimulatedTrainWorker if request.role == "train" else SimulatedRolloutWorker
+        kind = self.train_class if request.role == "train" else self.rollout_class
         worker = kind(self, request, incarnation)
         self.workers[worker.name] = worker
         spec = WorkerSpec(
@@ -457,8 +476,11 @@ class SimulatedCluster:
             raise PeerLost(f"{node_id} at {address} is lost")
         return worker.store
 
-    async def spend(self, duration: Draw) -> None:
-        await asyncio.sleep(duration(self.rng))
+    def draw(self, number: Number) -> float:
+        return number(self.rng) if callable(number) else number
+
+    async def spend(self, duration: Number) -> None:
+        await asyncio.sleep(self.draw(duration))
 
     def note_start(self, worker: SimulatedRolloutWorker, args: dict[str, Any]) -> None:
         self.starts.append(
@@ -579,7 +601,8 @@ class SimulatedConnection:
         except Exception as error:
             reply = failure_of(error, request.request_id)
         frames = encode(reply, LIMITS)
-        await asyncio.sleep(self._latency_s)
+        cluster = self._worker.cluster
+        await asyncio.sleep(self._latency_s + cluster.draw(cluster.behavior.reply_delay_s))
         self.bytes_received += sum(map(len, frames))
         if not answer.done():
             message = decode([memoryview(frame) for frame in frames], LIMITS)

@@ -7,6 +7,7 @@ does, and checks what every mode promises at each admission, start, batch and sw
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -14,6 +15,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgpack
+from simulation.cluster import Behavior, SimulatedCluster
+from simulation.tasks import NamedWorkflow, NumberedPrompts
 
 from areal_sc.config.schema import (
     ActorConfig,
@@ -30,9 +35,8 @@ from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN, BatchMetadata, PromptReference
-from areal_sc.transport.shard_ids import parse_shard_id
-from simulation.cluster import Behavior, SimulatedCluster
-from simulation.tasks import NamedWorkflow, NumberedPrompts
+
+SLOWEST_MESSAGES_S = 100.0
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Settings:
     max_rejection_rate: float = 1.0
     rejection_window: int = 20
     group_timeout_s: float = 50_000.0
+    heartbeat_interval_s: float = 2.0
     ends_at_last_step: bool = True
     evaluate_every: int = 0
     num_prompts: int = 1000
@@ -82,10 +87,13 @@ class WatchedLedger(Ledger):
 class TrainingRun:
     """One run of some settings; `cluster` holds what the workers saw."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self, settings: Settings, cluster_class: type[SimulatedCluster] = SimulatedCluster
+    ) -> None:
         self.settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
-        self.cluster = SimulatedCluster(Path(self._folder.name), settings.behavior, settings.seed)
+        self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
+        self.cluster.config.heartbeat_interval_s = settings.heartbeat_interval_s
         runtime = Runtime(transport=self.cluster, new_id=self.cluster.new_id)
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)
@@ -115,6 +123,9 @@ class TrainingRun:
         finally:
             await asyncio.gather(self.actor.close_async(), self.rollout.close_async())
             self._folder.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.sleep(SLOWEST_MESSAGES_S)  # what was on its way arrives
+        assert all(task.done() for task in left), f"tasks are left: {left}"
 
     async def play(self) -> TrainingRun:
         """All steps; raises what the controllers raise."""
@@ -125,7 +136,8 @@ class TrainingRun:
             await self.check_end()
         return self
 
-    async def step(self) -> BatchMetadata:
+    async def step(self, *, checks_business: bool = True) -> BatchMetadata:
+        """One training step, as in a script."""
         rollout, actor = self.rollout, self.actor
         batch = await rollout.prepare_batch_async(self.prompts, self.workflow)
         self.batches.append(batch)
@@ -137,9 +149,40 @@ class TrainingRun:
         await actor.ppo_update_async(batch)
         self.check_step_was_trained(batch)
         await actor.publish_weights_async(rollout)
+        if checks_business:
+            self.check_generation_is_busy()
         for rank in self.cluster.train_workers:
             assert len(rank.store.sizes) == 1, "beside the weights, a rank still holds shards"
         return batch
+
+    # ------------------------------------------------------------------ recovery
+
+    def save(self) -> dict[str, Any]:
+        """What a snapshot holds, as it would lie on the disk, and this book."""
+        return {
+            "controllers": msgpack.packb(self.rollout.state()),
+            "version": self.actor.version,
+            "batches": list(self.batches),
+            "admitted": list(self.admitted),
+            "rejected": dict(self.rejected),
+            "trained_at": dict(self.trained_at),
+        }
+
+    async def load(self, saved: dict[str, Any]) -> None:
+        """Goes on from there, as the trainer does, with other workers."""
+        state = msgpack.unpackb(saved["controllers"], strict_map_key=False)
+        await self.actor.load_snapshot_async(saved["version"])
+        self.rollout.restore(state)
+        restored = self.rollout.ledger.snapshot()
+        ledger = WatchedLedger.restore(restored)
+        assert isinstance(ledger, WatchedLedger)
+        ledger.run = self
+        self.rollout.ledger = ledger
+        self.batches = list(saved["batches"])
+        self.admitted = list(saved["admitted"])
+        self.rejected = dict(saved["rejected"])
+        self.trained_at = dict(saved["trained_at"])
+        await self.actor.share_weights_async(self.rollout)
 
     # ------------------------------------------------------------------ checks
 
@@ -208,6 +251,20 @@ class TrainingRun:
             assert {span[0] for row in step.rows for span in row.version_spans} == {step.version}
             assert step.num_running_groups == 0, "generation goes on while a step is trained"
 
+    def check_generation_is_busy(self) -> None:
+        """After a publication nothing waits for admission that eq. 3 and the limits allow."""
+        settings, account = self.settings, self.rollout.ledger.account()
+        num_counted = len(self.admitted) - len(self.rejected)
+        limit = (self.actor.version + settings.max_staleness + 1) * settings.batch_groups
+        if settings.ends_at_last_step:
+            limit = min(limit, settings.num_steps * settings.batch_groups)
+        num_open = account["queued"] + account["running"]
+        assert (
+            num_counted == limit
+            or num_open >= settings.max_concurrent_groups
+            or settings.store_groups < 100
+        ), f"{num_counted} groups are admitted, {limit} may be"
+
     async def check_end(self) -> None:
         """The account is complete, and matches this book and the workers' state."""
         account = self.rollout.ledger.account()
@@ -220,15 +277,27 @@ class TrainingRun:
         assert account["rows_trained_twice"] == 0
         if self.settings.ends_at_last_step:
             assert account["queued"] + account["running"] + account["finished"] == 0
+            await self._check_stores_drain()
         self._check_prompts()
         for start in self.cluster.starts:
             assert start.worker_version >= start.admitted_version
+
+    async def _check_stores_drain(self) -> None:
+        """Nothing is needed any more, so the next sweeps leave nothing, whatever was given up."""
+        for _ in range(3):
+            with contextlib.suppress(TimeoutError):  # there is no further batch
+                async with asyncio.timeout(SLOWEST_MESSAGES_S):
+                    await self.rollout.prepare_batch_async(self.prompts, self.workflow)
+        for worker in self.cluster.rollout_workers:
+            assert not worker.store.sizes, f"{worker.name} still holds {worker.store.group_of}"
 
     def _check_prompts(self) -> None:
         """Every prompt taken from the stream was admitted; a stale group's prompt comes again."""
         state = self.rollout.state()
         waiting = Counter(PromptReference(*p).index for p in state["returned_prompts"])
-        num_stale = Counter(self.admitted[g][0].index for g, r in self.rejected.items() if r == "stale")
+        num_stale = Counter(
+            self.admitted[g][0].index for g, r in self.rejected.items() if r == "stale"
+        )
         admitted = Counter(prompt.index for prompt, _ in self.admitted)
         assert (admitted - num_stale + waiting).total() == state["num_prompts_taken"]
         if state["num_prompts_taken"] <= self.settings.num_prompts:

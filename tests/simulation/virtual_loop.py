@@ -34,9 +34,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         max_turns: turns after which it does.
     """
 
-    def __init__(
-        self, max_virtual_s: float = MAX_VIRTUAL_S, max_turns: int = MAX_TURNS
-    ) -> None:
+    def __init__(self, max_virtual_s: float = MAX_VIRTUAL_S, max_turns: int = MAX_TURNS) -> None:
         self._now_s = 0.0
         self._max_virtual_s = max_virtual_s
         self._max_turns = max_turns

@@ -62,16 +62,17 @@ def shards_of(
 def batches(draw: st.DrawFn, min_rows: int = 0) -> BatchMetadata:
     sizes = draw(st.lists(st.integers(1, 5), min_size=min_rows, max_size=6))
     num_rows = sum(sizes)
-    lengths = st.integers(0, 2000)
+    # numbers by seed: what is worth shrinking is the layout of rows and shards
+    rng = random.Random(draw(st.integers(0, 1000)))
     rows = tuple(
         RowMetadata(
-            group_id=draw(st.integers(0, 3)),
-            attempt=draw(st.integers(0, 2)),
-            sequence_length=draw(lengths),
-            reward=draw(st.floats(-2, 2)),
-            admitted_version=draw(st.integers(0, 9)),
-            version_spans=tuple(draw(st.lists(st.tuples(st.integers(0, 9), lengths), max_size=3))),
-            advantage=draw(st.none() | st.floats(-2, 2)),
+            group_id=rng.randrange(4),
+            attempt=rng.randrange(3),
+            sequence_length=rng.choice([0, 1, rng.randrange(2000)]),
+            reward=rng.uniform(-2, 2),
+            admitted_version=rng.randrange(10),
+            version_spans=tuple((v, rng.randrange(500)) for v in range(rng.randrange(4))),
+            advantage=rng.choice([None, rng.uniform(-2, 2)]),
         )
         for _ in range(num_rows)
     )
@@ -80,23 +81,27 @@ def batches(draw: st.DrawFn, min_rows: int = 0) -> BatchMetadata:
     return BatchMetadata("b", 3, num_rows, shards, rows, min_token_version)
 
 
-def some_rows(batch: BatchMetadata) -> st.SearchStrategy[list[int]]:
-    return st.permutations(range(batch.total_batch_size)).flatmap(
-        lambda order: st.integers(0, len(order)).map(lambda n: list(order[:n]))
-    )
+@st.composite
+def rows_of(draw: st.DrawFn, batch: BatchMetadata) -> list[int]:
+    """Some of its rows, in any order."""
+    order = list(range(batch.total_batch_size))
+    random.Random(draw(st.integers(0, 1000))).shuffle(order)
+    return order[: draw(st.integers(0, len(order)))]
 
 
 @given(batches(), st.data())
 def test_take_moves_rows_with_all_their_cells(batch: BatchMetadata, data: st.DataObject) -> None:
-    rows = data.draw(some_rows(batch))
+    rows = data.draw(rows_of(batch))
     taken = batch.take(rows)
     assert taken.total_batch_size == len(rows)
     assert taken.rows == tuple(batch.rows[row] for row in rows)
     before = table(batch)
     expected = {name: [cells[row] for row in rows] for name, cells in before.items()}
     assert table(taken) == (expected if rows else {})
-    again = data.draw(some_rows(taken))
-    assert taken.take(again) == batch.take([rows[row] for row in again])
+    again = data.draw(rows_of(taken))
+    directly = batch.take([rows[row] for row in again])
+    assert table(taken.take(again)) == table(directly)
+    assert taken.take(again).rows == directly.rows
 
 
 @given(batches())
@@ -117,18 +122,15 @@ def test_concat_puts_the_tables_one_below_the_other(parts: list[BatchMetadata]) 
 
 @given(batches(min_rows=1), st.data())
 def test_union_joins_the_columns_of_equal_rows(batch: BatchMetadata, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.sets(st.integers(1, batch.total_batch_size))))
-    bounds = [0, *cuts, batch.total_batch_size]
-    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    cut = data.draw(st.integers(1, batch.total_batch_size))
+    sizes = [size for size in (cut, batch.total_batch_size - cut) if size]
     other = replace(batch, shards=shards_of(sizes, "train", ["proximal_logprobs"], "other"))
-    order = data.draw(st.permutations(range(batch.total_batch_size)))
+    order = data.draw(rows_of(batch))
     united = batch.union(other)
     assert table(united) == table(batch) | table(other)
     assert united.rows == batch.rows
     # columns stay together whatever is done to the rows afterwards
-    assert united.take(order) == batch.take(order).union(other.take(order)) or table(
-        united.take(order)
-    ) == table(batch.take(order)) | table(other.take(order))
+    assert table(united.take(order)) == table(batch.take(order)) | table(other.take(order))
     assert table(united.select(batch.fields)) == table(batch)
     with pytest.raises(MetadataError, match="both hold"):
         united.union(other)
@@ -157,7 +159,7 @@ def test_parts_of_equal_tokens_are_filled_evenly() -> None:
 
 @given(batches(), st.data())
 def test_the_wire_form_comes_back_as_it_was(batch: BatchMetadata, data: st.DataObject) -> None:
-    order = data.draw(some_rows(batch))
+    order = data.draw(rows_of(batch))
     for sent in (batch, batch.take(order)):
         wire = msgpack.unpackb(msgpack.packb(sent.to_wire()))
         arrived = BatchMetadata.from_wire(wire)

@@ -8,27 +8,25 @@ that it is played with, and what each mode promises besides.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation.cluster import Behavior, Number
+from simulation.training_run import Settings, TrainingRun, play
 
 from areal_sc.config.schema import OverBound
-from simulation.cluster import Behavior, Draw, constant
-from simulation.training_run import Settings, TrainingRun, play
 
 MAX_GENERATION_S = 300.0
 
 
-def lognormal(mean: float, sigma: float) -> Draw:
+def lognormal(mean: float, sigma: float) -> Number:
     def draw(rng: random.Random) -> float:
         return min(MAX_GENERATION_S, mean * rng.lognormvariate(0.0, sigma))
 
     return draw
 
 
-def up_to(limit: float) -> Draw:
+def up_to(limit: float) -> Number:
     return lambda rng: limit * rng.random()
 
 
@@ -37,18 +35,20 @@ behaviors = st.builds(
     generation_s=st.builds(
         lognormal, st.sampled_from([0.1, 1.0, 4.0]), st.sampled_from([0.0, 0.6, 1.0, 2.0])
     ),
-    completion_tokens=st.sampled_from([constant(60), lambda rng: rng.randint(1, 60)]),
+    completion_tokens=st.sampled_from([60, lambda rng: rng.randint(1, 60)]),
     training_s=st.builds(up_to, st.sampled_from([0.0, 2.0])),
+    sealing_s=st.builds(up_to, st.sampled_from([0.0, 1.0])),
     publication_s=st.builds(up_to, st.sampled_from([0.0, 0.1, 1.0, 6.0])),
     evaluation_s=st.builds(up_to, st.sampled_from([0.1, 5.0])),
     latency_s=st.sampled_from([0.0, 0.001, 0.1]),
+    reply_delay_s=st.builds(up_to, st.sampled_from([0.0, 1.0, 30.0])),
     group_rejection=st.sampled_from([0.0, 0.1, 0.4]),
     row_rejection=st.sampled_from([0.0, 0.3]),
 )
 
 
 @st.composite
-def runs(draw: st.DrawFn, over_bound: OverBound, max_eta: int = 5) -> Settings:
+def runs(draw: st.NumberFn, over_bound: OverBound, max_eta: int = 5) -> Settings:
     workers = draw(st.integers(1, 3))
     batch_groups = draw(st.integers(1, 6))
     least_store = -(-batch_groups // workers)
@@ -68,6 +68,7 @@ def runs(draw: st.DrawFn, over_bound: OverBound, max_eta: int = 5) -> Settings:
         evaluate_every=draw(st.sampled_from([0, 1, 3])),
         num_prompts=draw(st.sampled_from([1, 5, 1000])),
         seed=draw(st.integers(0, 2**32)),
+        heartbeat_interval_s=1e6,  # replies, those to pings too, may be late
         behavior=draw(behaviors),
     )
 

@@ -1,0 +1,325 @@
+"""The letter-sorting job for benchmarks: many short runs through the real controllers and workers.
+
+All runs of a benchmark share one temporary folder and one fork server, so that the workers of a
+run start within a second or two, and one warm-start model a seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from letter_sort_task import (
+    LetterSortDemonstrations,
+    LetterSortPrompts,
+    letter_sort_reward,
+    write_untrained_folder,
+)
+
+from areal_sc import (
+    FSDPPPOActor,
+    FSDPSFTActor,
+    GRPOConfig,
+    LocalGenerator,
+    RolloutController,
+    TrainController,
+    Trajectory,
+    Workflow,
+    load_config,
+    start,
+)
+from areal_sc.config.schema import GenerationConfig, LrSchedule, OptimizerConfig
+from areal_sc.controller.staleness import StalenessStats
+from areal_sc.engines.base import Completion
+from areal_sc.log import setup_logging
+from areal_sc.metadata import BatchMetadata
+from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.workflows.base import EpisodeEngine
+from areal_sc.workflows.text import decode_completion, encode_text
+from areal_sc.workflows.transcript import Transcript
+
+HELD_OUT_SEED = 1_000_003
+"""Added to a run's seed: evaluation prompts are others than those trained on."""
+
+_WARM_START_STEPS = 600
+_WARM_START_ROWS = 32
+_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Letters of a prompt: lognormal, clipped to 2..26."""
+
+    median_letters: float
+    sigma_letters: float
+
+    def prompts(self, seed: int) -> LetterSortPrompts:
+        return LetterSortPrompts(
+            seed, median_letters=self.median_letters, sigma_letters=self.sigma_letters
+        )
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    hidden_size: int
+    num_layers: int
+    ffn_size: int
+
+
+SMALL_MODEL = ModelShape(hidden_size=64, num_layers=2, ffn_size=160)
+"""97,000 parameters."""
+
+
+class PacedWorkflow(Workflow):
+    """Sorting by a model that takes `seconds_per_token` to decode a token, whatever its load.
+
+    That is what decoding on an accelerator is like, and what a model small enough for a CPU is
+    not. The answer is sampled in pieces, each after the time that it would take. Weights that
+    arrive in between are used from the next piece on, and all that came before is computed anew
+    under them: what an interruption by a weight update does.
+    """
+
+    def __init__(self, seconds_per_token: float, tokens_per_piece: int, max_tokens: int) -> None:
+        self.seconds_per_token = seconds_per_token
+        self.tokens_per_piece = tokens_per_piece
+        self.max_tokens = max_tokens
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        transcript = Transcript()
+        transcript.add_context(encode_text(engine.tokenizer, prompt["prompt"]))
+        token_ids: list[int] = []
+        finish_reason = "length"
+        while finish_reason == "length" and len(token_ids) < self.max_tokens:
+            num_tokens = min(self.tokens_per_piece, self.max_tokens - len(token_ids))
+            await asyncio.sleep(self.seconds_per_token * num_tokens)
+            piece = await engine.generate(
+                transcript.input_ids, GenerationConfig(max_new_tokens=num_tokens)
+            )
+            transcript.add_completion(piece)
+            token_ids += piece.token_ids
+            finish_reason = piece.finish_reason
+        answer = decode_completion(
+            engine.tokenizer, Completion(token_ids, [], [], finish_reason)
+        )
+        return transcript.trajectory(await engine.score(letter_sort_reward, prompt, answer))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step.
+
+    Attributes:
+        accuracy: of the batch, sampled by the versions that generated it.
+        ended_s: seconds from the start of the loop.
+        wait_s: waiting for the batch.
+        train_s: proximal log-probabilities, advantages, updates.
+        sync_s: publication.
+    """
+
+    accuracy: float
+    staleness: StalenessStats
+    ended_s: float
+    wait_s: float
+    train_s: float
+    sync_s: float
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The controllers of one run, and what its processes cost."""
+
+    actor: TrainController
+    rollout: RolloutController
+    pids: Mapping[str, int]
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far of the script, and of each worker with the processes below it."""
+        used, children = _process_table()
+        below = {name: _tree(pid, children) for name, pid in self.pids.items()}
+        return {"script": used.get(os.getpid(), 0.0)} | {
+            name: sum(used.get(pid, 0.0) for pid in tree) for name, tree in below.items()
+        }
+
+    def num_generated_tokens(self) -> int:
+        """Tokens sampled so far, also those of unfinished answers and of evaluations."""
+        return int(sum(worker["generated_tokens"] for worker in self.rollout.worker_stats()))
+
+    def num_wasted_tokens(self) -> int:
+        """Tokens generated and thrown away so far."""
+        cancelled = sum(worker["cancelled_tokens"] for worker in self.rollout.worker_stats())
+        return self.rollout.counters.wasted_tokens + int(cancelled)
+
+
+class LetterSortJob:
+    """Temporary folder, fork server and warm-start models; a context manager.
+
+    Nothing is left behind, however it ends.
+    """
+
+    def __init__(self, model: ModelShape, lengths: Lengths) -> None:
+        self.model = model
+        self.lengths = lengths
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        # what would end the process at once shall unwind it, so that workers and files go too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        folder = self._stack.enter_context(TemporaryDirectory(prefix="areal-sc-benchmark-"))
+        self._folder = Path(folder)
+        try:
+            setup_logging("controller", self._folder / "controller.log")
+            self._scheduler = _PidScheduler(self.config(seed=0, total_steps=1).scheduler)
+            self._stack.callback(self._scheduler.close)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def config(self, *, seed: int, total_steps: int, **overrides: object) -> GRPOConfig:
+        """The shipped configuration with overrides, `__` for the dots of a key."""
+        settings = {
+            "run_dir": self._folder / "run",
+            "seed": seed,
+            "total_steps": total_steps,
+            "actor.path": self._folder / f"warm_start-{seed}",
+            **{name.replace("__", "."): value for name, value in overrides.items()},
+        }
+        path = ROOT / "configs" / "letter_sort.yaml"
+        arguments = [f"{name}={value}" for name, value in settings.items()]
+        return load_config(["--config", str(path), *arguments], GRPOConfig)
+
+    def warm_start(self, seed: int) -> None:
+        """Makes the model that the seed's runs start from, by imitation."""
+        config = self.config(seed=seed, total_steps=_WARM_START_STEPS)
+        untrained = self._folder / "untrained"
+        write_untrained_folder(
+            untrained,
+            hidden_size=self.model.hidden_size,
+            num_layers=self.model.num_layers,
+            ffn_size=self.model.ffn_size,
+        )
+        optimizer = OptimizerConfig(
+            lr=4e-3,
+            beta2=0.98,
+            schedule=LrSchedule.cosine,
+            warmup_steps=_WARM_START_STEPS // 20,
+            total_steps=_WARM_START_STEPS,
+        )
+        actor_config = replace(
+            config.actor, path=str(untrained), random_init=True, optimizer=optimizer
+        )
+        actor = TrainController(FSDPSFTActor(actor_config), self._scheduler)
+        prompts = self.lengths.prompts(seed)
+        demonstrations = LetterSortDemonstrations(
+            seed, median_letters=prompts.median_letters, sigma_letters=prompts.sigma_letters
+        )
+        with start(actor):
+            for step in range(_WARM_START_STEPS):
+                first = step * _WARM_START_ROWS
+                actor.sft_update(demonstrations, range(first, first + _WARM_START_ROWS))
+            actor.save_hf(config.actor.path)
+
+    @contextmanager
+    def workers(self, config: GRPOConfig) -> Iterator[Workers]:
+        """Starts the workers of a run and ends them afterwards."""
+        actor = TrainController(FSDPPPOActor(config.actor), self._scheduler)
+        rollout = RolloutController(LocalGenerator(config.rollout), self._scheduler)
+        with start(actor, rollout):
+            yield Workers(actor, rollout, dict(self._scheduler.pids))
+
+
+def training_steps(
+    workers: Workers,
+    num_steps: int,
+    prompts: LetterSortPrompts,
+    workflow: Workflow,
+    *,
+    before_step: Callable[[int], None] = lambda version: None,
+    before_publication: Callable[[BatchMetadata], None] = lambda batch: None,
+) -> Iterator[Step]:
+    """The training loop; what the two hooks take is in no part of a step's time."""
+    actor, rollout = workers.actor, workers.rollout
+    began = time.monotonic()
+    for version in range(num_steps):
+        before_step(version)
+        times = [time.monotonic()]
+        batch = rollout.prepare_batch(prompts, workflow)
+        times.append(time.monotonic())
+        batch = actor.compute_proximal_logprobs(batch)
+        batch = actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        times.append(time.monotonic())
+        before_publication(batch)
+        times.append(time.monotonic())
+        actor.publish_weights(rollout)
+        times.append(time.monotonic())
+        yield Step(
+            accuracy=sum(row.reward for row in batch.rows) / batch.total_batch_size,
+            staleness=StalenessStats.of(batch.rows, batch.global_step, batch.min_token_version),
+            ended_s=times[-1] - began,
+            wait_s=times[1] - times[0],
+            train_s=times[2] - times[1],
+            sync_s=times[4] - times[3],
+        )
+
+
+def say(text: str) -> None:
+    """A line on the benchmark's progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+class _PidScheduler(LocalScheduler):
+    """Remembers which process each worker's newest life is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pids: dict[str, int] = {}
+
+    async def launch(self, request: LaunchRequest) -> RunningWorker:
+        worker = await super().launch(request)
+        self.pids[worker.name] = worker.report.pid
+        return worker
+
+
+def _process_table() -> tuple[dict[int, float], dict[int, list[int]]]:
+    """CPU seconds, and the children, of every process of this machine."""
+    used: dict[int, float] = {}
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        # the name, in parentheses, may hold spaces
+        fields = text.rpartition(")")[2].split()
+        pid, parent = int(path.parent.name), int(fields[1])
+        used[pid] = (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
+        children.setdefault(parent, []).append(pid)
+    return used, children
+
+
+def _tree(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
+    below = [_tree(child, children) for child in children.get(pid, ())]
+    return [pid, *(descendant for tree in below for descendant in tree)]

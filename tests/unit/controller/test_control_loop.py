@@ -1,0 +1,124 @@
+"""The synchronous shell: controllers' coroutines from a script's own thread."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import threading
+
+import pytest
+
+from areal_sc.controller.control_loop import Shell, start
+from areal_sc.errors import ConfigError, PeerLost, WorkerLost
+
+
+class Recorder(Shell):
+    """A controller that only notes what happens to it."""
+
+    def __init__(
+        self, events: list[str], name: str, *, start_error: Exception | None = None
+    ) -> None:
+        self.events = events
+        self.name = name
+        self.start_error = start_error
+
+    async def start_async(self) -> None:
+        if self.start_error is not None:
+            raise self.start_error
+        await asyncio.sleep(0)
+        self.events.append(f"{self.name} started")
+
+    async def close_async(self) -> None:
+        self.events.append(f"{self.name} closed")
+
+    async def where_async(self) -> str:
+        return threading.current_thread().name
+
+    def where(self) -> str:
+        return self._run(self.where_async())
+
+    async def fail_async(self, error: Exception) -> None:
+        raise error
+
+    def fail(self, error: Exception) -> None:
+        self._run(self.fail_async(error))
+
+    async def wait_for_ctrl_c_async(self) -> None:
+        try:
+            _thread.interrupt_main()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.events.append(f"{self.name} unwound")
+
+    def wait_for_ctrl_c(self) -> None:
+        self._run(self.wait_for_ctrl_c_async())
+
+
+def num_control_threads() -> int:
+    return sum(thread.name == "areal-controllers" for thread in threading.enumerate())
+
+
+def test_methods_run_on_the_loop_of_the_block_and_block_their_caller() -> None:
+    events: list[str] = []
+    one, two = Recorder(events, "one"), Recorder(events, "two")
+    with start(one, two):
+        assert sorted(events) == ["one started", "two started"]
+        assert one.where() == two.where() == "areal-controllers"
+        assert num_control_threads() == 1
+    assert sorted(events[2:]) == ["one closed", "two closed"]
+    assert num_control_threads() == 0
+
+
+def test_outside_of_the_block_a_method_says_what_to_do() -> None:
+    controller = Recorder([], "one")
+    with pytest.raises(RuntimeError, match=r"Recorder is not started: .*areal_sc\.start\("):
+        controller.where()
+    with start(controller):
+        assert controller.where()
+    with pytest.raises(RuntimeError, match="not started"):
+        controller.where()
+
+
+def test_an_exception_of_a_method_arrives_and_closes_everything() -> None:
+    events: list[str] = []
+    controller = Recorder(events, "one")
+    error = ConfigError("no such thing")
+    with pytest.raises(ConfigError) as caught, start(controller):
+        controller.fail(error)
+    assert caught.value is error
+    assert events == ["one started", "one closed"]
+
+
+def test_a_controller_that_does_not_start_closes_all() -> None:
+    events: list[str] = []
+    good = Recorder(events, "good")
+    bad = Recorder(events, "bad", start_error=ConfigError("no"))
+    with pytest.raises(ConfigError, match="no"), start(good, bad):
+        raise AssertionError("the block began")
+    assert {"good closed", "bad closed"} <= set(events)
+    assert num_control_threads() == 0
+
+
+def test_ctrl_c_unwinds_the_coroutine_before_the_workers_are_closed() -> None:
+    events: list[str] = []
+    controller = Recorder(events, "one")
+    with pytest.raises(KeyboardInterrupt), start(controller):
+        controller.wait_for_ctrl_c()
+    assert events == ["one started", "one unwound", "one closed"]
+
+
+def test_a_lost_worker_explains_the_failed_call_of_another_one() -> None:
+    rollout, actor = Recorder([], "rollout"), Recorder([], "actor")
+    lost = WorkerLost("worker train/0 ended with exit code 1")
+    refused = PeerLost("train/0 is lost")
+    with pytest.raises(WorkerLost) as caught, start(rollout, actor):
+        actor.worker_lost = lost  # as its heartbeat finds
+        rollout.fail(refused)
+    assert caught.value is lost
+    assert lost.__cause__ is refused
+
+
+def test_a_failed_call_without_a_lost_worker_stays_what_it_is() -> None:
+    controller = Recorder([], "one")
+    with pytest.raises(PeerLost, match="unreachable"), start(controller):
+        controller.fail(PeerLost("unreachable"))

@@ -1,0 +1,203 @@
+"""The floors of the package: imports point down only, without cycles, and the upper floors that a
+script runs in never load torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import areal_sc
+
+PACKAGE = Path(areal_sc.__file__).parent
+
+FLOORS = {
+    "errors": 0,
+    "ids": 0,
+    "log": 0,
+    "metadata": 0,
+    "run_folder": 0,
+    "config": 0,
+    "transport": 1,
+    "algorithms": 1,
+    "engines": 2,
+    "workflows": 2,
+    "workers": 3,
+    "schedulers": 4,
+    "controller": 5,
+    "trainer": 6,
+}
+
+LAZY_IMPORTS = {
+    # (importer, imported): why it stands inside a function
+    ("areal_sc.schedulers.base", "areal_sc.schedulers.local"): "one of several schedulers",
+    ("areal_sc.workers.entry", "areal_sc.workers.rollout_worker"): "after the environment is set",
+    ("areal_sc.workers.entry", "areal_sc.workers.train_worker"): "after the environment is set",
+}
+
+TORCH_FREE = (
+    "areal_sc",
+    *(f"areal_sc.{name}" for name, floor in FLOORS.items() if floor == 0),
+    "areal_sc.config.",
+    "areal_sc.schedulers.",
+    "areal_sc.controller.",
+    "areal_sc.trainer.",
+    "areal_sc.workflows.base",
+    "areal_sc.workflows.reference",
+    "areal_sc.workflows.prompts",
+    "areal_sc.workflows.sources",
+    "areal_sc.engines.base",
+    "areal_sc.engines.handles",
+    "areal_sc.algorithms.packing",
+    "areal_sc.algorithms.advantages",
+    "areal_sc.transport.socket",
+    "areal_sc.transport.codec",
+    "areal_sc.transport.rpc",
+    "areal_sc.workers.spec",
+)
+"""Modules, and folders of modules (with a dot at the end), that scripts import."""
+
+HEAVY = ("torch", "transformers", "numba", "tensorflow", "jax")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, name: str) -> Iterator[tuple[str, bool]]:
+    """(imported module of the package, whether inside a function), type checking left out."""
+    tree = ast.parse(path.read_text())
+    yield from _imports_in(tree, name, inside_function=False)
+
+
+def _imports_in(node: ast.AST, name: str, *, inside_function: bool) -> Iterator[tuple[str, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                if alias.name.split(".")[0] == "areal_sc":
+                    yield alias.name, inside_function
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"{name} has a relative import"
+            if child.module and child.module.split(".")[0] == "areal_sc":
+                for alias in child.names:
+                    full = f"{child.module}.{alias.name}"
+                    yield (full if full in MODULES else child.module), inside_function
+        else:
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports_in(child, name, inside_function=inside_function or is_function)
+
+
+MODULES = modules()
+
+
+def floor_of(module: str) -> int:
+    """The package's own `__init__` stands above all: it names what is on every floor."""
+    parts = module.split(".")
+    return FLOORS[parts[1]] if len(parts) > 1 else max(FLOORS.values()) + 1
+
+
+def test_every_module_has_a_floor() -> None:
+    assert {name.split(".")[1] for name in MODULES if "." in name} == FLOORS.keys()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name: str) -> None:
+    for imported, _ in imports(MODULES[name], name):
+        assert floor_of(imported) <= floor_of(name), f"{name} imports {imported}, which is above it"
+
+
+def test_imports_inside_functions_are_the_known_ones() -> None:
+    found = {
+        (name, imported)
+        for name, path in MODULES.items()
+        for imported, inside_function in imports(path, name)
+        if inside_function
+    }
+    assert found == LAZY_IMPORTS.keys()
+
+
+def test_there_is_no_cycle() -> None:
+    """Lazy imports count too: a cycle is one whenever it is closed."""
+    graph = {
+        name: {imported for imported, _ in imports(path, name)} for name, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"a cycle: {' -> '.join([*trail[trail.index(name) :], name])}"
+        if name not in done:
+            for imported in sorted(graph[name]):
+                visit(imported, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+    assert done == graph.keys()
+
+
+def test_packages_import_nothing_by_themselves() -> None:
+    """So that a module is loaded alone, and not with all its neighbours."""
+    for name, path in MODULES.items():
+        if path.name == "__init__.py" and path.parent != PACKAGE:
+            body = ast.parse(path.read_text()).body
+            assert len(body) == 1, f"{name} has more in it than a docstring"
+            assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
+
+
+def torch_free_modules() -> list[str]:
+    return [
+        name
+        for name in MODULES
+        if any(
+            name == entry or (entry.endswith(".") and name.startswith(entry))
+            for entry in TORCH_FREE
+        )
+    ]
+
+
+REPORT_HEAVY = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+{more}
+heavy = [name for name in {heavy!r} if name in sys.modules]
+print(" ".join(heavy))
+"""
+
+
+def heavy_modules_after(names: list[str], more: str = "") -> str:
+    finished = subprocess.run(
+        [sys.executable, "-c", REPORT_HEAVY.format(more=more, heavy=HEAVY), *names],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.strip()
+
+
+def test_what_a_script_imports_does_not_load_torch() -> None:
+    names = torch_free_modules()
+    assert len(names) > 40
+    assert heavy_modules_after(names) == ""
+
+
+def test_no_public_name_loads_torch() -> None:
+    more = "import areal_sc\nfor name in areal_sc.__all__: getattr(areal_sc, name)"
+    assert heavy_modules_after(["areal_sc"], more) == ""
+
+
+def test_the_check_would_notice() -> None:
+    assert "torch" in heavy_modules_after(["areal_sc.engines.fsdp"])
