@@ -33,7 +33,7 @@ from letter_sort_task import letter_sort_reward
 
 from areal_sc import GRPOConfig, SingleTurnWorkflow
 
-MODEL = ModelShape(hidden_size=96, num_layers=3, ffn_size=256)
+MODEL = ModelShape(hidden_size=96, num_layers=3, ffn_size=256, num_heads=8)
 LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.8)
 MAX_STALENESS = 4
 TARGETS = {"050": 0.5, "088": 0.88}
@@ -138,7 +138,9 @@ def better_threads(job: LetterSortJob, config_of: Callable[[int], GRPOConfig]) -
         warm = steps[1:] or steps
         train_s[count] = statistics.median(step.train_s for step in warm)
         wait_s[count] = statistics.median(step.wait_s for step in warm)
-        say(f"sync, {count} threads: generates {wait_s[count]:.3f} s, trains {train_s[count]:.3f} s")
+        say(
+            f"sync, {count} threads: generates {wait_s[count]:.3f} s, trains {train_s[count]:.3f} s"
+        )
     return min(train_s, key=train_s.__getitem__), min(wait_s, key=wait_s.__getitem__)
 
 

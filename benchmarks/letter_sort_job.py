@@ -13,14 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from letter_sort_task import (
     LetterSortDemonstrations,
@@ -52,6 +51,8 @@ from areal_sc.workflows.base import EpisodeEngine
 from areal_sc.workflows.text import decode_completion, encode_text
 from areal_sc.workflows.transcript import Transcript
 
+ROOT = Path(__file__).resolve().parents[1]
+
 HELD_OUT_SEED = 1_000_003
 """Added to a run's seed: evaluation prompts are others than those trained on."""
 
@@ -75,13 +76,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class ModelShape:
+    """Arguments of the task's `write_untrained_folder`."""
+
     hidden_size: int
     num_layers: int
     ffn_size: int
-
-
-SMALL_MODEL = ModelShape(hidden_size=64, num_layers=2, ffn_size=160)
-"""97,000 parameters."""
+    num_heads: int
 
 
 class PacedWorkflow(Workflow):
@@ -112,9 +112,7 @@ class PacedWorkflow(Workflow):
             transcript.add_completion(piece)
             token_ids += piece.token_ids
             finish_reason = piece.finish_reason
-        answer = decode_completion(
-            engine.tokenizer, Completion(token_ids, [], [], finish_reason)
-        )
+        answer = decode_completion(engine.tokenizer, Completion(token_ids, [], [], finish_reason))
         return transcript.trajectory(await engine.score(letter_sort_reward, prompt, answer))
 
 
@@ -214,12 +212,7 @@ class LetterSortJob:
         """Makes the model that the seed's runs start from, by imitation."""
         config = self.config(seed=seed, total_steps=_WARM_START_STEPS)
         untrained = self._folder / "untrained"
-        write_untrained_folder(
-            untrained,
-            hidden_size=self.model.hidden_size,
-            num_layers=self.model.num_layers,
-            ffn_size=self.model.ffn_size,
-        )
+        write_untrained_folder(untrained, **asdict(self.model))
         optimizer = OptimizerConfig(
             lr=4e-3,
             beta2=0.98,

@@ -27,9 +27,9 @@ from itertools import product
 
 import report
 from letter_sort_job import (
-    SMALL_MODEL,
     Lengths,
     LetterSortJob,
+    ModelShape,
     PacedWorkflow,
     say,
     training_steps,
@@ -45,6 +45,7 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     "noweight": {"actor__ppo__use_behavior_weight": False},
 }
 CHOICES = ("train", "mask", "wait", "regenerate")
+MODEL = ModelShape(hidden_size=64, num_layers=2, ffn_size=160, num_heads=4)
 LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.6)
 HEAVY_TAIL = Lengths(median_letters=7.0, sigma_letters=0.9)
 TRAINING_STEPS_PER_TOKEN = 0.2
@@ -262,7 +263,7 @@ def main() -> None:
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
     metrics: Metrics = {}
-    with LetterSortJob(SMALL_MODEL, LENGTHS) as job:
+    with LetterSortJob(MODEL, LENGTHS) as job:
         for seed in scale.seeds:
             job.warm_start(seed)
             say(f"seed {seed}: warm start is made")

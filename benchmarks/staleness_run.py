@@ -1,4 +1,4 @@
-"""One training run of the staleness benchmark: its learning curve, and what became of its tokens."""
+"""One run of the staleness benchmark: its learning curve, and what became of its tokens."""
 
 from __future__ import annotations
 

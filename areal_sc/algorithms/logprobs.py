@@ -120,18 +120,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(num_tokens, dtype=dtype)
         entropy = hidden.new_empty(num_tokens, dtype=dtype)
         normalizer = hidden.new_empty(num_tokens, dtype=dtype)
-        probabilities = None
+        exponentials = None
         for start in range(0, num_tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = _logits(hidden[part], weight)
             if temperature != 1.0:
                 logits.div_(temperature)
-            normalizer[part] = logits.logsumexp(-1)
+            # one pass of exponentials serves the normalizer, the entropy and the gradient
+            peak = logits.amax(-1, keepdim=True)
+            exponentials = (logits - peak).exp_()
+            total = exponentials.sum(-1)
+            normalizer[part] = peak[:, 0] + total.log()
             logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizer[part]
-            probabilities = (logits - normalizer[part, None]).exp_()
             # H = lse - E[logit]; einsum keeps the product of the two from being stored
-            entropy[part] = normalizer[part] - torch.einsum("nv,nv->n", probabilities, logits)
-        keep = probabilities if num_tokens <= chunk_tokens else None
+            entropy[part] = (
+                normalizer[part] - torch.einsum("nv,nv->n", exponentials, logits) / total
+            )
+        keep = None
+        if exponentials is not None and num_tokens <= chunk_tokens:
+            keep = exponentials.div_(total[:, None])
         ctx.save_for_backward(hidden, weight, targets, normalizer, keep)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
@@ -155,10 +162,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     logits.div_(ctx.temperature)
                 probabilities = logits.sub_(normalizer[part, None]).exp_()
             else:
-                probabilities = kept.clone()
+                probabilities = kept
             # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
             scale = (grad_logprobs[part] / ctx.temperature)[:, None]
-            grad_logits = probabilities.mul_(-scale)
+            grad_logits = probabilities.mul_(-scale) if kept is None else probabilities * -scale
             grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
             if grad_hidden is not None:
                 grad_hidden[part] = _product(grad_logits, weight)

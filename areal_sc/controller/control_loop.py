@@ -17,6 +17,7 @@ from areal_sc.errors import TransportError, WorkerLost
 
 T = TypeVar("T")
 JOIN_TIMEOUT_S = 30.0
+SIGNAL_CHECK_S = 0.5
 LOSS_NOTICE_S = 2.0
 """How long after a failed call the loss of the worker that explains it may be noticed."""
 
@@ -32,15 +33,28 @@ class ControlLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Result of the coroutine. Ctrl-C in the calling thread cancels it."""
-        future = self.submit(coroutine)
+        """Result of the coroutine. Ctrl-C in the calling thread cancels it, and lets it unwind."""
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda task: _copy_outcome(task, outcome))
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
+            while not outcome.done():
+                # Bounded, so that a signal is seen although another thread received it.
+                concurrent.futures.wait([outcome], timeout=SIGNAL_CHECK_S)
         except BaseException:
-            future.cancel()
-            with contextlib.suppress(concurrent.futures.CancelledError, Exception):
-                future.exception(timeout=JOIN_TIMEOUT_S)
+            self._loop.call_soon_threadsafe(cancel)
+            concurrent.futures.wait([outcome], timeout=JOIN_TIMEOUT_S)
             raise
+        return outcome.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Runs the coroutine beside whatever comes next."""
@@ -52,6 +66,14 @@ class ControlLoop:
         self._thread.join(JOIN_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+def _copy_outcome(task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) -> None:
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if error is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
 
 
 class Startable(Protocol):

@@ -24,8 +24,8 @@ from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
 
 logger = logging.getLogger(__name__)
 
-REFUSALS_UNTIL_LOST: Final = 5
-"""Failed attempts (about 0.1 s apart) before a peer that was never reached counts as gone. An
+REFUSALS_UNTIL_LOST: Final = 3
+"""Failed attempts (0.1 s and 0.2 s apart) before a peer that was never reached counts as gone. An
 address is only known once its server listens, so a refusal is not a matter of waiting longer."""
 
 _LIFE_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -76,6 +76,8 @@ class RpcClient:
             context = self._own_context = zmq.Context()
         raw = context.socket(zmq.DEALER)
         configure_socket(raw, self._limits)
+        raw.setsockopt(zmq.RECONNECT_IVL, 100)
+        raw.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         if authenticator is not None:
             authenticator.configure_client(raw)
         self._raw = raw
@@ -178,8 +180,11 @@ class RpcClient:
         for task in self._tasks:
             task.cancel()
         # all of it before the first await: a close that is cancelled may not leave a socket open
-        self._monitor.close()
+        while self._monitor.recv_nowait() is not None:
+            pass
+        # before its reader closes: ZMQ sends a last event, and would wait for room forever
         self._raw.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         if self._own_context is not None:
             self._own_context.term()

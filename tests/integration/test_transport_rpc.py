@@ -351,7 +351,7 @@ async def test_an_address_where_nobody_listens_is_given_up() -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
         client = RpcClient(address, node_id="train/2", incarnation=LIFE)
-        with pytest.raises(PeerLost, match="refused the connection 5 times"):
+        with pytest.raises(PeerLost, match="refused the connection 3 times"):
             await client.call("echo", {}, timeout_s=100)
         await client.close()
 

@@ -63,7 +63,8 @@ class Behavior:
         publication_s: of one worker's pull of the weights.
         evaluation_s: of one episode.
         latency_s: of one message, one way.
-        reply_delay_s: what a reply may take longer; replies overtake each other.
+        reply_delay_s: what the reply of a finished group takes longer, while other messages of
+            the worker overtake it.
         group_rejection: probability that all rows of a group are rejected.
         row_rejection: the same, of each row.
     """
@@ -602,7 +603,8 @@ class SimulatedConnection:
             reply = failure_of(error, request.request_id)
         frames = encode(reply, LIMITS)
         cluster = self._worker.cluster
-        await asyncio.sleep(self._latency_s + cluster.draw(cluster.behavior.reply_delay_s))
+        delay_s = cluster.behavior.reply_delay_s if request.method == "run_group" else 0.0
+        await asyncio.sleep(self._latency_s + cluster.draw(delay_s))
         self.bytes_received += sum(map(len, frames))
         if not answer.done():
             message = decode([memoryview(frame) for frame in frames], LIMITS)

@@ -57,7 +57,6 @@ class Settings:
     max_rejection_rate: float = 1.0
     rejection_window: int = 20
     group_timeout_s: float = 50_000.0
-    heartbeat_interval_s: float = 2.0
     ends_at_last_step: bool = True
     evaluate_every: int = 0
     num_prompts: int = 1000
@@ -93,7 +92,6 @@ class TrainingRun:
         self.settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
-        self.cluster.config.heartbeat_interval_s = settings.heartbeat_interval_s
         runtime = Runtime(transport=self.cluster, new_id=self.cluster.new_id)
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)

@@ -34,7 +34,6 @@ FLOORS = {
 
 LAZY_IMPORTS = {
     # (importer, imported): why it stands inside a function
-    ("areal_sc.schedulers.base", "areal_sc.schedulers.local"): "one of several schedulers",
     ("areal_sc.workers.entry", "areal_sc.workers.rollout_worker"): "after the environment is set",
     ("areal_sc.workers.entry", "areal_sc.workers.train_worker"): "after the environment is set",
 }

@@ -65,6 +65,4 @@ def test_examples_take_every_public_name_from_the_top() -> None:
         for names in pattern.findall(script.read_text()):
             imported = set(re.findall(r"\w+", names))
             if script.name != "letter_sort_task.py":  # a module, shared by scripts
-                assert not imported & PUBLIC, (
-                    f"{script.name} imports {imported & PUBLIC} from below"
-                )
+                assert not imported & PUBLIC, f"{script.name}: {imported & PUBLIC}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
+import signal
 import threading
 
 import pytest
@@ -45,7 +45,7 @@ class Recorder(Shell):
 
     async def wait_for_ctrl_c_async(self) -> None:
         try:
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             await asyncio.get_running_loop().create_future()
         finally:
             self.events.append(f"{self.name} unwound")
@@ -111,8 +111,8 @@ def test_a_lost_worker_explains_the_failed_call_of_another_one() -> None:
     rollout, actor = Recorder([], "rollout"), Recorder([], "actor")
     lost = WorkerLost("worker train/0 ended with exit code 1")
     refused = PeerLost("train/0 is lost")
+    actor.worker_lost = lost  # as its heartbeat finds
     with pytest.raises(WorkerLost) as caught, start(rollout, actor):
-        actor.worker_lost = lost  # as its heartbeat finds
         rollout.fail(refused)
     assert caught.value is lost
     assert lost.__cause__ is refused

@@ -68,7 +68,6 @@ def runs(draw: st.NumberFn, over_bound: OverBound, max_eta: int = 5) -> Settings
         evaluate_every=draw(st.sampled_from([0, 1, 3])),
         num_prompts=draw(st.sampled_from([1, 5, 1000])),
         seed=draw(st.integers(0, 2**32)),
-        heartbeat_interval_s=1e6,  # replies, those to pings too, may be late
         behavior=draw(behaviors),
     )
 

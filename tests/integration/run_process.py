@@ -1,0 +1,186 @@
+"""A user's script as a process, and every process that comes of it.
+
+All of them inherit a mark in their environment, so they are found wherever they are: workers lead
+sessions of their own, and after `kill -9` of the script init is their parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).with_name("scripts")
+TINY_RUN = SCRIPTS / "tiny_run.py"
+TINY_YAML = SCRIPTS / "tiny_run.yaml"
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+LIMIT_S = 120.0
+"""Far above what anything here takes, for a machine that is busy with other work."""
+
+_POLL_S = 0.05
+_MARK = "AREAL_SC_TEST_RUN"
+
+
+class RunProcess:
+    """One started script.
+
+    Attributes:
+        run_dir: its run folder.
+    """
+
+    def __init__(self, run_dir: Path, script: Path, *arguments: str) -> None:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self._mark = f"{_MARK}={uuid.uuid4()}"
+        self._output_path = run_dir.with_name(f"{run_dir.name}-{self._mark[-6:]}.txt")
+        with self._output_path.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), *arguments, f"run_dir={run_dir}"],
+                cwd=REPOSITORY,
+                env=os.environ | dict([self._mark.split("=")]),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return self._output_path.read_text(errors="replace")
+
+    def send(self, signum: int) -> None:
+        self._process.send_signal(signum)
+
+    def send_to_foreground(self, signum: int) -> None:
+        """As a terminal does on Ctrl-C: to the script's whole process group."""
+        os.killpg(self.pid, signum)
+
+    def wait(self, timeout_s: float = LIMIT_S) -> int:
+        """The script's exit code."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {timeout_s:g} s\n{self.story()}") from None
+
+    def finish(self) -> None:
+        """Waits for the end of a run that succeeds."""
+        code = self.wait()
+        assert code == 0, f"exit code {code}\n{self.story()}"
+
+    def wait_until(self, is_so: Callable[[], Any], what: str) -> None:
+        """Waits for something that the living script brings about."""
+        give_up = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert self._process.poll() is None, f"ended before {what}\n{self.story()}"
+            assert time.monotonic() < give_up, f"waited {LIMIT_S:g} s for {what}\n{self.story()}"
+            time.sleep(_POLL_S)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: step in self.steps(), f"training step {step}")
+
+    def processes(self) -> dict[int, str]:
+        """pid -> command line of every living process that came of the script, itself included."""
+        mark = self._mark.encode()
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                # that of a zombie is empty
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = command.decode(errors="replace")
+            except OSError:
+                continue  # it has ended, or is somebody else's
+        return found
+
+    def wait_until_gone(self, timeout_s: float = LIMIT_S) -> None:
+        """No process is left of the run."""
+        give_up = time.monotonic() + timeout_s
+        while left := self.processes():
+            assert time.monotonic() < give_up, f"left after {timeout_s:g} s: {left}\n{self.story()}"
+            time.sleep(_POLL_S)
+
+    def worker_pid(self, name: str) -> int:
+        """Of a running worker such as `rollout/0`."""
+        for report in (self.run_dir / "workers").glob("*.json"):
+            content = json.loads(report.read_text())
+            if content["name"] == name:
+                return int(content["pid"])
+        raise AssertionError(f"no worker {name} has reported\n{self.story()}")
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """Whole lines of `metrics.jsonl` of that kind, in order."""
+        path = self.run_dir / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().split("\n")[:-1]
+        return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records("step")]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [record for record in self.records("event") if record["name"] == name]
+
+    def summary(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return content
+
+    def story(self) -> str:
+        """What the run has said, for a failed assertion."""
+        parts = [f"--- output\n{self.output[-6000:]}"]
+        for log in sorted((self.run_dir / "logs").glob("*.log")):
+            parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
+        return "\n".join(parts)
+
+    def kill_all(self) -> None:
+        while left := self.processes():
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self._process.poll()
+            time.sleep(_POLL_S)
+        self._process.wait(LIMIT_S)
+
+
+@contextmanager
+def tiny_run(
+    run_dir: Path, model: Path, *overrides: str, script: Path = TINY_RUN
+) -> Iterator[RunProcess]:
+    """A run of `tiny_run.yaml`; whatever a test does, nothing is left of it."""
+    with started(
+        run_dir,
+        script,
+        *("--config", str(TINY_YAML), f"actor.path={model}"),
+        f"task.gate={gate_of(run_dir)}",
+        *overrides,
+    ) as run:
+        yield run
+
+
+@contextmanager
+def started(run_dir: Path, script: Path, *arguments: str) -> Iterator[RunProcess]:
+    run = RunProcess(run_dir, script, *arguments)
+    try:
+        yield run
+    finally:
+        run.kill_all()
+
+
+def gate_of(run_dir: Path) -> Path:
+    """The file that lets held episodes of a tiny run go on."""
+    return run_dir.with_name(f"{run_dir.name}-gate")

@@ -1,0 +1,75 @@
+"""Workflows, rewards and datasets that a user might write, most of them wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from typing import Any
+
+from areal_sc import Prompts, SingleTurnWorkflow, Trajectory, Workflow
+from areal_sc.workflows.base import EpisodeEngine
+
+
+def right(prompt: dict[str, Any], completion: str) -> float:
+    return 1.0
+
+
+def raises(prompt: dict[str, Any], completion: str) -> float:
+    return float(prompt["solution"] == completion)
+
+
+def not_a_number(prompt: dict[str, Any], completion: str) -> float:
+    return float("nan")
+
+
+def hangs(prompt: dict[str, Any], completion: str) -> float:
+    """In C code, with the interpreter's lock held."""
+    ctypes.PyDLL(None).sleep(600)
+    return 0.0
+
+
+def hangs_for_some(prompt: dict[str, Any], completion: str) -> float:
+    return hangs(prompt, completion) if prompt.get("hang") else 1.0
+
+
+class ReturnsNothing(Workflow):
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        return None
+
+
+class UnequalLengths(Workflow):
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        return Trajectory([3, 4, 5], [True] * 3, [-1.0] * 2, [0] * 3, 1.0)
+
+
+class Raises(Workflow):
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        raise ZeroDivisionError("of the episode")
+
+
+class SlowForSome(SingleTurnWorkflow):
+    """Every `every`-th episode of a worker waits between its generation and its reward."""
+
+    def __init__(self, every: int, delay_s: float) -> None:
+        super().__init__(right)
+        self.every = every
+        self.delay_s = delay_s
+        self._num_begun = 0
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        self._num_begun += 1
+        is_slow = self._num_begun % self.every == 0
+        trajectory = await super().run_episode(prompt, engine)
+        if is_slow:
+            await asyncio.sleep(self.delay_s)
+        return trajectory
+
+
+class UnreadableRows(Prompts):
+    """A dataset whose every row fails."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise OSError(f"row {index} is on a broken disk")

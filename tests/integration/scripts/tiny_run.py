@@ -1,0 +1,65 @@
+"""A whole run with PPOTrainer that a test can hold at a known place: see `tiny_run.yaml`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, Trajectory, load_config, run_script
+from areal_sc.workflows.base import EpisodeEngine, RewardFunction
+
+
+def partial(prompt: dict[str, Any], completion: str) -> float:
+    """Never 0, so that a 0 in the metrics would be no answer's reward."""
+    return 1.0 if completion[:1] in prompt["answer"] else 0.5
+
+
+def unknown_answer(prompt: dict[str, Any], completion: str) -> float:
+    """The key is not there: every row is rejected."""
+    return float(prompt["solution"] == completion)
+
+
+REWARDS: dict[str, RewardFunction] = {"partial": partial, "unknown_answer": unknown_answer}
+
+
+class GatedWorkflow(SingleTurnWorkflow):
+    """Holds a worker's episodes beyond the first `num_free` until the file `gate` exists."""
+
+    def __init__(self, reward: RewardFunction, num_free: int, gate: Path) -> None:
+        super().__init__(reward)
+        self.num_free = num_free
+        self.gate = gate
+        self._num_begun = 0
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        self._num_begun += 1
+        if self._num_begun > self.num_free:
+            while not self.gate.exists():
+                await asyncio.sleep(0.02)
+        return await super().run_episode(prompt, engine)
+
+
+def letter_prompts(num_prompts: int, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    answers = [rng.sample(string.ascii_lowercase, rng.randint(2, 8)) for _ in range(num_prompts)]
+    return [{"prompt": "".join(a) + "=", "answer": "".join(sorted(a))} for a in answers]
+
+
+def main(argv: list[str]) -> None:
+    config = load_config(argv, GRPOConfig)
+    task = config.task
+    reward = REWARDS[task["reward"]]
+    PPOTrainer(config).fit(
+        GatedWorkflow(reward, task["num_free_episodes"], Path(task["gate"])),
+        letter_prompts(64, seed=0),
+        evaluation_prompts=letter_prompts(16, seed=1),
+        evaluation_workflow=SingleTurnWorkflow(reward),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,148 @@
+"""How a run ends, and how it goes on: kills, signals, exceptions, second runs, dead workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from integration.run_process import LIMIT_S, SCRIPTS, gate_of, tiny_run
+
+ROWS_A_STEP = 4 * 2
+HELD_AFTER_STEP_4 = f"task.num_free_episodes={4 * ROWS_A_STEP + 8}"
+"""The worker has begun the 8 episodes of the first evaluation and those of 4 steps."""
+ENDLESS = "total_steps=100000"
+
+
+def test_kill_9_of_the_script_leaves_no_orphan_and_the_same_command_goes_on(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    arguments = ("total_steps=7", "checkpoint.every_steps=1", "task.num_free_episodes=32")
+    with tiny_run(tmp_path / "run", tiny_model_folder, *arguments) as killed:
+        snapshot = killed.run_dir / "checkpoints" / "step-000002"
+        killed.wait_until(snapshot.is_dir, "the snapshot of step 2")
+        killed.send(signal.SIGKILL)
+        assert killed.wait() == -signal.SIGKILL
+        gate_of(killed.run_dir).touch()
+        # at once, beside workers that have not noticed yet
+        with tiny_run(tmp_path / "run", tiny_model_folder, *arguments) as resumed:
+            killed.wait_until_gone()
+            resumed.finish()
+            resumed.wait_until_gone()
+            (event,) = resumed.events("resumed")
+            assert event["step"] >= 2
+            assert f"resumed after step {event['step']}" in resumed.output
+            records = resumed.records("step") + resumed.events("resumed")
+            after = [r["step"] for r in sorted(records, key=lambda r: r["time"]) if "reward" in r]
+            assert after[-(7 - event["step"]) :] == list(range(event["step"] + 1, 8))
+            summary = resumed.summary()
+    assert summary["num_steps"] == 7
+    assert summary["num_rows_trained"] == 7 * ROWS_A_STEP
+    assert summary["num_rows_trained_twice"] == 0
+
+
+def test_orphans_of_a_killed_script_end_by_themselves(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """Also while they are computing; bounded by the orphan timeout of 6 s."""
+    with tiny_run(tmp_path / "run", tiny_model_folder, ENDLESS) as run:
+        run.wait_for_step(2)
+        before = run.processes()
+        assert len(before) >= 5  # script, fork server, two workers, and the rewards' own server
+        run.send(signal.SIGKILL)
+        run.wait()
+        run.wait_until_gone(30.0)
+
+
+def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """Ctrl-C to the script alone, Ctrl-C in a terminal, SIGTERM; and a second run in a folder."""
+    with ExitStack() as stack:
+        alone, foreground, terminated = (
+            stack.enter_context(
+                tiny_run(tmp_path / name, tiny_model_folder, ENDLESS, "task.num_free_episodes=16")
+            )
+            for name in ("alone", "foreground", "terminated")
+        )
+        for run in (alone, foreground, terminated):
+            run.wait_for_step(1)
+        second = stack.enter_context(tiny_run(tmp_path / "alone", tiny_model_folder, ENDLESS))
+        assert second.wait() == 3
+        assert f"process {alone.pid} is running in it" in second.output
+        alone.send(signal.SIGINT)
+        foreground.send_to_foreground(signal.SIGINT)
+        terminated.send(signal.SIGTERM)
+        for run, code, word in (
+            (alone, 130, "stopped by Ctrl-C"),
+            (foreground, 130, "stopped by Ctrl-C"),
+            (terminated, 143, "stopped by SIGTERM"),
+        ):
+            assert run.wait() == code, run.story()
+            assert run.output.rstrip().endswith(word), run.output
+            assert "Traceback" not in run.output
+            run.wait_until_gone(5.0)
+
+
+def test_ctrl_c_while_the_workers_are_being_started(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    with tiny_run(tmp_path / "run", tiny_model_folder) as run:
+        run.wait_until(lambda: "phase=start-up" in run.output, "the start of the workers")
+        run.send_to_foreground(signal.SIGINT)
+        assert run.wait() == 130, run.story()
+        assert "Traceback" not in run.output
+        run.wait_until_gone(5.0)
+
+
+def test_an_exception_in_the_users_loop_leaves_no_orphan(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    script = SCRIPTS / "failing_loop.py"
+    with tiny_run(tmp_path / "run", tiny_model_folder, script=script) as run:
+        assert run.wait() == 1, run.story()
+        assert "LookupError: 'nothing is known about version 1'" in run.output or (
+            "LookupError: nothing is known about version 1" in run.output
+        )
+        run.wait_until_gone(5.0)
+
+
+def test_two_runs_at_a_time_in_two_folders_finish(tmp_path: Path, tiny_model_folder: Path) -> None:
+    with (
+        tiny_run(tmp_path / "a", tiny_model_folder) as first,
+        tiny_run(tmp_path / "b", tiny_model_folder, "rollout.num_workers=2") as second,
+    ):
+        for run in (first, second):
+            run.finish()
+            assert run.summary()["num_rows_trained"] == 3 * ROWS_A_STEP
+            run.wait_until_gone()
+
+
+@pytest.mark.parametrize(
+    ("worker", "signum", "said"),
+    [
+        ("rollout/0", signal.SIGKILL, "rollout/0 ended with signal 9 (SIGKILL)"),
+        ("train/1", signal.SIGKILL, "train/1 ended with signal 9 (SIGKILL)"),
+        ("rollout/0", signal.SIGSTOP, "rollout/0 missed 5 heartbeats"),
+    ],
+)
+def test_a_lost_worker_ends_the_run_and_is_named(
+    tmp_path: Path, tiny_model_folder: Path, worker: str, signum: int, said: str
+) -> None:
+    with tiny_run(
+        tmp_path / "run",
+        tiny_model_folder,
+        *(ENDLESS, "actor.num_workers=2", "scheduler.heartbeat_interval_s=0.5"),
+    ) as run:
+        run.wait_for_step(3)
+        os.kill(run.worker_pid(worker), signum)
+        assert run.wait(60.0) == 5, run.story()
+        log = run.run_dir / "logs" / f"{worker.replace('/', '-')}.log"
+        assert said in run.output
+        assert str(log) in run.output
+        assert len(run.output.partition("ERROR ")[2].splitlines()) < 40
+        run.wait_until_gone(5.0)
+        # its rows are no answer: `partial` never gives less than 0.5
+        assert all(record["reward"] >= 0.5 for record in run.records("step"))
+        assert all(record["num_rows"] == ROWS_A_STEP for record in run.records("step"))
