@@ -23,17 +23,29 @@ LOSS_NOTICE_S = 2.0
 
 
 class ControlLoop:
-    """Runs coroutines of the controllers; `run` blocks the calling thread until one is done."""
+    """Runs coroutines of the controllers; `run` blocks the calling thread until one is done.
 
-    def __init__(self) -> None:
+    Args:
+        controllers: those whose lost workers end a call of any of them.
+    """
+
+    def __init__(self, controllers: Sequence[Startable] = ()) -> None:
+        self._controllers = controllers
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="areal-controllers", daemon=True
         )
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Result of the coroutine. Ctrl-C in the calling thread cancels it, and lets it unwind."""
+    def run(self, coroutine: Coroutine[Any, Any, T], *, needs_all_workers: bool = False) -> T:
+        """Result of the coroutine. Ctrl-C in the calling thread cancels it, and lets it unwind.
+
+        Args:
+            coroutine: what to run.
+            needs_all_workers: the loss of a worker of any controller ends the call too: what it
+                waits for may depend on that worker without a call to it.
+        Raises: WorkerLost: such a loss. What the coroutine raises.
+        """
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -50,6 +62,9 @@ class ControlLoop:
             while not outcome.done():
                 # Bounded, so that a signal is seen although another thread received it.
                 concurrent.futures.wait([outcome], timeout=SIGNAL_CHECK_S)
+                loss = self.worker_lost() if needs_all_workers else None
+                if loss is not None and not outcome.done():
+                    raise loss
         except BaseException:
             self._loop.call_soon_threadsafe(cancel)
             concurrent.futures.wait([outcome], timeout=JOIN_TIMEOUT_S)
@@ -59,6 +74,11 @@ class ControlLoop:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Runs the coroutine beside whatever comes next."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def worker_lost(self) -> WorkerLost | None:
+        """The first loss of a worker that a controller knows of."""
+        losses = (controller.worker_lost for controller in self._controllers)
+        return next((loss for loss in losses if loss is not None), None)
 
     def close(self) -> None:
         """Stops the loop and joins its thread."""
@@ -104,9 +124,11 @@ class Shell:
 
     def attach(self, control_loop: ControlLoop | None) -> None:
         self._control_loop = control_loop
+        if control_loop is not None:
+            self.worker_lost = None  # that of an earlier start
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._started(coroutine).run(coroutine)
+        return self._started(coroutine).run(coroutine, needs_all_workers=True)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         return self._started(coroutine).submit(coroutine)
@@ -130,7 +152,7 @@ def start(*controllers: Startable) -> Iterator[None]:
     Raises: WorkerLost: in place of a TransportError of the block, where the loss explains it: a
         rank that waits for the dead one, say, or a worker that pulls from it.
     """
-    control_loop = ControlLoop()
+    control_loop = ControlLoop(controllers)
     try:
         for controller in controllers:
             controller.attach(control_loop)
@@ -138,7 +160,7 @@ def start(*controllers: Startable) -> Iterator[None]:
             control_loop.run(_all([controller.start_async for controller in controllers]))
             yield
         except TransportError as error:
-            loss = control_loop.run(_loss_among(controllers))
+            loss = control_loop.run(_notice_loss(control_loop))
             if loss is None:
                 raise
             raise loss from error
@@ -159,11 +181,11 @@ async def _all(starts: list[Callable[[], Awaitable[None]]]) -> None:
         raise errors.exceptions[0] from None
 
 
-async def _loss_among(controllers: Sequence[Startable]) -> WorkerLost | None:
+async def _notice_loss(control_loop: ControlLoop) -> WorkerLost | None:
     loop = asyncio.get_running_loop()
     give_up = loop.time() + LOSS_NOTICE_S
     while True:
-        loss = next((c.worker_lost for c in controllers if c.worker_lost is not None), None)
+        loss = control_loop.worker_lost()
         if loss is not None or loop.time() > give_up:
             return loss
         await asyncio.sleep(0.05)

@@ -148,6 +148,7 @@ class RolloutController(Shell):
         self.policy = StalenessPolicy(
             self.config.max_staleness, self.config.train_batch_groups, self.config.over_bound
         )
+        self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.config.transport)
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
@@ -196,6 +197,8 @@ class RolloutController(Shell):
         await asyncio.gather(*tasks, return_exceptions=True)  # each failure is in `_failure`
         await self._fleet.close()
         self._workers.clear()
+        if self._owns_transport:
+            await self._runtime.transport.close()
 
     @property
     def num_bytes(self) -> int:

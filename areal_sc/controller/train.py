@@ -71,6 +71,7 @@ class TrainController(Shell):
         self.config: ActorConfig = engine.config
         self.scheduler = scheduler
         self.version = 0
+        self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.config.transport)
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
@@ -106,7 +107,10 @@ class TrainController(Shell):
         )
 
     async def close_async(self) -> None:
+        """Ends the workers."""
         await self._fleet.close()
+        if self._owns_transport:
+            await self._runtime.transport.close()
 
     @property
     def num_bytes(self) -> int:

@@ -1,1 +1,224 @@
 """Bad input ends with its cause and its exit code, or is survived; never a hang."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.run_process import TINY_RUN, RunProcess, gate_of, started, tiny_run
+from integration.scripts import episodes
+from integration.scripts.tiny_run import letter_prompts
+
+from areal_sc import GRPOConfig, LocalGenerator, RolloutController, SingleTurnWorkflow, Workflow
+from areal_sc import start as start_controllers
+from areal_sc.errors import TooManyRejections, WorkflowError
+from areal_sc.schedulers.base import Scheduler
+from areal_sc.workflows.sources import PromptSource
+
+ROWS_A_STEP = 4 * 2
+
+
+@pytest.fixture(scope="module")
+def start_rollout(
+    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler
+) -> Callable[..., Any]:
+    """A rollout controller with one worker, as a context manager."""
+
+    @contextmanager
+    def started_rollout(*overrides: str) -> Iterator[RolloutController]:
+        config = tiny_config(*overrides).rollout
+        rollout = RolloutController(LocalGenerator(config), scheduler)
+        with start_controllers(rollout):
+            yield rollout
+
+    return started_rollout
+
+
+def assert_nothing_was_started(run: RunProcess) -> None:
+    assert not (run.run_dir / "logs").exists(), run.story()
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "does not exist"),
+        ("total_steps: [3\n", "line "),
+        ("total_steps: 3\nrun_dirr: x\n", "run_dirr"),
+    ],
+    ids=["missing", "broken", "unknown key"],
+)
+def test_an_unusable_yaml_file(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "settings.yaml"
+    if content is not None:
+        path.write_text(content)
+    with started(tmp_path / "run", TINY_RUN, "--config", str(path)) as run:
+        assert run.wait() == 2, run.story()
+        assert str(path) in run.output
+        assert said in run.output
+        assert_nothing_was_started(run)
+
+
+def test_an_unknown_key_on_the_command_line(tmp_path: Path, tiny_model_folder: Path) -> None:
+    with tiny_run(tmp_path / "run", tiny_model_folder, "rollout.group_sise=4") as run:
+        assert run.wait() == 2, run.story()
+        assert "rollout.group_sise" in run.output
+        assert "rollout.group_size" in run.output  # the nearest known one
+        assert_nothing_was_started(run)
+
+
+@pytest.mark.parametrize("what", ["weights", "folder"])
+def test_a_model_folder_without_weights_or_that_is_not_there(
+    tmp_path: Path, tiny_model_folder: Path, what: str
+) -> None:
+    folder = tmp_path / "model"
+    if what == "weights":
+        shutil.copytree(
+            tiny_model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin")
+        )
+    with tiny_run(tmp_path / "run", folder) as run:
+        code = run.wait()
+        assert code in (2, 6), run.story()
+        assert str(folder) in run.output
+        assert "Traceback" not in run.output
+        assert not list((run.run_dir / "logs").glob("train-*")), run.story()
+        run.wait_until_gone(5.0)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "cause", "said"),
+    [
+        (SingleTurnWorkflow(episodes.raises), "reward_error", "KeyError: 'solution'"),
+        (SingleTurnWorkflow(episodes.not_a_number), "reward_error", "returned nan"),
+        (SingleTurnWorkflow(episodes.hangs), "reward_error", "took longer than 0.5 s"),
+        (SingleTurnWorkflow(episodes.right, prompt_key="question"), "prompt_error", "question"),
+        (episodes.ReturnsNothing(), "rejected", "the workflow returned None"),
+        (episodes.UnequalLengths(), "workflow_error", "fields differ in length"),
+        (episodes.Raises(), "workflow_error", "ZeroDivisionError: of the episode"),
+    ],
+    ids=["raises", "NaN", "hangs", "wrong key", "None", "unequal lengths", "workflow raises"],
+)
+def test_rows_that_are_all_rejected_end_the_run_with_their_cause(
+    start_rollout: Callable[..., Any], workflow: Workflow, cause: str, said: str
+) -> None:
+    with (
+        start_rollout("rollout.rejection_window=4", "rollout.reward_timeout_s=0.5") as rollout,
+        pytest.raises(TooManyRejections, match=rf"Causes: {cause} x\d+\.") as failure,
+    ):
+        rollout.prepare_batch(letter_prompts(32, seed=5), workflow)
+    assert said in str(failure.value)
+    assert "rollout.max_rejection_rate" in str(failure.value)
+    assert failure.value.exit_code == 7
+    account = rollout.ledger.account()
+    assert account["rows_trained"] == 0
+    assert account["rejected"][cause] >= 4
+
+
+def test_a_dataset_that_cannot_be_read(start_rollout: Callable[..., Any]) -> None:
+    with (
+        start_rollout("rollout.rejection_window=4") as rollout,
+        pytest.raises(TooManyRejections, match=r"row \d+ is on a broken disk"),
+    ):
+        rollout.prepare_batch(episodes.UnreadableRows(), SingleTurnWorkflow(episodes.right))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "workflow", "said"),
+    [
+        ([], SingleTurnWorkflow(episodes.right), "is empty"),
+        ([{"prompt": "a="}], SingleTurnWorkflow(lambda prompt, completion: 1.0), "lambda"),
+        ([{"prompt": "a="}], episodes.right, "expected an instance of areal_sc.Workflow"),
+        ([{"prompt": object()}], SingleTurnWorkflow(episodes.right), "prompt"),
+    ],
+    ids=["empty dataset", "lambda", "no workflow", "no JSON"],
+)
+def test_what_cannot_be_sent_to_workers_is_refused_at_once(
+    start_rollout: Callable[..., Any], prompts: PromptSource, workflow: Any, said: str
+) -> None:
+    with start_rollout() as rollout, pytest.raises(WorkflowError, match=said) as refusal:
+        rollout.prepare_batch(prompts, workflow)
+    assert refusal.value.exit_code == 7
+    assert rollout.ledger.num_admitted_not_rejected == 0
+
+
+def test_some_bad_rows_are_left_out_and_the_run_goes_on(start_rollout: Callable[..., Any]) -> None:
+    """Prompts longer than the context, and rewards that hang; neither becomes a reward of 0."""
+    prompts = letter_prompts(6, seed=7)
+    prompts.insert(1, {"prompt": "a" * 100 + "=", "answer": "a"})
+    prompts.insert(4, {"prompt": "ba=", "answer": "ab", "hang": True})
+    with start_rollout("rollout.reward_timeout_s=0.5") as rollout:
+        workflow = SingleTurnWorkflow(episodes.hangs_for_some)
+        outside = rollout.rollout_batch(prompts, workflow)
+        assert {row.group_id for row in outside.rows} == {-1, -3, -4, -6, -7, -8}
+        rejected = dict(rollout.counters.rejected_rows)
+        assert rejected == {"prompt_error": 2, "reward_error": 2}
+        assert "max_context_tokens" in rollout.counters.rejection_examples["prompt_error"]
+        batch = rollout.prepare_batch(prompts, workflow)
+        assert len({row.group_id for row in batch.rows}) == 4
+        for rows in (outside.rows, batch.rows):
+            assert {row.reward for row in rows} == {1.0}
+            assert max(row.sequence_length for row in rows) <= 64
+
+
+def test_a_dataset_smaller_than_a_batch_is_repeated(start_rollout: Callable[..., Any]) -> None:
+    with start_rollout() as rollout:
+        batch = rollout.prepare_batch(
+            letter_prompts(3, seed=8), SingleTurnWorkflow(episodes.right)
+        )
+        groups = {row.group_id for row in batch.rows}
+        prompts = [rollout.ledger.group(group).prompt.index for group in sorted(groups)]
+    assert len(groups) == 4
+    assert set(prompts) <= {0, 1, 2}
+
+
+def test_a_reward_that_always_fails_ends_the_script_in_one_block(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    with tiny_run(tmp_path / "run", tiny_model_folder, "task.reward=unknown_answer") as run:
+        assert run.wait() == 7, run.story()
+        block = run.output.partition("ERROR ")[2]
+        assert "rows were rejected" in block
+        assert "reward_error" in block
+        assert "KeyError: 'solution'" in block
+        assert len(block.splitlines()) < 15
+        assert run.steps() == []
+        run.wait_until_gone(5.0)
+
+
+def test_a_snapshot_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """The training rank may write no more than a few bytes to a file, between steps 2 and 4."""
+    with tiny_run(
+        tmp_path / "run",
+        tiny_model_folder,
+        *("total_steps=6", "rollout.max_staleness=0", "checkpoint.every_steps=1"),
+        f"task.num_free_episodes={2 * ROWS_A_STEP}",
+    ) as run:
+        run.wait_until(lambda: len(run.events("snapshot")) == 2, "two snapshots")
+        kept = {path.name: _sizes(path) for path in (run.run_dir / "checkpoints").iterdir()}
+        rank = run.worker_pid("train/0")
+        limits = resource.prlimit(rank, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        gate_of(run.run_dir).touch()
+        run.wait_until(lambda: run.events("snapshot_failed"), "a failed snapshot")
+        assert {p.name: _sizes(p) for p in (run.run_dir / "checkpoints").iterdir()} == kept
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, limits)
+        run.finish()
+        assert "the run goes on without this snapshot" in run.output
+        assert "File too large" in run.output
+        assert run.steps() == [1, 2, 3, 4, 5, 6]
+        assert run.summary()["num_rows_trained"] == 6 * ROWS_A_STEP
+        assert (run.run_dir / "model" / "model.safetensors").is_file()
+
+
+def _sizes(folder: Path) -> Sequence[tuple[str, int]]:
+    return sorted(
+        (str(path.relative_to(folder)), path.stat().st_size)
+        for path in folder.rglob("*")
+        if path.is_file()
+    )

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from integration.run_process import LIMIT_S, SCRIPTS, gate_of, tiny_run
+from integration.run_process import SCRIPTS, gate_of, tiny_run
 
 ROWS_A_STEP = 4 * 2
-HELD_AFTER_STEP_4 = f"task.num_free_episodes={4 * ROWS_A_STEP + 8}"
-"""The worker has begun the 8 episodes of the first evaluation and those of 4 steps."""
 ENDLESS = "total_steps=100000"
 
 
@@ -120,20 +117,23 @@ def test_two_runs_at_a_time_in_two_folders_finish(tmp_path: Path, tiny_model_fol
 
 
 @pytest.mark.parametrize(
-    ("worker", "signum", "said"),
+    ("worker", "signum", "num_free_steps", "said"),
     [
-        ("rollout/0", signal.SIGKILL, "rollout/0 ended with signal 9 (SIGKILL)"),
-        ("train/1", signal.SIGKILL, "train/1 ended with signal 9 (SIGKILL)"),
-        ("rollout/0", signal.SIGSTOP, "rollout/0 missed 5 heartbeats"),
+        ("rollout/0", signal.SIGKILL, 100000, "rollout/0 ended with signal 9 (SIGKILL)"),
+        ("rollout/0", signal.SIGSTOP, 100000, "rollout/0 missed 5 heartbeats"),
+        ("train/1", signal.SIGKILL, 100000, "train/1 ended with signal 9 (SIGKILL)"),
+        # the script waits for rows, and calls no training rank
+        ("train/1", signal.SIGKILL, 3, "train/1 ended with signal 9 (SIGKILL)"),
     ],
 )
 def test_a_lost_worker_ends_the_run_and_is_named(
-    tmp_path: Path, tiny_model_folder: Path, worker: str, signum: int, said: str
+    tmp_path: Path, tiny_model_folder: Path, worker: str, signum: int, num_free_steps: int, said: str
 ) -> None:
     with tiny_run(
         tmp_path / "run",
         tiny_model_folder,
         *(ENDLESS, "actor.num_workers=2", "scheduler.heartbeat_interval_s=0.5"),
+        f"task.num_free_episodes={num_free_steps * ROWS_A_STEP}",
     ) as run:
         run.wait_for_step(3)
         os.kill(run.worker_pid(worker), signum)

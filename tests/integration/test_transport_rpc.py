@@ -378,6 +378,18 @@ async def test_closing_a_client_ends_its_calls() -> None:
             await client.call("echo", {}, timeout_s=100)
 
 
+async def test_connections_can_be_closed_at_any_moment_of_their_life() -> None:
+    async with serving() as (_, _, address):
+        transport = ZmqTransport()
+        for i in range(300):
+            client = transport.connect(address if i % 3 else "tcp://127.0.0.1:9", "train/2", LIFE)
+            if i % 3 == 1:
+                await client.call("echo", {}, timeout_s=20)
+            await client.close()
+            await client.close()
+        await transport.close()
+
+
 async def test_a_transport_closes_its_connections_and_makes_no_more() -> None:
     async with serving() as (_, _, address):
         ids = iter(f"id{i}" for i in range(100))

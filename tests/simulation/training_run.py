@@ -110,6 +110,7 @@ class TrainingRun:
         self.admitted: list[tuple[PromptReference, int]] = []
         self.rejected: dict[int, str] = {}
         self.trained_at: dict[int, int] = {}
+        self.duration_s = 0.0
         self._evaluation: asyncio.Task[EvaluationOutcome] | None = None
 
     @asynccontextmanager
@@ -130,6 +131,7 @@ class TrainingRun:
         async with self.started():
             for _ in range(self.settings.num_steps):
                 await self.step()
+            self.duration_s = self.cluster.now_s
             await self._collect_evaluation()
             await self.check_end()
         return self

@@ -63,6 +63,19 @@ def test_a_lost_rollout_worker_ends_the_wait_for_a_batch() -> None:
     run_virtual(scenario())
 
 
+def test_the_loss_of_an_idle_worker_counts_too() -> None:
+    async def scenario() -> None:
+        async with slow_run(max_concurrent_groups=1).started() as run:
+            waiting = asyncio.create_task(run.step())
+            await asyncio.sleep(20.0)
+            idle = [w for w in run.cluster.rollout_workers if not w.running]
+            assert len(idle) == 2
+            idle[0].end("exit code 1")
+            await fails_within(1.0, waiting, WorkerLost)
+
+    run_virtual(scenario())
+
+
 def test_the_last_lines_of_a_lost_workers_log_come_with_the_error() -> None:
     async def scenario() -> None:
         async with slow_run().started() as run:

@@ -8,13 +8,17 @@ that it is played with, and what each mode promises besides.
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.cluster import Behavior, Number
 from simulation.training_run import Settings, TrainingRun, play
+from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import OverBound
+from areal_sc.metadata import BatchMetadata
 
 MAX_GENERATION_S = 300.0
 
@@ -129,3 +133,53 @@ def test_without_staleness_generation_and_training_take_turns(run_settings: Sett
     for start in run.cluster.starts:
         assert start.time_s >= sealed_at[start.admitted_version]
         assert start.worker_version == start.admitted_version
+
+
+def slow_tail(mode: OverBound, seed: int, **changes: Any) -> Settings:
+    """Heavy-tailed lengths at a tight bound."""
+    behavior = Behavior(generation_s=lognormal(2.0, 1.0), reply_delay_s=up_to(30.0))
+    return Settings(
+        **{
+            "num_steps": 12,
+            "over_bound": mode,
+            "max_staleness": 1,
+            "seed": seed,
+            "behavior": behavior,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_schedules_reach_what_the_modes_are_for(seed: int) -> None:
+    """Else the properties above would hold for want of a slow group."""
+    runs = {mode: play(slow_tail(mode, seed)) for mode in OverBound}
+    assert max_group_staleness(runs[OverBound.train]) > 1
+    masked = [
+        row.num_loss_tokens - row.num_loss_tokens_since(batch.min_token_version or 0)
+        for batch in runs[OverBound.mask].batches
+        for row in batch.rows
+    ]
+    assert sum(masked) > 0
+    assert "stale" in runs[OverBound.regenerate].rejected.values()
+    assert runs[OverBound.wait].duration_s > runs[OverBound.train].duration_s
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_groups_that_were_given_up_on_their_way_are_forgotten(seed: int) -> None:
+    """A group is found stale after its rows were sealed and before their names arrived.
+
+    `TrainingRun` checks that nothing is left at the end.
+    """
+
+    class Watching(TrainingRun):
+        num_nameless = 0
+
+        def check_stores(self, batch: BatchMetadata) -> None:
+            super().check_stores(batch)
+            for worker in self.cluster.rollout_workers:
+                self.num_nameless += len(self.rejected.keys() & worker.store.group_of.values())
+
+    run = Watching(slow_tail(OverBound.regenerate, seed))
+    run_virtual(run.play())
+    assert run.num_nameless > 0
