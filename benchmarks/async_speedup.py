@@ -165,8 +165,9 @@ def main() -> None:
 
         for seed in seeds:
             job.warm_start(seed)
-            if seed == seeds[0]:
-                threads = better_threads(job, lambda count: config_of(0, 0, count, count))
+            say(f"seed {seed}: warm start is made")
+        threads = better_threads(job, lambda count: config_of(seeds[0], 0, count, count))
+        for seed in seeds:
             for side, config in (
                 ("async", config_of(seed, MAX_STALENESS, 1, 1)),
                 ("sync", config_of(seed, 0, *threads)),
@@ -191,9 +192,10 @@ def show(
         "max_staleness": f"{MAX_STALENESS} and 0",
         "threads (train, rollout)": f"1, 1 and {threads[0]}, {threads[1]}",
     }
-    columns = ("side", "seed", "s/step", "floor", "wait", "train", "sync", "cores train")
-    columns += ("cores rollout", "cores script", "generated/s", "max staleness", "masked")
-    columns += ("wasted", *(f"s to {target:g}" for target in TARGETS.values()), "accuracy")
+    columns: tuple[str, ...] = ("side", "seed", "s/step", "floor", "wait", "train", "sync")
+    columns += ("cores train", "cores rollout", "cores script", "generated/s", "max staleness")
+    columns += ("masked", "wasted", *(f"s to {target:g}" for target in TARGETS.values()))
+    columns += ("accuracy",)
     rows = [
         (
             side,

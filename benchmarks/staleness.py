@@ -214,7 +214,13 @@ def over_bound_metrics(runs: Runs, seconds_per_token: float) -> Metrics:
 
 
 def show_over_bound(runs: Runs, metrics: Metrics, scale: Scale) -> None:
-    columns = ("auc", "auc_in_time", "final_accuracy", "s_per_step", "masked_share")
+    columns: tuple[str, ...] = (
+        "auc",
+        "auc_in_time",
+        "final_accuracy",
+        "s_per_step",
+        "masked_share",
+    )
     columns += ("wasted_share", "token_staleness_max", "group_staleness_max")
     report.print_table(
         "Over the staleness bound",

@@ -24,9 +24,12 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     os.environ.update(spec.environment)
     setup_logging(spec.name)
     # After the environment is set: torch reads CUDA_VISIBLE_DEVICES when it is first used.
+    from transformers.utils.logging import disable_progress_bar
+
     from areal_sc.workers.rollout_worker import RolloutWorker
     from areal_sc.workers.train_worker import TrainWorker
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         worker = {"train": TrainWorker, "rollout": RolloutWorker}[spec.role](spec)
         asyncio.run(worker.serve())

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from integration.run_process import TINY_YAML
 
 from areal_sc import GRPOConfig, load_config, make_scheduler
 from areal_sc.schedulers.base import Scheduler
-from integration.run_process import TINY_YAML
 
 
 @pytest.fixture(scope="module")

@@ -182,5 +182,11 @@ def started(run_dir: Path, script: Path, *arguments: str) -> Iterator[RunProcess
 
 
 def gate_of(run_dir: Path) -> Path:
-    """The file that lets held episodes of a tiny run go on."""
+    """The file whose size says how many more episodes of a tiny run may begin."""
     return run_dir.with_name(f"{run_dir.name}-gate")
+
+
+def open_gate(run_dir: Path) -> None:
+    """Lets each rollout worker begin `task.num_free_episodes` more."""
+    with gate_of(run_dir).open("ab") as gate:
+        gate.write(b".")

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from integration.run_process import SCRIPTS, gate_of, tiny_run
+from integration.run_process import SCRIPTS, open_gate, tiny_run
 
 ROWS_A_STEP = 4 * 2
 ENDLESS = "total_steps=100000"
@@ -23,7 +23,7 @@ def test_kill_9_of_the_script_leaves_no_orphan_and_the_same_command_goes_on(
         killed.wait_until(snapshot.is_dir, "the snapshot of step 2")
         killed.send(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL
-        gate_of(killed.run_dir).touch()
+        open_gate(killed.run_dir)
         # at once, beside workers that have not noticed yet
         with tiny_run(tmp_path / "run", tiny_model_folder, *arguments) as resumed:
             killed.wait_until_gone()
@@ -99,9 +99,7 @@ def test_an_exception_in_the_users_loop_leaves_no_orphan(
     script = SCRIPTS / "failing_loop.py"
     with tiny_run(tmp_path / "run", tiny_model_folder, script=script) as run:
         assert run.wait() == 1, run.story()
-        assert "LookupError: 'nothing is known about version 1'" in run.output or (
-            "LookupError: nothing is known about version 1" in run.output
-        )
+        assert "LookupError: nothing is known about version 1" in run.output
         run.wait_until_gone(5.0)
 
 
@@ -127,7 +125,12 @@ def test_two_runs_at_a_time_in_two_folders_finish(tmp_path: Path, tiny_model_fol
     ],
 )
 def test_a_lost_worker_ends_the_run_and_is_named(
-    tmp_path: Path, tiny_model_folder: Path, worker: str, signum: int, num_free_steps: int, said: str
+    tmp_path: Path,
+    tiny_model_folder: Path,
+    worker: str,
+    signum: int,
+    num_free_steps: int,
+    said: str,
 ) -> None:
     with tiny_run(
         tmp_path / "run",

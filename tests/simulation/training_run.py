@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from simulation.cluster import Behavior, SimulatedCluster
+from simulation.behavior import Behavior
+from simulation.cluster import SimulatedCluster
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 
 from areal_sc.config.schema import (

@@ -27,7 +27,7 @@ REWARDS: dict[str, RewardFunction] = {"partial": partial, "unknown_answer": unkn
 
 
 class GatedWorkflow(SingleTurnWorkflow):
-    """Holds a worker's episodes beyond the first `num_free` until the file `gate` exists."""
+    """Holds a worker's episodes after each `num_free` of them until the file `gate` grows."""
 
     def __init__(self, reward: RewardFunction, num_free: int, gate: Path) -> None:
         super().__init__(reward)
@@ -36,11 +36,15 @@ class GatedWorkflow(SingleTurnWorkflow):
         self._num_begun = 0
 
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        number = self._num_begun
         self._num_begun += 1
-        if self._num_begun > self.num_free:
-            while not self.gate.exists():
-                await asyncio.sleep(0.02)
+        # the file is of another process: there is no event to wait for
+        while number // self.num_free > self._size_of_gate():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         return await super().run_episode(prompt, engine)
+
+    def _size_of_gate(self) -> int:
+        return self.gate.stat().st_size if self.gate.exists() else 0
 
 
 def letter_prompts(num_prompts: int, seed: int) -> list[dict[str, Any]]:

@@ -8,9 +8,11 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from simulation.cluster import Behavior, SimulatedCluster, SimulatedRolloutWorker
+from simulation.behavior import Behavior
+from simulation.cluster import SimulatedCluster
 from simulation.training_run import Settings, TrainingRun
 from simulation.virtual_loop import run_virtual
+from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.ledger import GroupState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation.cluster import Behavior
+from simulation.behavior import Behavior
 from simulation.training_run import Settings, TrainingRun
 from simulation.virtual_loop import run_virtual
 

@@ -8,12 +8,11 @@ that it is played with, and what each mode promises besides.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation.cluster import Behavior, Number
+from simulation.behavior import Behavior, Number
 from simulation.training_run import Settings, TrainingRun, play
 from simulation.virtual_loop import run_virtual
 
@@ -135,19 +134,10 @@ def test_without_staleness_generation_and_training_take_turns(run_settings: Sett
         assert start.worker_version == start.admitted_version
 
 
-def slow_tail(mode: OverBound, seed: int, **changes: Any) -> Settings:
+def slow_tail(mode: OverBound, seed: int, max_reply_delay_s: float = 0.0) -> Settings:
     """Heavy-tailed lengths at a tight bound."""
-    behavior = Behavior(generation_s=lognormal(2.0, 1.0), reply_delay_s=up_to(30.0))
-    return Settings(
-        **{
-            "num_steps": 12,
-            "over_bound": mode,
-            "max_staleness": 1,
-            "seed": seed,
-            "behavior": behavior,
-            **changes,
-        }
-    )
+    behavior = Behavior(generation_s=lognormal(4.0, 1.0), reply_delay_s=up_to(max_reply_delay_s))
+    return Settings(num_steps=20, over_bound=mode, max_staleness=1, seed=seed, behavior=behavior)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -180,6 +170,6 @@ def test_rows_of_groups_that_were_given_up_on_their_way_are_forgotten(seed: int)
             for worker in self.cluster.rollout_workers:
                 self.num_nameless += len(self.rejected.keys() & worker.store.group_of.values())
 
-    run = Watching(slow_tail(OverBound.regenerate, seed))
+    run = Watching(slow_tail(OverBound.regenerate, seed, 30.0))
     run_virtual(run.play())
     assert run.num_nameless > 0

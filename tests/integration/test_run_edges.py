@@ -1,0 +1,44 @@
+"""Runs at the edges of what the processes around them can do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from integration.run_process import tiny_run
+
+
+def test_the_death_of_the_fork_server_ends_the_run_and_is_named(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """It takes its children with it, so nobody is left to say how they ended."""
+    with tiny_run(tmp_path / "run", tiny_model_folder, "total_steps=100000") as run:
+        run.wait_for_step(2)
+        (server,) = (
+            pid for pid in run.processes() if os.getpgid(pid) == pid and _parent(pid) == run.pid
+        )
+        os.kill(server, signal.SIGKILL)
+        assert run.wait(60.0) == 5, run.story()
+        assert "the fork server is gone" in run.output
+        assert str(run.run_dir / "logs" / "fork_server.log") in run.output
+        assert len(run.output.partition("ERROR ")[2].splitlines()) < 40
+        run.wait_until_gone(5.0)
+
+
+def test_a_rank_without_rows_takes_part(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """As many minibatches as rows: in each of them one of two ranks has nothing to train on."""
+    with tiny_run(
+        tmp_path / "run",
+        tiny_model_folder,
+        *("total_steps=2", "actor.num_workers=2", "actor.ppo.num_minibatches=8"),
+    ) as run:
+        run.finish()
+        assert run.summary()["num_rows_trained"] == 2 * 8
+        assert all(record["train"]["grad_norm"] >= 0 for record in run.records("step"))
+        assert "some ranks are idle" in run.output
+
+
+def _parent(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])

@@ -1,0 +1,40 @@
+"""How simulated workers behave: how long what they do takes, and how often it fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Number = float | Callable[[random.Random], float]
+"""The same one always, or one that is drawn."""
+
+
+@dataclass
+class Behavior:
+    """How simulated workers behave.
+
+    Attributes:
+        generation_s: of one group.
+        completion_tokens: of one row.
+        training_s: of one training step, and of one recomputation of log-probabilities.
+        sealing_s: of one rank's seal of its weights.
+        publication_s: of one worker's pull of the weights.
+        evaluation_s: of one episode.
+        latency_s: of one message, one way.
+        reply_delay_s: what the reply of a finished group takes longer, while other messages of
+            the worker overtake it.
+        group_rejection: probability that all rows of a group are rejected.
+        row_rejection: the same, of each row.
+    """
+
+    generation_s: Number = 1.0
+    completion_tokens: Number = 8
+    training_s: Number = 1.0
+    sealing_s: Number = 0.01
+    publication_s: Number = 0.1
+    evaluation_s: Number = 1.0
+    latency_s: float = 0.001
+    reply_delay_s: Number = 0.0
+    group_rejection: float = 0.0
+    row_rejection: float = 0.0

@@ -1,0 +1,130 @@
+"""A connection to a simulated worker, with the real wire form.
+
+Every request and reply goes through the codec and back, so that what cannot be sent fails and
+every byte is counted; errors arrive as over the wire; a call that is given up is cancelled on the
+other side, one latency later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_sc.errors import PeerLost, RpcTimeout
+from areal_sc.transport.codec import Cancel, Failure, FrameLimits, Reply, Request, decode, encode
+from areal_sc.transport.remote_errors import error_of, failure_of
+
+if TYPE_CHECKING:
+    from simulation.workers import SimulatedWorker
+
+LIMITS = FrameLimits()
+
+
+class SimulatedConnection:
+    """One controller's connection to one worker."""
+
+    def __init__(self, worker: SimulatedWorker, incarnation: str, latency_s: float) -> None:
+        self.node_id = worker.name
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._worker = worker
+        self._incarnation = incarnation
+        self._latency_s = latency_s
+        self._pending: set[asyncio.Future[Reply | Failure]] = set()
+        self._executions: set[asyncio.Task[None]] = set()
+        self._ids = itertools.count()
+
+    async def call(
+        self, method: str, args: dict[str, Any], *, timeout_s: float, request_id: str | None = None
+    ) -> Any:
+        value, _ = await self.call_frames(method, args, timeout_s=timeout_s, request_id=request_id)
+        return value
+
+    async def call_frames(
+        self,
+        method: str,
+        args: dict[str, Any],
+        *,
+        timeout_s: float,
+        frames: Sequence[Any] = (),
+        request_id: str | None = None,
+    ) -> tuple[Any, list[Any]]:
+        assert not frames, "controllers send no payload"
+        request_id = request_id or f"{next(self._ids):032x}"
+        wire = encode(Request(request_id, self._incarnation, method, args), LIMITS)
+        if self._worker.exit_status is not None:
+            raise self._peer_lost()
+        self.bytes_sent += sum(map(len, wire))
+        answer: asyncio.Future[Reply | Failure] = asyncio.get_running_loop().create_future()
+        self._pending.add(answer)
+        execution = self._execute(wire, answer)
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await answer
+        except BaseException as error:
+            self._cancel(request_id, execution)
+            if isinstance(error, TimeoutError):
+                raise RpcTimeout(
+                    f"{method} on {self.node_id} gave no reply within {timeout_s:g} s"
+                ) from None
+            raise
+        finally:
+            self._pending.discard(answer)
+        if isinstance(message, Failure):
+            raise error_of(message, node_id=self.node_id, method=method)
+        return message.value, []
+
+    def fail_pending(self, error: Exception) -> None:
+        for answer in self._pending:
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def close(self) -> None:
+        self.lose_peer()
+
+    def lose_peer(self) -> None:
+        """The far side ends: what it executes is never answered."""
+        for execution in self._executions:
+            execution.cancel()
+        self.fail_pending(self._peer_lost())
+
+    def _peer_lost(self) -> PeerLost:
+        return PeerLost(f"{self.node_id} is lost: the connection ended")
+
+    def _cancel(self, request_id: str, execution: asyncio.Task[None]) -> None:
+        """Tells the worker that nobody waits any more; it is still at work until that arrives."""
+        if not execution.done() and self._worker.exit_status is None:
+            self.bytes_sent += sum(map(len, encode(Cancel(request_id, self._incarnation), LIMITS)))
+            asyncio.get_running_loop().call_later(self._latency_s, execution.cancel)
+
+    def _execute(
+        self, wire: Sequence[Any], answer: asyncio.Future[Reply | Failure]
+    ) -> asyncio.Task[None]:
+        execution = asyncio.create_task(self._run(wire, answer), name=f"method of {self.node_id}")
+        self._executions.add(execution)
+        execution.add_done_callback(self._executions.discard)
+        return execution
+
+    async def _run(self, wire: Sequence[Any], answer: asyncio.Future[Reply | Failure]) -> None:
+        await asyncio.sleep(self._latency_s)
+        request = decode([memoryview(frame) for frame in wire], LIMITS)
+        assert isinstance(request, Request)
+        if self._worker.is_hung:
+            await asyncio.get_running_loop().create_future()
+        reply: Reply | Failure
+        try:
+            handler = self._worker.methods[request.method]
+            reply = Reply(request.request_id, await handler(request.args))
+        except Exception as error:
+            reply = failure_of(error, request.request_id)
+        frames = encode(reply, LIMITS)
+        cluster = self._worker.cluster
+        delay_s = cluster.behavior.reply_delay_s if request.method == "run_group" else 0.0
+        await asyncio.sleep(self._latency_s + cluster.draw(delay_s))
+        self.bytes_received += sum(map(len, frames))
+        if not answer.done():
+            message = decode([memoryview(frame) for frame in frames], LIMITS)
+            assert isinstance(message, Reply | Failure)
+            answer.set_result(message)
