@@ -11,7 +11,7 @@ from letter_sort_job import HELD_OUT_SEED, Lengths, LetterSortJob, Step, trainin
 from letter_sort_task import letter_sort_reward
 
 from areal_sc import GRPOConfig, RolloutController, SingleTurnWorkflow, Workflow
-from areal_sc.controller.rollout import EvaluationOutcome
+from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.metadata import BatchMetadata
 
 

@@ -11,7 +11,7 @@
 Each running group is one task that waits for one RPC: `run_group`, whose reply is the group's
 metadata. Admission, replies, weight updates and batch forming all run on one event loop and change
 the ledger between two awaits only, so there is nothing to lock; whoever waits for a change of
-that state waits on `_changed`.
+that state waits on `Background`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -27,15 +27,21 @@ from typing import Any
 
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Background
 from areal_sc.controller.control_loop import Shell
-from areal_sc.controller.fleet import Fleet, Member
+from areal_sc.controller.evaluation import EvaluationOutcome, MetricSums, mean_metrics
+from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.ledger import Group, GroupState, Ledger
+from areal_sc.controller.rollout_workers import (
+    RPC_MARGIN_S,
+    RolloutWorkers,
+    RolloutWorkerState,
+)
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.engines.base import EngineHandle
-from areal_sc.errors import ArealError, TooManyRejections, WorkerLost, WorkflowError
+from areal_sc.errors import TooManyRejections, WorkerLost, WorkflowError
 from areal_sc.metadata import (
-    TRAJECTORY_BYTES_PER_TOKEN,
     BatchMetadata,
     PromptReference,
     RowMetadata,
@@ -43,15 +49,11 @@ from areal_sc.metadata import (
     concat,
 )
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
-from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.prompts import prompt_at
 from areal_sc.workflows.sources import PromptSource, SourceRegistry
 
 logger = logging.getLogger(__name__)
-
-RPC_MARGIN_S = 60.0
-"""What a group's RPC may take beyond the group's own time limit, which the worker keeps."""
 
 
 @dataclass
@@ -67,51 +69,6 @@ class Counters:
     rejected_rows: Counter[str] = field(default_factory=Counter)
     rejection_examples: dict[str, str] = field(default_factory=dict)
     wasted_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class EvaluationOutcome:
-    """Means over the evaluated prompts.
-
-    Attributes:
-        versions: lowest and highest policy version that sampled a token.
-        num_rejected: prompts whose episode was rejected; they are in no mean.
-    """
-
-    num_prompts: int
-    num_rejected: int
-    reward: float
-    metrics: dict[str, float]
-    versions: tuple[int, int]
-
-
-@dataclass
-class _WorkerState:
-    """What the controller tracks of one rollout worker.
-
-    Attributes:
-        version: the policy version that its engine holds.
-        num_running: groups running on it.
-        num_held: groups whose rows lie in its store: finished ones, those of the batch that is
-            being trained, and dead ones.
-        dead: shards that nothing refers to any more, to be forgotten at the next sweep.
-        num_evaluations: while there are any, it skips publications.
-        open_calls: calls in flight that may seal a shard whose name is not known here yet.
-        mark: (last sequence, calls open when the worker told it): once those calls have returned,
-            every shard up to that sequence is known here or abandoned.
-        acknowledged: shards up to this sequence are known or abandoned.
-    """
-
-    member: Member
-    version: int = 0
-    num_running: int = 0
-    num_held: int = 0
-    dead: list[int] = field(default_factory=list)
-    num_evaluations: int = 0
-    open_calls: set[int] = field(default_factory=set)
-    mark: tuple[int, frozenset[int]] | None = None
-    acknowledged: int = 0
-    update: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,21 +107,20 @@ class RolloutController(Shell):
         )
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.config.transport)
+        self._background = Background(
+            self.config.group_timeout_s + 2 * RPC_MARGIN_S,
+            lambda: f"groups: {self.ledger.account()}",
+        )
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
+        self._workers = RolloutWorkers(self.config, self._fleet, self._background)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
-        self._workers: list[_WorkerState] = []
         self._source: _Source | None = None
-        self._weights: WeightsReference | None = None
-        self._are_pulls_held = False
-        self._failure: BaseException | None = None
         self._paused = False
         self._returned_prompts: deque[PromptReference] = deque()
-        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._group_tasks: dict[int, asyncio.Task[None]] = {}
-        self._group_metrics: dict[int, dict[str, tuple[float, int]]] = {}
+        self._group_metrics: dict[int, MetricSums] = {}
         self._recent_rows: deque[tuple[int, int]] = deque(maxlen=self.config.rejection_window)
-        self._num_calls = 0
         self._num_outside_groups = 0
         self.batch_metrics: dict[str, float] = {}
 
@@ -186,17 +142,17 @@ class RolloutController(Shell):
                 for index in range(self.config.num_workers)
             ]
         )
-        self._workers = [_WorkerState(member) for member in self._fleet.members]
-        await self._fleet.call_all("initialize", [{}] * len(self._workers))
+        self._workers.track(self._fleet.members)
+        await self._workers.call_all("initialize")
 
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
-        tasks = [*self._tasks, *(w.update for w in self._workers if w.update)]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # each failure is in `_failure`
+        await asyncio.gather(*tasks, return_exceptions=True)  # failures are the background's
+        await self._workers.close()
         await self._fleet.close()
-        self._workers.clear()
         if self._owns_transport:
             await self._runtime.transport.close()
 
@@ -216,23 +172,22 @@ class RolloutController(Shell):
             than a group may take.
         """
         self._source = self._register(prompts, workflow)
-        await self._sweep_stores()
+        finished = self.ledger.in_state(GroupState.finished)
+        await self._workers.sweep([group.batch for group in finished if group.batch])
         for group in self.ledger.in_state(GroupState.queued):
             if group.group_id not in self._group_tasks:  # restored
                 self._spawn_group(group, self._source)
         self._admit()
         while True:
-            self._raise_failure()
+            self._background.raise_failure()
             decision = self.policy.form_batch(self.ledger.unconsumed(), self.version)
             for group in decision.stale:
                 self._reject_stale(group)
             if decision.groups is not None:
                 return self._consume(decision.groups)
             self._admit()
-            await self._wait_for_change(
-                lambda missing=decision.num_missing: (  # type: ignore[misc]
-                    f"{missing} more groups for the batch of version {self.version}"
-                )
+            await self._background.wait(
+                f"{decision.num_missing} more groups for the batch of version {self.version}"
             )
 
     async def rollout_batch_async(
@@ -281,32 +236,23 @@ class RolloutController(Shell):
         """
         source = self._register(prompts, workflow)
         num_prompts = min(num_prompts or source.num_prompts, source.num_prompts)
-        worker = max(self._workers, key=lambda w: (w.version, -w.num_running))
-        is_held = len(self._workers) > 1
-        worker.num_evaluations += is_held
-        try:
-            while is_held and worker.update and not worker.update.done():
-                self._raise_failure()
-                await self._wait_for_change(lambda: f"{worker.member.name} to pull weights")
+        async with self._workers.held_for_evaluation() as worker:
             replies = await self._gather(
                 [
-                    self._call_worker(
+                    self._workers.call(
                         worker,
+                        "run_evaluation",
                         {
                             "dataset": source.dataset,
                             "index": index,
                             "workflow": source.workflow,
                             "evaluation": {"temperature": temperature},
                         },
-                        method="run_evaluation",
                     )
                     for index in range(num_prompts)
                 ]
             )
-        finally:
-            worker.num_evaluations -= is_held
-            self._begin_updates()
-        return _outcome(replies)
+        return EvaluationOutcome.of(replies)
 
     def begin_evaluation(
         self,
@@ -341,24 +287,24 @@ class RolloutController(Shell):
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
         self._paused = True
-        await self._fleet.call_all("pause", [{}] * len(self._workers))
+        await self._workers.call_all("pause")
 
     async def resume_async(self) -> None:
         """Goes on after `pause`."""
-        await self._fleet.call_all("resume", [{}] * len(self._workers))
+        await self._workers.call_all("resume")
         self._paused = False
         self._admit()
 
     async def drain_async(self) -> None:
         """Waits until every admitted group has ended, without stopping admission."""
-        while self.ledger.num(GroupState.queued) + self.ledger.num(GroupState.running):
-            self._raise_failure()
-            await self._wait_for_change(lambda: "running groups to end")
-        self._raise_failure()
+        await self._background.wait_until(
+            lambda: not self.ledger.num(GroupState.queued) + self.ledger.num(GroupState.running),
+            "running groups to end",
+        )
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each worker's engine and store."""
-        return await self._fleet.call_all("stats", [{}] * len(self._workers))
+        return await self._workers.call_all("stats")
 
     def receive_weights(
         self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
@@ -371,61 +317,27 @@ class RolloutController(Shell):
                 account.
         """
         self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
-        self._weights = weights
-        self._are_pulls_held = False
         self.version = weights.version
         for group in self.policy.expired(list(self.ledger.unconsumed()), self.version):
             self._reject_stale(group)
-        self._begin_updates()
+        self._workers.receive_weights(weights)
         self._admit()
-        self._notify()
+        self._background.notify()
 
     async def hold_pulls_async(self) -> None:
         """Waits until no worker pulls weights, and lets none begin before `receive_weights`.
 
         Between the two the trainer seals the next version and drops the one before.
         """
-        self._are_pulls_held = True
-        while pulling := [w for w in self._workers if w.update and not w.update.done()]:
-            self._raise_failure()
-            names = ", ".join(worker.member.name for worker in pulling)
-            await self._wait_for_change(lambda names=names: f"{names} to pull weights")  # type: ignore[misc]
-        self._raise_failure()
+        await self._workers.hold_pulls()
 
     async def wait_for_weights_async(self) -> None:
         """Waits until every worker holds the newest version."""
-        while behind := [w for w in self._workers if not self._is_current(w)]:
-            self._raise_failure()
-            names = ", ".join(worker.member.name for worker in behind)
-            await self._wait_for_change(lambda names=names: f"{names} to be up to date")  # type: ignore[misc]
-
-    def _begin_updates(self) -> None:
-        if self._are_pulls_held:
-            return
-        for worker in self._workers:
-            idle = worker.update is None or worker.update.done()
-            if idle and not worker.num_evaluations and not self._is_current(worker):
-                worker.update = asyncio.create_task(
-                    self._guard(self._update(worker)), name=f"update {worker.member.name}"
-                )
-
-    def _is_current(self, worker: _WorkerState) -> bool:
-        return self._weights is None or worker.version == self._weights.version
-
-    async def _update(self, worker: _WorkerState) -> None:
-        while self._weights and not self._is_current(worker) and not worker.num_evaluations:
-            weights = self._weights
-            await self._fleet.call(
-                worker.member,
-                "update_weights",
-                {"version": weights.version, "shards": [list(shard) for shard in weights.shards]},
-            )
-            worker.version = weights.version
-            self._notify()
+        await self._workers.wait_for_weights()
 
     def _admit(self) -> None:
         """Admits groups while eq. 3, concurrency and store bytes allow."""
-        if self._source is None or self._paused or self._failure:
+        if self._source is None or self._paused or self._background.has_failed:
             return
         num_admissible = self.policy.num_admissible(
             self.version, self.ledger.num_admitted_not_rejected
@@ -435,7 +347,8 @@ class RolloutController(Shell):
             num_admissible = min(num_admissible, needed - self.ledger.num_admitted_not_rejected)
         for _ in range(num_admissible):
             num_open = self.ledger.num(GroupState.queued) + self.ledger.num(GroupState.running)
-            if num_open >= self.config.max_concurrent_groups or not self._has_room(num_open):
+            has_slot = num_open < self.config.max_concurrent_groups
+            if not has_slot or not self._workers.has_room(num_open):
                 return
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._spawn_group(group, self._source)
@@ -448,20 +361,9 @@ class RolloutController(Shell):
         self.num_prompts_taken += 1
         return self._reference(source, index)
 
-    def _has_room(self, num_open: int) -> bool:
-        """Whether the stores can hold one more group at its worst-case size."""
-        num_stored = num_open + sum(worker.num_held for worker in self._workers)
-        per_worker = self.config.store_bytes // self._group_bytes
-        return num_stored < per_worker * len(self._workers)
-
-    @property
-    def _group_bytes(self) -> int:
-        tokens = self.config.group_size * self.config.max_context_tokens
-        return tokens * TRAJECTORY_BYTES_PER_TOKEN
-
     def _spawn_group(self, group: Group, source: _Source) -> None:
         task = asyncio.create_task(
-            self._guard(self._run_group(group, source)), name=f"group {group.group_id}"
+            self._background.guard(self._run_group(group, source)), name=f"group {group.group_id}"
         )
         self._tasks.add(task)
         self._group_tasks[group.group_id] = task
@@ -470,11 +372,8 @@ class RolloutController(Shell):
 
     async def _run_group(self, group: Group, source: _Source) -> None:
         """From queued to finished or rejected."""
-        while (worker := self._worker_for(group.admitted_version)) is None:
-            await self._wait_for_change(
-                lambda: f"a rollout worker with policy version {group.admitted_version} or later"
-            )
-        attempt = self.ledger.start(group.group_id, worker.member.name)
+        worker = await self._wait_for_worker(group.admitted_version)
+        attempt = self.ledger.start(group.group_id, worker.name)
         reply = await self._call_run_group(group, source, worker)
         if reply["batch"] is None:
             self.ledger.reject(group.group_id, _main_cause(reply["rejected"]))
@@ -485,31 +384,30 @@ class RolloutController(Shell):
             }
         self._check_rejection_rate()
         self._admit()
-        self._notify()
+        self._background.notify()
 
     async def _run_outside_group(self, group: Group, source: _Source) -> Any:
         """Reply of `run_group` for a group that the ledger does not know."""
-        while not (able := [w for w in self._workers if w.version >= group.admitted_version]):
-            self._raise_failure()
-            await self._wait_for_change(lambda: f"policy version {group.admitted_version}")
-        return await self._call_run_group(group, source, min(able, key=lambda w: w.num_running))
+        worker = await self._wait_for_worker(group.admitted_version)
+        return await self._call_run_group(group, source, worker)
 
-    def _worker_for(self, version: int) -> _WorkerState | None:
-        """The least loaded worker that holds `version` or a later one and has room."""
-        per_worker = max(1, self.config.store_bytes // self._group_bytes)
-        able = [
-            worker
-            for worker in self._workers
-            if worker.version >= version and worker.num_running + worker.num_held < per_worker
-        ]
-        return min(able, key=lambda worker: worker.num_running, default=None)
+    async def _wait_for_worker(self, version: int) -> RolloutWorkerState:
+        while (worker := self._workers.choose(version)) is None:
+            self._background.raise_failure()
+            await self._background.wait(
+                f"a rollout worker with policy version {version} or later, and room in its store"
+            )
+        return worker
 
-    async def _call_run_group(self, group: Group, source: _Source, worker: _WorkerState) -> Any:
+    async def _call_run_group(
+        self, group: Group, source: _Source, worker: RolloutWorkerState
+    ) -> Any:
         """Reply of `run_group`; its rejected rows are counted."""
         worker.num_running += 1
         try:
-            reply = await self._call_worker(
+            reply = await self._workers.call(
                 worker,
+                "run_group",
                 {
                     "group_id": group.group_id,
                     "attempt": group.attempt,
@@ -519,7 +417,6 @@ class RolloutController(Shell):
                     "workflow": source.workflow,
                     "group_size": self.config.group_size,
                 },
-                method="run_group",
             )
         finally:
             worker.num_running -= 1
@@ -531,23 +428,12 @@ class RolloutController(Shell):
         self._recent_rows.append((num_rejected, self.config.group_size))
         return reply
 
-    async def _call_worker(self, worker: _WorkerState, args: dict[str, Any], *, method: str) -> Any:
-        self._num_calls += 1
-        call = self._num_calls
-        worker.open_calls.add(call)
-        try:
-            return await self._fleet.call(
-                worker.member, method, args, timeout_s=self.config.group_timeout_s + RPC_MARGIN_S
-            )
-        finally:
-            worker.open_calls.discard(call)
-
     def _consume(self, groups: Sequence[Group]) -> BatchMetadata:
         ids = [group.group_id for group in groups]
         batches = self.ledger.consume(ids, self.version)
         for rows in batches:
-            self._release(rows)  # the next sweep is that of the next batch
-        self.batch_metrics = _mean_metrics(
+            self._workers.release(rows)  # the next sweep is that of the next batch
+        self.batch_metrics = mean_metrics(
             [self._group_metrics.pop(group_id, {}) for group_id in ids]
         )
         batch = concat(
@@ -564,7 +450,7 @@ class RolloutController(Shell):
         if group.batch is not None:
             self.counters.wasted_tokens += sum(row.num_loss_tokens for row in group.batch.rows)
             self._group_metrics.pop(group.group_id, None)
-            self._release(group.batch)
+            self._workers.release(group.batch)
         task = self._group_tasks.pop(group.group_id, None)
         if task:
             task.cancel()
@@ -584,82 +470,9 @@ class RolloutController(Shell):
                 f"{next(iter(self.counters.rejection_examples.values()), 'none')}"
             )
 
-    def _release(self, batch: BatchMetadata) -> None:
-        """Its shards are dead from the next sweep on."""
-        workers = {worker.member.name: worker for worker in self._workers}
-        for shard in batch.shards:
-            workers[shard.node_id].dead.append(parse_shard_id(shard.shard_id)[1])
-
-    async def _sweep_stores(self) -> None:
-        """Workers forget every shard that no unconsumed group refers to.
-
-        Those that the ledger let go of are named. Others (of a group that was given up, of a batch
-        that was never asked for again) are found by the mark: see `_WorkerState`.
-        """
-        live: dict[str, list[int]] = {worker.member.name: [] for worker in self._workers}
-        for group in self.ledger.in_state(GroupState.finished):
-            assert group.batch is not None
-            for shard in group.batch.shards:
-                live[shard.node_id].append(parse_shard_id(shard.shard_id)[1])
-        for worker in self._workers:
-            if worker.mark and not worker.mark[1] & worker.open_calls:
-                worker.acknowledged = worker.mark[0]
-                worker.mark = None
-            dead, worker.dead = worker.dead, []
-            reply = await self._fleet.call(
-                worker.member,
-                "sweep",
-                {
-                    "live": live[worker.member.name],
-                    "dead": dead,
-                    "acknowledged": worker.acknowledged,
-                },
-            )
-            worker.num_held -= len(dead)
-            if worker.mark is None:
-                worker.mark = (reply["last_sequence"], frozenset(worker.open_calls))
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _wait_for_change(self, what: Callable[[], str]) -> None:
-        limit_s = self.config.group_timeout_s + 2 * RPC_MARGIN_S
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._changed.wait()
-        except TimeoutError:
-            account = self.ledger.account()
-            raise TimeoutError(
-                f"waited {limit_s:g} s without any change for {what()}; groups: {account}"
-            ) from None
-
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss
-        self._fail(loss)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-        self._notify()
-
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise self._failure
-
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Background work whose exception is raised by the next call that waits."""
-        try:
-            await work
-        except (ArealError, TimeoutError) as error:
-            self._fail(error)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            logger.exception("background work failed")
-            self._fail(error)
-        finally:
-            self._notify()
+        self._background.fail(loss)
 
     async def _gather(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Results in order, at most `max_concurrent_groups` calls at a time."""
@@ -726,34 +539,9 @@ class RolloutController(Shell):
         return self._run(self.worker_stats_async())
 
 
-def _mean_metrics(groups: Sequence[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    totals: dict[str, list[float]] = {}
-    for metrics in groups:
-        for name, (total, count) in metrics.items():
-            entry = totals.setdefault(name, [0.0, 0.0])
-            entry[0] += total
-            entry[1] += count
-    return {name: total / count for name, (total, count) in totals.items() if count}
-
-
 def _main_cause(rejected: dict[str, Any]) -> str:
     return max(rejected, key=lambda cause: int(rejected[cause][0]), default="empty")
 
 
 def _causes(rejected: Counter[str]) -> str:
     return ", ".join(f"{cause} x{count}" for cause, count in rejected.most_common()) or "none"
-
-
-def _outcome(replies: Sequence[Any]) -> EvaluationOutcome:
-    done = [reply for reply in replies if reply["reward"] is not None]
-    rewards = [float(reply["reward"]) for reply in done]
-    versions = [version for reply in done for version in reply["versions"]]
-    return EvaluationOutcome(
-        num_prompts=len(done),
-        num_rejected=len(replies) - len(done),
-        reward=sum(rewards) / max(1, len(rewards)),
-        metrics=_mean_metrics(
-            [{name: (value, 1) for name, value in reply["metrics"].items()} for reply in done]
-        ),
-        versions=(min(versions, default=0), max(versions, default=0)),
-    )

@@ -28,7 +28,8 @@ from areal_sc.config.loader import config_text
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
-from areal_sc.controller.rollout import EvaluationOutcome, RolloutController
+from areal_sc.controller.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.staleness import StalenessStats
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator

@@ -30,8 +30,9 @@ from areal_sc.config.schema import (
     PPOConfig,
     RolloutConfig,
 )
+from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.ledger import Group, GroupState, Ledger
-from areal_sc.controller.rollout import EvaluationOutcome, RolloutController
+from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator

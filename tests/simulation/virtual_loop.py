@@ -65,7 +65,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         raise Stalled(f"{reason}; tasks: {', '.join(waiting[:20])}")
 
 
-class _ImpatientSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _ImpatientSelector(selectors.DefaultSelector):
     """Hands what `select` would wait to the clock, and looks once."""
 
     def __init__(self, pass_time: Callable[[float | None], None]) -> None:

@@ -1,0 +1,220 @@
+"""The rollout workers, as their controller tracks them: load, policy version, stored shards.
+
+weights      one update a worker at a time, always to the newest version; none begins while
+             the trainer seals the next one, or while an evaluation holds the worker
+stores       what the ledger let go of is forgotten by name; what nobody knows of (a group
+             that was given up, a batch that was never asked for again) by the mark below
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Background
+from areal_sc.controller.fleet import Fleet, Member
+from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN, BatchMetadata, WeightsReference
+from areal_sc.transport.shard_ids import parse_shard_id
+
+RPC_MARGIN_S = 60.0
+"""What a group's RPC may take beyond the group's own time limit, which the worker keeps."""
+
+
+@dataclass
+class RolloutWorkerState:
+    """One rollout worker.
+
+    Attributes:
+        version: the policy version that its engine holds.
+        num_running: groups running on it.
+        num_held: groups whose rows lie in its store: finished ones, those of the batch that is
+            being trained, and dead ones.
+        dead: shards that nothing refers to any more, to be forgotten at the next sweep.
+        num_evaluations: while there are any, it skips publications.
+        open_calls: calls in flight that may seal a shard whose name is not known here yet.
+        mark: (last sequence, calls open when the worker told it): once those calls have returned,
+            every shard up to that sequence is known here or abandoned.
+        acknowledged: shards up to this sequence are known or abandoned.
+        update: the pull of weights that goes on, or the last one.
+    """
+
+    member: Member
+    version: int = 0
+    num_running: int = 0
+    num_held: int = 0
+    dead: list[int] = field(default_factory=list)
+    num_evaluations: int = 0
+    open_calls: set[int] = field(default_factory=set)
+    mark: tuple[int, frozenset[int]] | None = None
+    acknowledged: int = 0
+    update: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def is_pulling(self) -> bool:
+        return self.update is not None and not self.update.done()
+
+
+class RolloutWorkers:
+    """Chooses, calls, updates and sweeps the workers of one RolloutController."""
+
+    def __init__(self, config: RolloutConfig, fleet: Fleet, background: Background) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._background = background
+        self._states: list[RolloutWorkerState] = []
+        self._weights: WeightsReference | None = None
+        self._are_pulls_held = False
+        self._num_calls = 0
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def track(self, members: Iterable[Member]) -> None:
+        """The workers are up."""
+        self._states = [RolloutWorkerState(member) for member in members]
+
+    async def close(self) -> None:
+        """Ends the pulls; their failures are the background's already."""
+        updates = [state.update for state in self._states if state.update]
+        for update in updates:
+            update.cancel()
+        await asyncio.gather(*updates, return_exceptions=True)
+        self._states.clear()
+
+    def has_room(self, num_open: int) -> bool:
+        """Whether the stores can hold one more group at its worst-case size.
+
+        Args:
+            num_open: groups that are queued or running.
+        """
+        num_stored = num_open + sum(state.num_held for state in self._states)
+        return num_stored < self._groups_per_worker * len(self._states)
+
+    def choose(self, version: int) -> RolloutWorkerState | None:
+        """The least loaded worker that holds `version` or a later one and has room."""
+        able = [
+            state
+            for state in self._states
+            if state.version >= version
+            and state.num_running + state.num_held < self._groups_per_worker
+        ]
+        return min(able, key=lambda state: state.num_running, default=None)
+
+    async def call(self, state: RolloutWorkerState, method: str, args: dict[str, Any]) -> Any:
+        """Reply of a call that may take as long as a group, and may seal a shard."""
+        self._num_calls += 1
+        call = self._num_calls
+        state.open_calls.add(call)
+        try:
+            return await self._fleet.call(
+                state.member, method, args, timeout_s=self._config.group_timeout_s + RPC_MARGIN_S
+            )
+        finally:
+            state.open_calls.discard(call)
+
+    async def call_all(self, method: str) -> list[Any]:
+        """Replies of all workers to a call without arguments."""
+        return await self._fleet.call_all(method, [{}] * len(self._states))
+
+    @asynccontextmanager
+    async def held_for_evaluation(self) -> AsyncIterator[RolloutWorkerState]:
+        """A worker that keeps its weights for the while; one worker alone follows the weights."""
+        state = max(self._states, key=lambda state: (state.version, -state.num_running))
+        is_held = len(self._states) > 1
+        state.num_evaluations += is_held
+        try:
+            if is_held:
+                await self._background.wait_until(
+                    lambda: not state.is_pulling, f"{state.name} to pull weights"
+                )
+            yield state
+        finally:
+            state.num_evaluations -= is_held
+            self._begin_updates()
+
+    def receive_weights(self, weights: WeightsReference) -> None:
+        """Workers begin to pull the new version."""
+        self._weights = weights
+        self._are_pulls_held = False
+        self._begin_updates()
+
+    async def hold_pulls(self) -> None:
+        """Waits until no worker pulls weights, and lets none begin before `receive_weights`."""
+        self._are_pulls_held = True
+        await self._background.wait_until(
+            lambda: not any(state.is_pulling for state in self._states),
+            "rollout workers to pull weights",
+        )
+
+    async def wait_for_weights(self) -> None:
+        """Waits until every worker holds the newest version."""
+        await self._background.wait_until(
+            lambda: all(self._is_current(state) for state in self._states),
+            "rollout workers to hold the newest weights",
+        )
+
+    def release(self, batch: BatchMetadata) -> None:
+        """Its shards are dead from the next sweep on."""
+        states = {state.name: state for state in self._states}
+        for shard in batch.shards:
+            states[shard.node_id].dead.append(parse_shard_id(shard.shard_id)[1])
+
+    async def sweep(self, finished: Iterable[BatchMetadata]) -> None:
+        """Workers forget every shard that none of the `finished` groups refers to."""
+        live: dict[str, list[int]] = {state.name: [] for state in self._states}
+        for batch in finished:
+            for shard in batch.shards:
+                live[shard.node_id].append(parse_shard_id(shard.shard_id)[1])
+        for state in self._states:
+            await self._sweep_one(state, live[state.name])
+
+    async def _sweep_one(self, state: RolloutWorkerState, live: Sequence[int]) -> None:
+        if state.mark and not state.mark[1] & state.open_calls:
+            state.acknowledged = state.mark[0]
+            state.mark = None
+        dead, state.dead = state.dead, []
+        reply = await self._fleet.call(
+            state.member,
+            "sweep",
+            {"live": live, "dead": dead, "acknowledged": state.acknowledged},
+        )
+        state.num_held -= len(dead)
+        if state.mark is None:
+            state.mark = (reply["last_sequence"], frozenset(state.open_calls))
+
+    @property
+    def _groups_per_worker(self) -> int:
+        """Groups of the longest rows that one store holds, at least one."""
+        tokens = self._config.group_size * self._config.max_context_tokens
+        return max(1, self._config.store_bytes // (tokens * TRAJECTORY_BYTES_PER_TOKEN))
+
+    def _begin_updates(self) -> None:
+        if self._are_pulls_held:
+            return
+        for state in self._states:
+            if not (state.is_pulling or state.num_evaluations or self._is_current(state)):
+                state.update = asyncio.create_task(
+                    self._background.guard(self._update(state)), name=f"update {state.name}"
+                )
+
+    def _is_current(self, state: RolloutWorkerState) -> bool:
+        return self._weights is None or state.version == self._weights.version
+
+    async def _update(self, state: RolloutWorkerState) -> None:
+        while self._weights and not self._is_current(state) and not state.num_evaluations:
+            weights = self._weights
+            await self._fleet.call(
+                state.member,
+                "update_weights",
+                {"version": weights.version, "shards": [list(shard) for shard in weights.shards]},
+            )
+            state.version = weights.version
+            self._background.notify()
