@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -25,12 +25,11 @@ from letter_sort_task import (
     LetterSortDemonstrations,
     LetterSortPrompts,
     letter_sort_reward,
-    write_untrained_folder,
 )
+from letter_sort_warm_start import WarmStart
 
 from areal_sc import (
     FSDPPPOActor,
-    FSDPSFTActor,
     GRPOConfig,
     LocalGenerator,
     RolloutController,
@@ -40,7 +39,7 @@ from areal_sc import (
     load_config,
     start,
 )
-from areal_sc.config.schema import GenerationConfig, LrSchedule, OptimizerConfig
+from areal_sc.config.schema import GenerationConfig
 from areal_sc.controller.staleness import StalenessStats
 from areal_sc.engines.base import Completion
 from areal_sc.log import setup_logging
@@ -56,8 +55,6 @@ ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT_SEED = 1_000_003
 """Added to a run's seed: evaluation prompts are others than those trained on."""
 
-_WARM_START_STEPS = 600
-_WARM_START_ROWS = 32
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -210,29 +207,13 @@ class LetterSortJob:
 
     def warm_start(self, seed: int) -> None:
         """Makes the model that the seed's runs start from, by imitation."""
-        config = self.config(seed=seed, total_steps=_WARM_START_STEPS)
-        untrained = self._folder / "untrained"
-        write_untrained_folder(untrained, **asdict(self.model))
-        optimizer = OptimizerConfig(
-            lr=4e-3,
-            beta2=0.98,
-            schedule=LrSchedule.cosine,
-            warmup_steps=_WARM_START_STEPS // 20,
-            total_steps=_WARM_START_STEPS,
-        )
-        actor_config = replace(
-            config.actor, path=str(untrained), random_init=True, optimizer=optimizer
-        )
-        actor = TrainController(FSDPSFTActor(actor_config), self._scheduler)
+        config = self.config(seed=seed, total_steps=1)
         prompts = self.lengths.prompts(seed)
         demonstrations = LetterSortDemonstrations(
             seed, median_letters=prompts.median_letters, sigma_letters=prompts.sigma_letters
         )
-        with start(actor):
-            for step in range(_WARM_START_STEPS):
-                first = step * _WARM_START_ROWS
-                actor.sft_update(demonstrations, range(first, first + _WARM_START_ROWS))
-            actor.save_hf(config.actor.path)
+        recipe = WarmStart(sizes=asdict(self.model))
+        recipe.train(config.actor, demonstrations, self._scheduler)
 
     @contextmanager
     def workers(self, config: GRPOConfig) -> Iterator[Workers]:

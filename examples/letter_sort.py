@@ -8,9 +8,7 @@ when it is not there yet. Reinforcement learning does the rest.
 
 from __future__ import annotations
 
-import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from letter_sort_task import (
@@ -18,57 +16,37 @@ from letter_sort_task import (
     LetterSortPrompts,
     letter_sort_reward,
     shuffled_reward,
-    write_untrained_folder,
 )
+from letter_sort_warm_start import WarmStart
 
 from areal_sc import (
-    FSDPSFTActor,
     GRPOConfig,
     PPOTrainer,
     SingleTurnWorkflow,
-    TrainController,
     load_config,
     run_script,
-    start,
 )
-from areal_sc.config.schema import LrSchedule, OptimizerConfig
 
 HELD_OUT_SEED = 1_000_003
 """Added to the run's seed: evaluation prompts are others than those trained on."""
 
 
 def warm_start(config: GRPOConfig, trainer: PPOTrainer) -> None:
-    """Imitates the demonstrations, through the same controller that reinforcement learning uses."""
-    folder, task = Path(config.actor.path), config.task["warm_start"]
-    if (folder / "config.json").is_file() and not task["rebuild"]:
+    """Imitates the demonstrations, unless that model is there already."""
+    task = config.task["warm_start"]
+    if (Path(config.actor.path) / "config.json").is_file() and not task["rebuild"]:
         return
-    untrained = trainer.folder.path / "untrained"
-    write_untrained_folder(
-        untrained,
-        hidden_size=task["hidden_size"],
-        num_layers=task["num_layers"],
-        ffn_size=task["ffn_size"],
-    )
-    optimizer = OptimizerConfig(
-        lr=task["lr"],
-        beta2=0.98,
-        schedule=LrSchedule.cosine,
-        warmup_steps=task["steps"] // 20,
-        total_steps=task["steps"],
-    )
-    actor_config = replace(config.actor, path=str(untrained), random_init=True, optimizer=optimizer)
-    actor = TrainController(FSDPSFTActor(actor_config), trainer.scheduler)
-    demonstrations = LetterSortDemonstrations(config.seed)
-    batch_size, num_steps = task["batch_size"], task["steps"]
-    with start(actor), trainer.display.phase("warm start", num_steps, "steps") as phase:
-        for step in range(num_steps):
-            rows = range(step * batch_size, (step + 1) * batch_size)
-            stats = actor.sft_update(demonstrations, rows)
+    sizes = {name: task[name] for name in ("hidden_size", "num_layers", "ffn_size")}
+    recipe = WarmStart(task["steps"], task["batch_size"], task["lr"], sizes)
+    with trainer.display.phase("warm start", recipe.num_steps, "steps") as phase:
+
+        def show(step: int, loss: float) -> None:
             phase.advance()
             if (step + 1) % 100 == 0:
-                phase.update(f"loss {stats['loss']:.3f}")
-        actor.save_hf(folder)
-    shutil.rmtree(untrained)
+                phase.update(f"loss {loss:.3f}")
+
+        demonstrations = LetterSortDemonstrations(config.seed)
+        recipe.train(config.actor, demonstrations, trainer.scheduler, show)
 
 
 def main(argv: list[str]) -> None:

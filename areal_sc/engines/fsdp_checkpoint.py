@@ -250,6 +250,11 @@ def _describe(failure: BaseException) -> str:
     """One line: the class and message of the cause."""
     if isinstance(failure, CheckpointException) and failure.failures:
         failure = next(iter(failure.failures.values()))[0]  # its text holds whole tracebacks
+    # a full disk makes torch's writer fail once more, over what it could not write
+    earlier: BaseException | None = failure
+    while earlier is not None and not isinstance(earlier, OSError):
+        earlier = earlier.__context__
+    failure = earlier or failure
     return f"{type(failure).__name__}: {failure}"
 
 

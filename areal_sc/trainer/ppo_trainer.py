@@ -126,8 +126,7 @@ class PPOTrainer:
         self._has_advised = False
 
     def __enter__(self) -> Self:
-        for warning in check_config(self.config):
-            logger.warning("%s", warning)
+        warnings = check_config(self.config)
         self.folder = RunFolder(self.config.run_dir)
         self._opening = self.folder.open(
             config_text=config_text(self.config),
@@ -136,6 +135,8 @@ class PPOTrainer:
         )
         self._stack.callback(self.folder.close)
         setup_logging("controller", self.folder.logs / "controller.log")
+        for warning in warnings:
+            logger.warning("%s", warning)
         self.scheduler = make_scheduler(self.config.scheduler)
         self._stack.callback(self.scheduler.close)
         self.display = self._stack.enter_context(

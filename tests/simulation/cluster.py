@@ -1,6 +1,6 @@
-"""`SimulatedCluster`: a `Scheduler` and a `Transport` for controllers that run in virtual time.
+"""A `Scheduler` and a `Transport` for controllers that run in virtual time.
 
-It keeps its own books of what its workers were asked to do, for tests to compare with.
+The cluster keeps its own books of what its workers were asked to do, for tests to compare with.
 """
 
 from __future__ import annotations
@@ -105,17 +105,8 @@ class SimulatedCluster:
         for worker in workers:
             self.workers[worker.name].end("signal 9 (SIGKILL)")
 
-    # ------------------------------------------------------------------ Transport
-
-    def connect(self, address: str, node_id: str, incarnation: str) -> SimulatedConnection:
-        worker = self.workers[node_id]
-        assert worker.address == address
-        connection = SimulatedConnection(worker, incarnation, self.behavior.latency_s)
-        worker.connections.append(connection)
-        return connection
-
-    async def close(self) -> None:
-        """Nothing is left to close: connections are closed by their users."""
+    def close(self) -> None:
+        """Nothing is left to close."""
 
     # ------------------------------------------------------------------ for workers and tests
 
@@ -166,3 +157,20 @@ class SimulatedCluster:
             self.trained.append(TrainedStep(version, self.now_s, num_running))
         self.trained[-1].rows += batch.rows
         self.trained[-1].min_token_versions.add(batch.min_token_version)
+
+
+class SimulatedTransport:
+    """Connections to the workers of one cluster."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+
+    def connect(self, address: str, node_id: str, incarnation: str) -> SimulatedConnection:
+        worker = self._cluster.workers[node_id]
+        assert worker.address == address
+        connection = SimulatedConnection(worker, incarnation, self._cluster.behavior.latency_s)
+        worker.connections.append(connection)
+        return connection
+
+    async def close(self) -> None:
+        """Nothing is left to close: connections are closed by their users."""

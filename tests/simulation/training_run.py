@@ -18,7 +18,7 @@ from typing import Any
 
 import msgpack
 from simulation.behavior import Behavior
-from simulation.cluster import SimulatedCluster
+from simulation.cluster import SimulatedCluster, SimulatedTransport
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 
 from areal_sc.config.schema import (
@@ -94,7 +94,7 @@ class TrainingRun:
         self.settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
-        runtime = Runtime(transport=self.cluster, new_id=self.cluster.new_id)
+        runtime = Runtime(transport=SimulatedTransport(self.cluster), new_id=self.cluster.new_id)
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)
         self.rollout = RolloutController(

@@ -43,6 +43,16 @@ class Recorder(Shell):
     def fail(self, error: Exception) -> None:
         self._run(self.fail_async(error))
 
+    async def wait_for_loss_async(self, other: Recorder, loss: WorkerLost) -> None:
+        other.worker_lost = loss
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.events.append(f"{self.name} unwound")
+
+    def wait_for_loss(self, other: Recorder, loss: WorkerLost) -> None:
+        self._run(self.wait_for_loss_async(other, loss))
+
     async def wait_for_ctrl_c_async(self) -> None:
         try:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -111,11 +121,33 @@ def test_a_lost_worker_explains_the_failed_call_of_another_one() -> None:
     rollout, actor = Recorder([], "rollout"), Recorder([], "actor")
     lost = WorkerLost("worker train/0 ended with exit code 1")
     refused = PeerLost("train/0 is lost")
-    actor.worker_lost = lost  # as its heartbeat finds
-    with pytest.raises(WorkerLost) as caught, start(rollout, actor):
-        rollout.fail(refused)
+
+    def script() -> None:
+        with start(rollout, actor):
+            actor.worker_lost = lost  # as its heartbeat finds
+            rollout.fail(refused)
+
+    with pytest.raises(WorkerLost) as caught:
+        script()
     assert caught.value is lost
     assert lost.__cause__ is refused
+
+
+def test_a_lost_worker_ends_the_wait_in_a_call_of_another_controller() -> None:
+    events: list[str] = []
+    rollout, actor = Recorder(events, "rollout"), Recorder(events, "actor")
+    lost = WorkerLost("worker train/0 ended with exit code 1")
+    with pytest.raises(WorkerLost) as caught, start(rollout, actor):
+        rollout.wait_for_loss(actor, lost)
+    assert caught.value is lost
+    assert events.index("rollout unwound") < events.index("rollout closed")
+
+
+def test_a_loss_of_an_earlier_start_is_forgotten() -> None:
+    controller = Recorder([], "one")
+    controller.worker_lost = WorkerLost("worker train/0 ended with exit code 1")
+    with start(controller):
+        assert controller.where() == "areal-controllers"
 
 
 def test_a_failed_call_without_a_lost_worker_stays_what_it_is() -> None:

@@ -51,7 +51,7 @@ behaviors = st.builds(
 
 
 @st.composite
-def runs(draw: st.NumberFn, over_bound: OverBound, max_eta: int = 5) -> Settings:
+def runs(draw: st.DrawFn, over_bound: OverBound, max_eta: int = 5) -> Settings:
     workers = draw(st.integers(1, 3))
     batch_groups = draw(st.integers(1, 6))
     least_store = -(-batch_groups // workers)
