@@ -72,7 +72,9 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
+    """A dataset and a workflow by number."""
+
     dataset: int
     workflow: int
     num_prompts: int
@@ -114,7 +116,7 @@ class RolloutController(Shell):
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._workers = RolloutWorkers(self.config, self._fleet, self._background)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
-        self._source: _Source | None = None
+        self._source: Source | None = None
         self._paused = False
         self._returned_prompts: deque[PromptReference] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -171,7 +173,7 @@ class RolloutController(Shell):
             rows are rejected. WorkerLost: a worker died. TimeoutError: no group ended for longer
             than a group may take.
         """
-        self._source = self._register(prompts, workflow)
+        self._source = self.register(prompts, workflow)
         finished = self.ledger.in_state(GroupState.finished)
         await self._workers.sweep([group.batch for group in finished if group.batch])
         for group in self.ledger.in_state(GroupState.queued):
@@ -200,7 +202,7 @@ class RolloutController(Shell):
 
         Raises: WorkflowError: every group was rejected. WorkerLost: a worker died.
         """
-        source = self._register(prompts, workflow)
+        source = self.register(prompts, workflow)
         indices = range(source.num_prompts if num_groups is None else num_groups)
         groups = []
         for index in indices:
@@ -234,7 +236,7 @@ class RolloutController(Shell):
             num_prompts: None: all.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
         """
-        source = self._register(prompts, workflow)
+        source = self.register(prompts, workflow)
         num_prompts = min(num_prompts or source.num_prompts, source.num_prompts)
         async with self._workers.held_for_evaluation() as worker:
             replies = await self._gather(
@@ -353,7 +355,7 @@ class RolloutController(Shell):
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._spawn_group(group, self._source)
 
-    def _next_prompt(self, source: _Source) -> PromptReference:
+    def _next_prompt(self, source: Source) -> PromptReference:
         """Prompts of stale groups come again first; else the shuffled stream goes on."""
         if self._returned_prompts:
             return self._returned_prompts.popleft()
@@ -361,7 +363,7 @@ class RolloutController(Shell):
         self.num_prompts_taken += 1
         return self._reference(source, index)
 
-    def _spawn_group(self, group: Group, source: _Source) -> None:
+    def _spawn_group(self, group: Group, source: Source) -> None:
         task = asyncio.create_task(
             self._background.guard(self._run_group(group, source)), name=f"group {group.group_id}"
         )
@@ -370,7 +372,7 @@ class RolloutController(Shell):
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._group_tasks.pop(group.group_id, None))
 
-    async def _run_group(self, group: Group, source: _Source) -> None:
+    async def _run_group(self, group: Group, source: Source) -> None:
         """From queued to finished or rejected."""
         worker = await self._wait_for_worker(group.admitted_version)
         attempt = self.ledger.start(group.group_id, worker.name)
@@ -386,7 +388,7 @@ class RolloutController(Shell):
         self._admit()
         self._background.notify()
 
-    async def _run_outside_group(self, group: Group, source: _Source) -> Any:
+    async def _run_outside_group(self, group: Group, source: Source) -> Any:
         """Reply of `run_group` for a group that the ledger does not know."""
         worker = await self._wait_for_worker(group.admitted_version)
         return await self._call_run_group(group, source, worker)
@@ -400,7 +402,7 @@ class RolloutController(Shell):
         return worker
 
     async def _call_run_group(
-        self, group: Group, source: _Source, worker: RolloutWorkerState
+        self, group: Group, source: Source, worker: RolloutWorkerState
     ) -> Any:
         """Reply of `run_group`; its rejected rows are counted."""
         worker.num_running += 1
@@ -492,15 +494,19 @@ class RolloutController(Shell):
             for call in calls:
                 call.close()  # those whose turn never came
 
-    def _register(self, prompts: PromptSource, workflow: Workflow) -> _Source:
+    def register(self, prompts: PromptSource, workflow: Workflow) -> Source:
+        """Names both for the workers; to be called beforehand only to see what is wrong early.
+
+        Raises: WorkflowError: the dataset is empty, or a worker could not build one of them.
+        """
         dataset = self._sources.register_prompts(prompts)
-        return _Source(
+        return Source(
             dataset,
             self._sources.register_workflow(workflow),
             len(self._sources.prompts(dataset)),
         )
 
-    def _reference(self, source: _Source, index: int) -> PromptReference:
+    def _reference(self, source: Source, index: int) -> PromptReference:
         return PromptReference(source.dataset, index, self.config.seed)
 
     def prepare_batch(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:

@@ -185,6 +185,9 @@ class PPOTrainer:
         rollout = RolloutController(LocalGenerator(self.config.rollout), self.scheduler)
         rollout.total_steps = self.config.total_steps
         evaluation = (evaluation_workflow or workflow, evaluation_prompts)
+        rollout.register(prompts, workflow)  # what is wrong ends the run before a worker is started
+        if evaluation_prompts is not None:
+            rollout.register(evaluation_prompts, evaluation[0])
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 stack.enter_context(start(actor, rollout))

@@ -20,6 +20,7 @@ import msgpack
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
 from simulation.tasks import NamedWorkflow, NumberedPrompts
+from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import (
     ActorConfig,
@@ -353,6 +354,4 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
 
 def play(settings: Settings, **limits: Any) -> TrainingRun:
     """Plays a run in virtual time."""
-    from simulation.virtual_loop import run_virtual
-
     return run_virtual(TrainingRun(settings).play(), **limits)
