@@ -7,11 +7,10 @@ run start within a second or two, and one warm-start model a seed.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from letter_sort_task import (
     letter_sort_reward,
 )
 from letter_sort_warm_start import WarmStart
+from process_cpu import PidScheduler, cpu_seconds
 
 from areal_sc import (
     FSDPPPOActor,
@@ -44,8 +44,6 @@ from areal_sc.controller.staleness import StalenessStats
 from areal_sc.engines.base import Completion
 from areal_sc.log import setup_logging
 from areal_sc.metadata import BatchMetadata
-from areal_sc.schedulers.base import LaunchRequest, RunningWorker
-from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.workflows.base import EpisodeEngine
 from areal_sc.workflows.text import decode_completion, encode_text
 from areal_sc.workflows.transcript import Transcript
@@ -54,8 +52,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HELD_OUT_SEED = 1_000_003
 """Added to a run's seed: evaluation prompts are others than those trained on."""
-
-_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -143,11 +139,7 @@ class Workers:
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of the script, and of each worker with the processes below it."""
-        used, children = _process_table()
-        below = {name: _tree(pid, children) for name, pid in self.pids.items()}
-        return {"script": used.get(os.getpid(), 0.0)} | {
-            name: sum(used.get(pid, 0.0) for pid in tree) for name, tree in below.items()
-        }
+        return cpu_seconds(self.pids)
 
     def num_generated_tokens(self) -> int:
         """Tokens sampled so far, also those of unfinished answers and of evaluations."""
@@ -177,7 +169,7 @@ class LetterSortJob:
         self._folder = Path(folder)
         try:
             setup_logging("controller", self._folder / "controller.log")
-            self._scheduler = _PidScheduler(self.config(seed=0, total_steps=1).scheduler)
+            self._scheduler = PidScheduler(self.config(seed=0, total_steps=1).scheduler)
             self._stack.callback(self._scheduler.close)
         except BaseException:
             self._stack.close()
@@ -262,38 +254,3 @@ def training_steps(
 def say(text: str) -> None:
     """A line on the benchmark's progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-class _PidScheduler(LocalScheduler):
-    """Remembers which process each worker's newest life is."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.pids: dict[str, int] = {}
-
-    async def launch(self, request: LaunchRequest) -> RunningWorker:
-        worker = await super().launch(request)
-        self.pids[worker.name] = worker.report.pid
-        return worker
-
-
-def _process_table() -> tuple[dict[int, float], dict[int, list[int]]]:
-    """CPU seconds, and the children, of every process of this machine."""
-    used: dict[int, float] = {}
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-        # the name, in parentheses, may hold spaces
-        fields = text.rpartition(")")[2].split()
-        pid, parent = int(path.parent.name), int(fields[1])
-        used[pid] = (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
-        children.setdefault(parent, []).append(pid)
-    return used, children
-
-
-def _tree(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    below = [_tree(child, children) for child in children.get(pid, ())]
-    return [pid, *(descendant for tree in below for descendant in tree)]

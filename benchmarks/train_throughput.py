@@ -6,6 +6,10 @@ One training step is: recompute the log-probabilities of all rows, then one PPO 
 two minibatches. Random weights, heavy-tailed lengths, one thread a rank; the sides take turns, and
 a ratio is the median of those of the rounds.
 
+- controller: a step as a run takes it: TrainController calls a train worker in another process,
+  which pulls the rows from this one, seals the log-probabilities, and trains. The weights are
+  published between the rounds. What it costs beyond the engine is RPC, metadata, pulls.
+- dynamic: the engine alone, in this process, with the micro-batches that the worker makes.
 - handwritten: the same arithmetic as a plain loop over the Hugging Face model, written out: the
   same packed micro-batches, one attention call a row, full logits of the trained tokens,
   `clip_grad_norm_`, fused AdamW.
@@ -14,16 +18,19 @@ a ratio is the median of those of the rounds.
   micro-batch beforehand, and takes as many as fit in this very order.
 - padded: the same budget in padded tokens.
 
+`..._cpu` is the ratio of CPU seconds, of this process and the worker together: it says less about
+waiting, and more when something else runs on the machine.
+
 The ways of micro-batching are compared with one rank, where a micro-batch more costs next to
 nothing on a CPU, and with two FSDP ranks, where it costs collectives, and where each waits for the
-rank with more tokens. The letter-sort workload is the small model of the quickstart.
+rank with more tokens; `--quick` leaves the latter out. The letter-sort workload is the small model
+of the quickstart.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import random
 import statistics
 import tempfile
 import time
@@ -36,104 +43,34 @@ from typing import Any
 import report
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from train_through_controller import controller_side
+from train_workload import (
+    NUM_MINIBATCHES,
+    Workload,
+    make_rows,
+    minibatches_of_rank,
+    save_model,
+    workloads,
+)
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from areal_sc.algorithms.packing import pack_micro_batches
-from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
+from areal_sc.config.schema import ActorConfig, Device, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp import FSDPEngine
 from areal_sc.transport.packed_rows import PackedRows
 
 Step = Callable[[], None]
-NUM_MINIBATCHES = 2
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, rows, and the token budget of a micro-batch."""
-
-    name: str
-    hidden: int
-    num_layers: int
-    feed_forward: int
-    vocabulary: int
-    max_tokens: int
-    lengths: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-
-def workloads(*, quick: bool) -> list[Workload]:
-    def lengths(count: int, median: float, sigma: float, low: int, high: int) -> tuple[int, ...]:
-        generator = random.Random(0)
-        drawn = (int(median * generator.lognormvariate(0, sigma)) for _ in range(count))
-        return tuple(min(high, max(low, length)) for length in drawn)
-
-    rows = lengths(48 if quick else 96, 150.0, 1.0, 16, 3000)
-    letters = tuple(2 * n + 2 for n in lengths(256, 7.0, 0.6, 2, 26))
-    return [
-        Workload("hidden 256", 256, 4, 704, 2048, 6144, rows),
-        Workload("letter-sort", 96, 3, 256, 30, 4096, letters),
-    ]
-
-
-def save_model(workload: Workload, folder: Path) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=workload.vocabulary,
-        hidden_size=workload.hidden,
-        num_hidden_layers=workload.num_layers,
-        intermediate_size=workload.feed_forward,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-
-
-def make_rows(workload: Workload) -> PackedRows:
-    """Random tokens; the first quarter of each row is its prompt."""
-    generator = torch.Generator().manual_seed(0)
-    masks = [torch.arange(length) >= max(1, length // 4) for length in workload.lengths]
-    tokens = torch.randint(workload.vocabulary, (workload.num_tokens,), generator=generator)
-    likelihood = -torch.tensor(float(workload.vocabulary)).log()
-    noise = 0.05 * torch.randn(workload.num_tokens, generator=generator)
-    return PackedRows(
-        {
-            "input_ids": tokens.int(),
-            "loss_mask": torch.cat(masks),
-            "behavior_logprobs": likelihood + noise,
-            "versions": torch.zeros_like(tokens, dtype=torch.int32),
-        },
-        workload.lengths,
-        tuple(torch.randn(len(workload.lengths), generator=generator).tolist()),
-    )
-
-
-def minibatches_of_rank(rows: PackedRows, rank: int, world_size: int) -> list[list[int]]:
-    """Rows of each minibatch that the rank gets: an even share of the tokens."""
-    minibatches = []
-    for first in range(NUM_MINIBATCHES):
-        chosen = list(range(first, rows.num_rows, NUM_MINIBATCHES))
-        lengths = [rows.lengths[row] for row in chosen]
-        shares = pack_micro_batches(lengths, sum(lengths), world_size)
-        minibatches.append([chosen[position] for position in shares[rank]])
-    return minibatches
 
 
 def actor_config(workload: Workload, folder: Path) -> ActorConfig:
     return ActorConfig(
         path=str(folder),
-        device="cpu",
+        device=Device.cpu,
         max_tokens_per_micro_batch=workload.max_tokens,
         seed=0,
         optimizer=OptimizerConfig(lr=1e-5, total_steps=100),
-        ppo=PPOConfig(temperature=1.0),
+        ppo=PPOConfig(num_minibatches=NUM_MINIBATCHES, temperature=1.0),
     )
 
 
@@ -281,16 +218,40 @@ def handwritten_step(workload: Workload, folder: Path) -> Step:
     return step
 
 
-def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every side in every round, after one round to warm up; the sides take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+@dataclass(frozen=True)
+class Times:
+    """Seconds of every side in every round."""
+
+    wall_s: dict[str, list[float]]
+    cpu_s: dict[str, list[float]]
+
+
+def measure(
+    steps: dict[str, Step],
+    rounds: int,
+    *,
+    after_round: Step = lambda: None,
+    cpu_clock: Callable[[], float] = time.process_time,
+) -> Times:
+    """Times the sides, which take turns, after one round to warm up.
+
+    Args:
+        steps: side -> a step of it.
+        rounds: how often each side is timed.
+        after_round: runs untimed.
+        cpu_clock: CPU seconds so far of all processes that a step may use.
+    """
+    times = Times({name: [] for name in steps}, {name: [] for name in steps})
     for number in range(rounds + 1):
         for name, step in steps.items():
-            begin = time.perf_counter()
+            cpu_before, before = cpu_clock(), time.perf_counter()
             step()
+            wall_s, cpu_s = time.perf_counter() - before, cpu_clock() - cpu_before
             if number:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+                times.wall_s[name].append(wall_s)
+                times.cpu_s[name].append(cpu_s)
+        after_round()
+    return times
 
 
 def ratio(seconds: dict[str, list[float]], ours: str, other: str) -> float:
@@ -307,22 +268,18 @@ ENGINES: dict[str, type[FSDPEngine]] = {
 }
 
 
-def measure_one_rank(
-    workload: Workload, folder: Path, sides: Sequence[str], rounds: int
-) -> dict[str, list[float]]:
+def measure_one_rank(workload: Workload, folder: Path, sides: Sequence[str], rounds: int) -> Times:
     config = actor_config(workload, folder)
-    steps = {
-        side: handwritten_step(workload, folder)
-        if side == "handwritten"
-        else engine_step(ENGINES[side](config), workload)
-        for side in sides
-    }
-    return measure(steps, rounds)
+    rows = make_rows(workload)
+    in_minibatch_order = [row for part in minibatches_of_rank(rows, 0, 1) for row in part]
+    with controller_side(config, rows.take(in_minibatch_order), folder / "run") as controller:
+        steps = {"controller": controller.step, "handwritten": handwritten_step(workload, folder)}
+        for side in sides:
+            steps[side] = engine_step(ENGINES[side](config), workload)
+        return measure(steps, rounds, after_round=controller.publish, cpu_clock=controller.cpu_s)
 
 
-def measure_two_ranks(
-    workload: Workload, folder: Path, sides: Sequence[str], rounds: int
-) -> dict[str, list[float]]:
+def measure_two_ranks(workload: Workload, folder: Path, sides: Sequence[str], rounds: int) -> Times:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     first = context.Process(target=run_rank, args=(0, workload, folder, sides, rounds, "", sender))
@@ -332,10 +289,10 @@ def measure_two_ranks(
     )
     second.start()
     sender.close()  # so that a rank that fails ends the wait
-    seconds: dict[str, list[float]] = receiver.recv()
+    times: Times = receiver.recv()
     first.join()
     second.join()
-    return seconds
+    return times
 
 
 def run_rank(
@@ -356,9 +313,9 @@ def run_rank(
     steps = {
         name: engine_step(engine, workload, rank, 2, address) for name, engine in engines.items()
     }
-    seconds = measure(steps, rounds)
+    times = measure(steps, rounds)
     if rank == 0:
-        sender.send(seconds)
+        sender.send(times)
     for engine in engines.values():
         engine.close()
 
@@ -369,24 +326,30 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    rounds = 2 if arguments.quick else 9
+    few, many = (2, 6) if arguments.quick else (9, 27)  # steps of the small model are short
+    sides = ("dynamic", "fixed") if arguments.quick else tuple(ENGINES)
     wide, letters = workloads(quick=arguments.quick)
-    few = ("dynamic", "handwritten") if arguments.quick else ("handwritten", *ENGINES)
     metrics: dict[str, tuple[float, str]] = {}
-    for prefix, workload, num_ranks, sides in (
-        ("two_ranks_", wide, 2, tuple(ENGINES)),
+    cases = [
         ("", wide, 1, few),
-        ("letter_sort_", letters, 1, ("handwritten", *ENGINES)),
-    ):
-        with tempfile.TemporaryDirectory() as name:
+        ("letter_sort_", letters, 1, many),
+        ("two_ranks_", wide, 2, few),
+    ]
+    for prefix, workload, num_ranks, rounds in cases[:2] if arguments.quick else cases:
+        with tempfile.TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
             save_model(workload, Path(name))
             measure_ranks = measure_one_rank if num_ranks == 1 else measure_two_ranks
-            seconds = measure_ranks(workload, Path(name), sides, rounds)
-        for side in sides:
-            if side == "handwritten":
-                metrics[f"{prefix}step_vs_handwritten"] = (ratio(seconds, "dynamic", side), "x")
-            elif side != "dynamic":
-                metrics[f"{prefix}dynamic_over_{side}"] = (ratio(seconds, "dynamic", side), "x")
+            times = measure_ranks(workload, Path(name), sides, rounds)
+        seconds = times.wall_s
+        if num_ranks == 1:
+            for name, ours, clock in (
+                ("step_vs_handwritten", "controller", times.wall_s),
+                ("step_vs_handwritten_cpu", "controller", times.cpu_s),
+                ("engine_step_vs_handwritten", "dynamic", times.wall_s),
+            ):
+                metrics[prefix + name] = (ratio(clock, ours, "handwritten"), "x")
+        for side in sides[1:]:
+            metrics[f"{prefix}dynamic_over_{side}"] = (ratio(seconds, "dynamic", side), "x")
         speed = {side: workload.num_tokens / statistics.median(s) for side, s in seconds.items()}
         metrics[f"{prefix}tokens_per_s"] = (speed["dynamic"], "tokens/s")
         report.print_table(

@@ -1,0 +1,57 @@
+"""CPU seconds of this process and of the workers that it started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.schedulers.local import LocalScheduler
+
+_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class PidScheduler(LocalScheduler):
+    """Remembers which process each worker's newest life is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pids: dict[str, int] = {}
+
+    async def launch(self, request: LaunchRequest) -> RunningWorker:
+        worker = await super().launch(request)
+        self.pids[worker.name] = worker.report.pid
+        return worker
+
+
+def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float]:
+    """CPU seconds so far of the script, and of each worker with the processes below it."""
+    used, children = _process_table()
+    below = {name: _tree(pid, children) for name, pid in pids.items()}
+    return {"script": used.get(os.getpid(), 0.0)} | {
+        name: sum(used.get(pid, 0.0) for pid in tree) for name, tree in below.items()
+    }
+
+
+def _process_table() -> tuple[dict[int, float], dict[int, list[int]]]:
+    """CPU seconds, and the children, of every process of this machine."""
+    used: dict[int, float] = {}
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        # the name, in parentheses, may hold spaces
+        fields = text.rpartition(")")[2].split()
+        pid, parent = int(path.parent.name), int(fields[1])
+        used[pid] = (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
+        children.setdefault(parent, []).append(pid)
+    return used, children
+
+
+def _tree(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
+    below = [_tree(child, children) for child in children.get(pid, ())]
+    return [pid, *(descendant for tree in below for descendant in tree)]

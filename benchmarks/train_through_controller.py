@@ -1,0 +1,150 @@
+"""A training step as a run takes it: TrainController, RPC, a train worker that pulls its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from process_cpu import PidScheduler, cpu_seconds
+
+from areal_sc import FSDPPPOActor, TrainController, start
+from areal_sc.config.schema import ActorConfig, SchedulerConfig, TransportConfig
+from areal_sc.controller.control_loop import ControlLoop
+from areal_sc.errors import WorkerLost
+from areal_sc.ids import random_id
+from areal_sc.metadata import (
+    TRAJECTORY_FIELDS,
+    BatchMetadata,
+    RowMetadata,
+    ShardMetadata,
+    TensorMetadata,
+    WeightsReference,
+)
+from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.transport.pull import pull_handlers
+from areal_sc.transport.rpc_server import RpcServer
+from areal_sc.transport.tensor_store import TensorStore
+
+GROUP_SIZE = 8
+
+
+class RowSource:
+    """Serves given rows as a rollout worker serves what it generated: one shard a group.
+
+    It is also where new weights go, and pulls none. Its server shares the controllers' event loop.
+    """
+
+    worker_lost: WorkerLost | None = None
+
+    def __init__(self, rows: PackedRows) -> None:
+        incarnation = random_id()
+        self._rows = rows
+        self._store = TensorStore("rollout/0", incarnation, max_bytes=1 << 30)
+        self._server = RpcServer(
+            pull_handlers(self._store), node_id="rollout/0", incarnation=incarnation
+        )
+        self._address = ""
+
+    def attach(self, control_loop: ControlLoop | None) -> None:
+        pass
+
+    async def start_async(self) -> None:
+        self._address = await self._server.start()
+
+    async def close_async(self) -> None:
+        await self._server.close()
+
+    async def hold_pulls_async(self) -> None:
+        pass
+
+    def receive_weights(
+        self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
+    ) -> None:
+        pass
+
+    def seal(self) -> BatchMetadata:
+        """The rows as a batch; the reward of each is the advantage that it came with."""
+        rows = self._rows
+        groups = [
+            range(first, min(first + GROUP_SIZE, rows.num_rows))
+            for first in range(0, rows.num_rows, GROUP_SIZE)
+        ]
+        return BatchMetadata(
+            batch_id=random_id(),
+            global_step=0,
+            total_batch_size=rows.num_rows,
+            shards=tuple(self._seal_group(group) for group in groups),
+            rows=_row_metadata(rows),
+        )
+
+    def _seal_group(self, group: range) -> ShardMetadata:
+        part = self._rows.take(group)
+        return ShardMetadata(
+            node_id="rollout/0",
+            node_addr=self._address,
+            shard_id=self._store.put(part.fields, part.lengths),
+            batch_size=part.num_rows,
+            offset=group.start,
+            fields={
+                name: TensorMetadata((part.num_tokens,), dtype)
+                for name, dtype in TRAJECTORY_FIELDS.items()
+            },
+            shard_rows=tuple(range(part.num_rows)),
+        )
+
+
+class ControllerSide:
+    """A started TrainController with a batch to train on, again and again."""
+
+    def __init__(self, actor: TrainController, source: RowSource, scheduler: PidScheduler) -> None:
+        self._actor = actor
+        self._source = source
+        self._scheduler = scheduler
+        self._batch = source.seal()
+
+    def step(self) -> None:
+        batch = self._actor.compute_proximal_logprobs(self._batch)
+        batch = self._actor.compute_advantages(batch)
+        self._actor.ppo_update(batch)
+
+    def publish(self) -> None:
+        """Ends the policy version: the worker seals its weights and forgets the step's shards."""
+        self._actor.publish_weights(self._source)
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far of this process and the train worker."""
+        return sum(cpu_seconds(self._scheduler.pids).values())
+
+
+@contextmanager
+def controller_side(
+    config: ActorConfig, rows: PackedRows, run_dir: Path
+) -> Iterator[ControllerSide]:
+    """Starts the train worker of a side that trains on the rows, in their order; ends it after."""
+    scheduler = PidScheduler(SchedulerConfig(run_dir=str(run_dir), transport=TransportConfig()))
+    try:
+        actor = TrainController(FSDPPPOActor(config), scheduler)
+        source = RowSource(rows)
+        with start(source, actor):
+            yield ControllerSide(actor, source, scheduler)
+    finally:
+        scheduler.close()
+
+
+def _row_metadata(rows: PackedRows) -> tuple[RowMetadata, ...]:
+    assert rows.advantages is not None
+    bounds = pairwise(accumulate(rows.lengths, initial=0))
+    mask = rows.fields["loss_mask"]
+    return tuple(
+        RowMetadata(
+            group_id=row // GROUP_SIZE,
+            attempt=0,
+            sequence_length=end - begin,
+            reward=rows.advantages[row],
+            admitted_version=0,
+            version_spans=((0, int(mask[begin:end].sum())),),
+        )
+        for row, (begin, end) in enumerate(bounds)
+    )
