@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import string
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Ctrl-C works in the tests and in what they start, also where a shell ignores it.
+
+    A shell without job control starts background processes with SIGINT ignored, and that is
+    inherited.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -150,7 +150,7 @@ def check_config(
 
 def resolved_device(device: Device, num_cuda_devices: int) -> Device:
     """`auto` is CUDA where there is a device, else the CPU."""
-    if device is not Device.auto:
+    if device != Device.auto:
         return device
     return Device.cuda if num_cuda_devices else Device.cpu
 
@@ -172,7 +172,7 @@ def _check_lists_and_names(config: GRPOConfig) -> None:
         raise ConfigError("scheduler.type: slurm is not available yet; use local")
     if config.scheduler.type != "local":
         raise ConfigError(f"scheduler.type: expected local, got {config.scheduler.type!r}")
-    if config.overwrite and config.resume is Resume.must:
+    if config.overwrite and config.resume == Resume.must:
         raise ConfigError(
             "resume: must needs the run that overwrite=true would delete; give one of them"
         )
@@ -253,11 +253,11 @@ def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> None
         ("actor", config.actor.device, config.actor.num_workers),
         ("rollout", config.rollout.device, config.rollout.num_workers),
     ]
-    if all(device is Device.cpu for _, device, _ in roles):
+    if all(device == Device.cpu for _, device, _ in roles):
         return
     num_devices = count_devices()
     for role, device, num_workers in roles:
-        if resolved_device(device, num_devices) is Device.cpu:
+        if resolved_device(device, num_devices) == Device.cpu:
             continue
         if num_workers > num_devices:
             raise ConfigError(
@@ -295,7 +295,7 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
         # (the setting, whether something makes it idle, what does)
         (
             "actor.optimizer.min_lr_ratio",
-            optimizer.schedule is LrSchedule.constant,
+            optimizer.schedule == LrSchedule.constant,
             "actor.optimizer.schedule=constant",
         ),
         (
@@ -305,12 +305,12 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
         ),
         (
             "actor.ppo.advantage_eps",
-            ppo.advantage_std is NormScope.none,
+            ppo.advantage_std == NormScope.none,
             "actor.ppo.advantage_std=none",
         ),
         (
             "rollout.over_bound",
-            rollout.max_staleness == 0 and rollout.over_bound is not OverBound.train,
+            rollout.max_staleness == 0 and rollout.over_bound != OverBound.train,
             "rollout.max_staleness=0: no group is ever over the bound",
         ),
         (
@@ -324,7 +324,7 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
             "checkpoint.every_steps=0: only the final model is kept",
         ),
     ]
-    if ppo.clip_center is ClipCenter.proximal and ppo.num_minibatches == 1:
+    if ppo.clip_center == ClipCenter.proximal and ppo.num_minibatches == 1:
         # the policy of the only minibatch is the proximal one, so its ratio is 1
         reason = "actor.ppo.num_minibatches=1: the only update starts at the clip's centre"
         without_effect += [

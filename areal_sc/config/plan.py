@@ -213,6 +213,6 @@ def _live_row_bytes(rollout: RolloutConfig) -> int:
 
 def _device_name(device: Device, position: int, machine: Machine) -> str:
     """Workers take the CUDA devices in turn, training first, and share them where they must."""
-    if resolved_device(device, machine.num_cuda_devices) is Device.cpu:
+    if resolved_device(device, machine.num_cuda_devices) == Device.cpu:
         return "cpu"
     return f"cuda:{position % machine.num_cuda_devices}"

@@ -91,7 +91,7 @@ class StalenessPolicy:
 
     def min_token_version(self, version: int) -> int | None:
         """Tokens of versions below it add nothing to the loss; None: every token is trained."""
-        if self.over_bound is OverBound.mask:
+        if self.over_bound == OverBound.mask:
             return version - self.max_staleness
         return None
 
@@ -121,7 +121,7 @@ class StalenessPolicy:
 
         due = version + self.max_staleness
         num_missing = self.train_batch_groups - len(batch)
-        if num_missing == 0 and self.over_bound is OverBound.wait:
+        if num_missing == 0 and self.over_bound == OverBound.wait:
             due, num_missing = self._overdue_shortfall(candidates, batch, version)
         if num_missing == 0:
             return BatchDecision(groups=batch, stale=stale, waiting_for=[], num_missing=0)
@@ -133,7 +133,7 @@ class StalenessPolicy:
         return BatchDecision(None, stale, waiting_for, num_missing)
 
     def _stale(self, groups: Sequence[Group], version: int) -> list[Group]:
-        if self.over_bound is not OverBound.mask:
+        if self.over_bound != OverBound.mask:
             return self.expired(groups, version)
         oldest_trained = version - self.max_staleness
         return [

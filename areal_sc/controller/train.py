@@ -122,7 +122,7 @@ class TrainController(Shell):
 
         With `ppo.clip_center: behavior` there is nothing to compute and the batch is returned.
         """
-        if self.config.ppo.clip_center is ClipCenter.behavior:
+        if self.config.ppo.clip_center == ClipCenter.behavior:
             return batch
         rank_rows = self._rows_by_rank(batch)
         selected = batch.select(LOGPROB_FIELDS)  # a rank may have no rows, and then has no fields
@@ -161,7 +161,7 @@ class TrainController(Shell):
         Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
         """
         fields: tuple[str, ...] = PPO_FIELDS
-        if self.config.ppo.clip_center is ClipCenter.proximal:
+        if self.config.ppo.clip_center == ClipCenter.proximal:
             fields = (*fields, "proximal_logprobs")
         minibatches = batch.select(fields).split(
             min(self.config.ppo.num_minibatches, batch.total_batch_size), balance="rows"

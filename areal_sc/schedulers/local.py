@@ -148,7 +148,7 @@ class LocalScheduler:
 
     def _device_environment(self, request: LaunchRequest, name: str) -> dict[str, str]:
         """CUDA_VISIBLE_DEVICES of one device: a free one, else one not used by the same role."""
-        if resolved_device(request.device, len(self._device_users)) is Device.cpu:
+        if resolved_device(request.device, len(self._device_users)) == Device.cpu:
             return {"CUDA_VISIBLE_DEVICES": ""}
         device = min(
             self._device_users,

@@ -29,7 +29,7 @@ def tail_advice(
         wasted_share: tokens thrown away as a share of all that were generated.
     Returns: one sentence, or None while the tail is acceptable.
     """
-    if over_bound is OverBound.train:
+    if over_bound == OverBound.train:
         if group_staleness_max <= MAX_TAIL * max(max_staleness, 1):
             return None
         found = (
@@ -37,7 +37,7 @@ def tail_advice(
             f"rollout.max_staleness is {max_staleness}"
         )
         choice = "choose rollout.over_bound=mask, wait or regenerate"
-    elif over_bound is OverBound.mask:
+    elif over_bound == OverBound.mask:
         if masked_share <= MAX_LOST_SHARE:
             return None
         found = (
@@ -45,7 +45,7 @@ def tail_advice(
             f"older than rollout.max_staleness={max_staleness} allows"
         )
         choice = "choose rollout.over_bound=train"
-    elif over_bound is OverBound.regenerate:
+    elif over_bound == OverBound.regenerate:
         if wasted_share <= MAX_LOST_SHARE:
             return None
         found = (

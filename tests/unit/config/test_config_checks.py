@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.checks import RANGES, Range, check_config
+from areal_sc.config.checks import RANGES, Range, check_config, resolved_device
 from areal_sc.config.keys import known_keys
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import ConfigError
 
 Load = Callable[..., GRPOConfig]
@@ -225,3 +225,9 @@ def test_unresolved_configuration_is_refused() -> None:
     config.actor = replace(config.actor, path="m")
     with pytest.raises(ConfigError, match=r"'\$\{seed\}' is not replaced .* resolve\(\)"):
         check_config(config, lambda: 0)
+
+
+def test_a_plain_string_counts_as_the_setting_of_that_name() -> None:
+    assert resolved_device("cpu", 2) == Device.cpu  # type: ignore[arg-type]
+    assert resolved_device("auto", 0) == Device.cpu  # type: ignore[arg-type]
+    assert resolved_device("auto", 2) == Device.cuda  # type: ignore[arg-type]
