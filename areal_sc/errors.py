@@ -10,16 +10,19 @@ ArealError                    exit code 1
 |  |- IncarnationMismatch                   the call was meant for an earlier life of the worker
 |  |- ProtocolError                         a frame that no correct peer sends
 |  |- RemoteError                           the worker's method raised; carries the remote traceback
+|  |- StaleCall                             the call expected another policy version
 |  |- ShardGone                             the tensor store no longer holds the shard
 |  `- StoreFull                             the tensor store has reached its byte limit
 |- WorkerError                exit code 5   a worker process failed
 |  |- WorkerStartError                      it did not come up
-|  `- WorkerLost                            it died or stopped answering
+|  |- WorkerLost                            it died or stopped answering
+|  `- EngineFailed                          its engine failed
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
 |  |- RewardError                            a reward raised, gave no finite number, or timed out
 |  `- TooManyRejections                     the share of rejected groups passed its limit
 |- CheckpointError            exit code 8   a snapshot could not be written or read
+|- WaitTimeout                exit code 9   nothing changed for longer than anything may take
 `- LedgerError                exit code 1   a group was asked for a change that it cannot make
 """
 
@@ -92,6 +95,10 @@ class RemoteError(TransportError):
         self.exit_code = remote_exit_code
 
 
+class StaleCall(TransportError):
+    """A state-changing call expected another policy version than the worker is at."""
+
+
 class ShardGone(TransportError):
     """The tensor store no longer holds the shard."""
 
@@ -126,6 +133,10 @@ class WorkerLost(WorkerError):
     """A worker process died or stopped answering."""
 
 
+class EngineFailed(WorkerError):
+    """The engine in a worker failed; that says nothing about the episodes it ran."""
+
+
 class ModelError(ArealError):
     """A model folder or checkpoint cannot be used."""
 
@@ -154,3 +165,9 @@ class CheckpointError(ArealError):
 
 class LedgerError(ArealError):
     """A group was asked for a change of state that it cannot make."""
+
+
+class WaitTimeout(ArealError, TimeoutError):
+    """Nothing changed for longer than anything may take; the message says what was waited for."""
+
+    exit_code = 9

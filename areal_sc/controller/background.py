@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from areal_sc.errors import ArealError
+from areal_sc.errors import ArealError, WaitTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Background:
     """Guards background work; its first exception is raised by whoever waits next.
 
     Args:
-        limit_s: without any change for so long a wait ends with TimeoutError.
+        limit_s: without any change for so long a wait ends with WaitTimeout.
         describe: state of the controller, for that error's message.
     """
 
@@ -53,13 +53,13 @@ class Background:
     async def wait(self, what: str) -> None:
         """Waits for the next change.
 
-        Raises: TimeoutError: there was none; names `what`.
+        Raises: WaitTimeout: there was none; names `what`.
         """
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._changed.wait()
         except TimeoutError:
-            raise TimeoutError(
+            raise WaitTimeout(
                 f"waited {self._limit_s:g} s without any change for {what}; {self._describe()}"
             ) from None
 
@@ -74,7 +74,7 @@ class Background:
         """Runs background work; its exception becomes the failure."""
         try:
             await work
-        except (ArealError, TimeoutError) as error:
+        except ArealError as error:
             self.fail(error)
         except asyncio.CancelledError:
             raise

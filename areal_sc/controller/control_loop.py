@@ -81,11 +81,19 @@ class ControlLoop:
         return next((loss for loss in losses if loss is not None), None)
 
     def close(self) -> None:
-        """Stops the loop and joins its thread."""
+        """Cancels what is left on the loop, stops it and joins its thread."""
+        self.run(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _copy_outcome(task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) -> None:

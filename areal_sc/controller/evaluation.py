@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal_sc.errors import WorkflowError
+
 MetricSums = Mapping[str, tuple[float, int]]
 """Metric -> (sum, number of rows)."""
 
@@ -17,6 +19,7 @@ class EvaluationOutcome:
     Attributes:
         versions: lowest and highest policy version that sampled a token.
         num_rejected: prompts whose episode was rejected; they are in no mean.
+        rejection_example: why the first of them was, "" without any.
     """
 
     num_prompts: int
@@ -24,11 +27,21 @@ class EvaluationOutcome:
     reward: float
     metrics: dict[str, float]
     versions: tuple[int, int]
+    rejection_example: str = ""
 
     @classmethod
     def of(cls, replies: Sequence[Mapping[str, Any]]) -> EvaluationOutcome:
-        """The means over the workers' replies, one a prompt."""
+        """The means over the workers' replies, one a prompt.
+
+        Raises: WorkflowError: every prompt was rejected, so there is no mean.
+        """
         done = [reply for reply in replies if reply["reward"] is not None]
+        examples = [str(reply["rejected"]) for reply in replies if reply["reward"] is None]
+        if not done:
+            raise WorkflowError(
+                f"all {len(replies)} evaluation prompts were rejected; for example: "
+                f"{examples[0] if examples else 'there was none'}"
+            )
         rewards = [float(reply["reward"]) for reply in done]
         versions = [version for reply in done for version in reply["versions"]]
         return cls(
@@ -38,7 +51,8 @@ class EvaluationOutcome:
             metrics=mean_metrics(
                 [{name: (value, 1) for name, value in reply["metrics"].items()} for reply in done]
             ),
-            versions=(min(versions, default=0), max(versions, default=0)),
+            versions=(min(versions), max(versions)),
+            rejection_example=examples[0] if examples else "",
         )
 
 

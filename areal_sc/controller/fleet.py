@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import PeerLost, RpcTimeout, TransportError, WorkerLost
+from areal_sc.errors import ArealError, PeerLost, RpcTimeout, TransportError, WorkerLost
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, Scheduler, log_tail
 from areal_sc.transport.rpc import Connection
 
@@ -79,23 +79,25 @@ class Fleet:
 
         Raises: WorkerStartError: one did not come up; the others are stopped.
         """
-        results = await asyncio.gather(
-            *(self._scheduler.launch(request) for request in requests), return_exceptions=True
-        )
-        running = [result for result in results if isinstance(result, RunningWorker)]
-        errors = [result for result in results if isinstance(result, BaseException)]
-        for worker in running:
-            connection = self._runtime.transport.connect(
-                worker.report.address, worker.name, worker.spec.incarnation
-            )
-            member = Member(worker, connection)
-            member.heartbeat = asyncio.create_task(
-                self._watch(member), name=f"heartbeat {worker.name}"
-            )
-            self.members.append(member)
-        if errors:
+        launches = [asyncio.create_task(self._launch(request)) for request in requests]
+        try:
+            await asyncio.gather(*launches)
+        except BaseException:
+            for launch in launches:
+                launch.cancel()
+            await asyncio.gather(*launches, return_exceptions=True)
             await self.close()
-            raise errors[0]
+            raise
+        self.members.sort(key=lambda member: member.worker.spec.index)
+
+    async def _launch(self, request: LaunchRequest) -> None:
+        worker = await self._scheduler.launch(request)
+        connection = self._runtime.transport.connect(
+            worker.report.address, worker.name, worker.spec.incarnation
+        )
+        member = Member(worker, connection)
+        member.heartbeat = asyncio.create_task(self._watch(member), name=f"heartbeat {worker.name}")
+        self.members.append(member)
 
     async def call(
         self, member: Member, method: str, args: dict[str, Any], *, timeout_s: float | None = None
@@ -133,11 +135,10 @@ class Fleet:
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections."""
-        for member in self.members:
-            if member.heartbeat:
-                member.heartbeat.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await member.heartbeat
+        heartbeats = [member.heartbeat for member in self.members if member.heartbeat]
+        for heartbeat in heartbeats:
+            heartbeat.cancel()
+        await asyncio.gather(*heartbeats, return_exceptions=True)  # a loss is the member's already
         alive = [member for member in self.members if not member.failure]
         await asyncio.gather(
             *(member.connection.call("shutdown", {}, timeout_s=2.0) for member in alive),
@@ -149,6 +150,12 @@ class Fleet:
         self.members.clear()
 
     async def _watch(self, member: Member) -> None:
+        try:
+            await self._watch_until_lost(member)
+        except ArealError as error:
+            self._lose(member, f"{member.name} cannot be watched: {error}")
+
+    async def _watch_until_lost(self, member: Member) -> None:
         loop = asyncio.get_running_loop()
         missed = 0
         next_ping = loop.time()

@@ -63,11 +63,13 @@ class Counters:
     Attributes:
         rejected_rows: rows rejected by their workflow or reward, by cause.
         rejection_examples: cause -> one full message.
-        wasted_tokens: trained-to-be tokens of groups that were rejected as stale.
+        num_stale_rows: rows of groups that were rejected as stale, finished or running.
+        wasted_tokens: trained-to-be tokens of finished groups among them.
     """
 
     rejected_rows: Counter[str] = field(default_factory=Counter)
     rejection_examples: dict[str, str] = field(default_factory=dict)
+    num_stale_rows: int = 0
     wasted_tokens: int = 0
 
 
@@ -170,7 +172,7 @@ class RolloutController(Shell):
         allows. A batch's rows live until the next call.
 
         Raises: WorkflowError: the workflow or dataset cannot be used. TooManyRejections: most
-            rows are rejected. WorkerLost: a worker died. TimeoutError: no group ended for longer
+            rows are rejected. WorkerLost: a worker died. WaitTimeout: no group ended for longer
             than a group may take.
         """
         self._source = self.register(prompts, workflow)
@@ -269,14 +271,23 @@ class RolloutController(Shell):
             self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )
 
-    def state(self) -> dict[str, Any]:
-        """What a new controller needs to go on from here, msgpack-able; see `restore`."""
+    async def state_async(self) -> dict[str, Any]:
+        """What a new controller needs to go on from here, msgpack-able; see `restore`.
+
+        On the event loop, as everything that reads the ledger: nothing changes meanwhile.
+        """
         return {
             "version": self.version,
             "num_prompts_taken": self.num_prompts_taken,
             "returned_prompts": [astuple(prompt) for prompt in self._returned_prompts],
             "ledger": self.ledger.snapshot(),
+            "rejected_rows": dict(self.counters.rejected_rows),
+            "num_stale_rows": self.counters.num_stale_rows,
         }
+
+    async def account_async(self) -> dict[str, Any]:
+        """Where every group ever admitted is; see `Ledger.account`."""
+        return self.ledger.account()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, before the first batch; unconsumed groups are generated again."""
@@ -285,6 +296,8 @@ class RolloutController(Shell):
         self._returned_prompts = deque(PromptReference(*p) for p in state["returned_prompts"])
         self.ledger = Ledger.restore(state["ledger"])
         self.ledger.requeue_all()
+        self.counters.rejected_rows = Counter(state["rejected_rows"])
+        self.counters.num_stale_rows = int(state["num_stale_rows"])
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
@@ -449,7 +462,10 @@ class RolloutController(Shell):
 
     def _reject_stale(self, group: Group) -> None:
         """Refunds the group and ends it where it runs; its prompt is admitted anew."""
+        if group.state == GroupState.running:
+            self.counters.num_stale_rows += self.config.group_size
         if group.batch is not None:
+            self.counters.num_stale_rows += group.batch.total_batch_size
             self.counters.wasted_tokens += sum(row.num_loss_tokens for row in group.batch.rows)
             self._group_metrics.pop(group.group_id, None)
             self._workers.release(group.batch)
@@ -540,6 +556,12 @@ class RolloutController(Shell):
 
     def wait_for_weights(self) -> None:
         self._run(self.wait_for_weights_async())
+
+    def state(self) -> dict[str, Any]:
+        return self._run(self.state_async())
+
+    def account(self) -> dict[str, Any]:
+        return self._run(self.account_async())
 
     def worker_stats(self) -> list[dict[str, float]]:
         return self._run(self.worker_stats_async())

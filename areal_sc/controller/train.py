@@ -27,7 +27,7 @@ from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.base import EngineHandle
-from areal_sc.errors import WorkerLost
+from areal_sc.errors import CheckpointError, WorkerLost
 from areal_sc.metadata import (
     BatchMetadata,
     RowMetadata,
@@ -320,11 +320,17 @@ class TrainController(Shell):
 
 
 def _replace_folder(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     retired = target.with_name(target.name + ".old")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(retired, ignore_errors=True)
+        if target.exists():
+            target.rename(retired)
+        shutil.move(source, target)
+    except OSError as error:
+        if retired.exists():
+            shutil.rmtree(target, ignore_errors=True)
+            retired.rename(target)
+        raise CheckpointError(f"cannot write {target}: {error}") from error
     shutil.rmtree(retired, ignore_errors=True)
-    if target.exists():
-        target.rename(retired)
-    shutil.move(source, target)
-    shutil.rmtree(retired, ignore_errors=True)
-    source.parent.rmdir()  # it held this export alone: saving is one call at a time
+    shutil.rmtree(source.parent, ignore_errors=True)

@@ -2,10 +2,10 @@
 
     make_scheduler      the fork server starts importing at once, in the background
     launch              fork -> the worker binds its socket -> it writes its report file -> serving
-    stop                the workers were asked to end; what is left gets SIGTERM, then SIGKILL
+    stop                the workers were asked to end; what is left after a while gets SIGKILL
 
-Workers on a CUDA device are started by exec instead of fork. The fork server is a process of its
-own; it and the workers outlive this one by `orphan_timeout_s` at most.
+Where there are CUDA devices, the server imports nothing beforehand. It is a process of its own; it
+and the workers outlive this one by `orphan_timeout_s` at most.
 """
 
 from __future__ import annotations
@@ -89,7 +89,13 @@ class LocalScheduler:
             spec.log_path,
             timeout_s=self.config.startup_timeout_s,
         )
-        report = await self._wait_for_report(spec, pid)
+        try:
+            report = await self._wait_for_report(spec, pid)
+        except BaseException:
+            # Nobody else knows of it yet, so nobody else would end it.
+            self._fork_server.kill(pid, signal.SIGKILL)
+            self._release_device(spec.name)
+            raise
         logger.info(
             "worker=%s pid=%d address=%s start_s=%.2f",
             *(spec.name, pid, report.address, time.monotonic() - started),
@@ -111,9 +117,7 @@ class LocalScheduler:
             await asyncio.to_thread(self._fork_server.kill, worker.report.pid, signal.SIGKILL)
         for worker in workers:
             worker.spec.report_path.unlink(missing_ok=True)
-            for users in self._device_users.values():
-                if worker.name in users:
-                    users.remove(worker.name)
+            self._release_device(worker.name)
 
     def close(self) -> None:
         """Ends the fork server, and with it every worker that is left."""
@@ -161,6 +165,11 @@ class LocalScheduler:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(index) for index in self._device_users]
         return {"CUDA_VISIBLE_DEVICES": names[device]}
+
+    def _release_device(self, name: str) -> None:
+        for users in self._device_users.values():
+            if name in users:
+                users.remove(name)
 
     async def _wait_for_report(self, spec: WorkerSpec, pid: int) -> WorkerReport:
         loop = asyncio.get_running_loop()

@@ -127,22 +127,24 @@ class PPOTrainer:
 
     def __enter__(self) -> Self:
         warnings = check_config(self.config)
-        self.folder = RunFolder(self.config.run_dir)
-        self._opening = self.folder.open(
-            config_text=config_text(self.config),
-            resume=self.config.resume.value,
-            overwrite=self.config.overwrite,
-        )
-        self._stack.callback(self.folder.close)
-        setup_logging("controller", self.folder.logs / "controller.log")
-        for warning in warnings:
-            logger.warning("%s", warning)
-        self.scheduler = make_scheduler(self.config.scheduler)
-        self._stack.callback(self.scheduler.close)
-        self.display = self._stack.enter_context(
-            make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)
-        )
-        self._log = self._stack.enter_context(MetricsLog(self.folder.metrics_path))
+        with ExitStack() as stack:  # nothing stays open when something of this fails
+            self.folder = RunFolder(self.config.run_dir)
+            self._opening = self.folder.open(
+                config_text=config_text(self.config),
+                resume=self.config.resume.value,
+                overwrite=self.config.overwrite,
+            )
+            stack.callback(self.folder.close)
+            setup_logging("controller", self.folder.logs / "controller.log")
+            for warning in warnings:
+                logger.warning("%s", warning)
+            self.scheduler = make_scheduler(self.config.scheduler)
+            stack.callback(self.scheduler.close)
+            self.display = stack.enter_context(
+                make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)
+            )
+            self._log = stack.enter_context(MetricsLog(self.folder.metrics_path))
+            self._stack = stack.pop_all()
         self._is_open = True
         return self
 
@@ -260,10 +262,8 @@ class PPOTrainer:
             self._begin_evaluation("greedy", actor, rollout, evaluation, temperature=0.0)
             self._collect_evaluation()
         actor.save_hf(self.folder.path / "model")
-        account = rollout.ledger.account()
-        rejected_groups = sum(account["rejected"].values())
-        stale_rows = account["rejected"].get("stale", 0) * self.config.rollout.group_size
-        logger.info("account=%s rejected_groups=%d", account, rejected_groups)
+        account = rollout.account()
+        logger.info("account=%s", account)
         summary = summarize(
             self._steps,
             self._evaluations,
@@ -271,7 +271,8 @@ class PPOTrainer:
             first_step_s=self._first_step_s,
             num_rows_trained=account["rows_trained"],
             num_rows_trained_twice=account["rows_trained_twice"],
-            num_rows_rejected=rollout.counters.rejected_rows.total() + stale_rows,
+            num_rows_rejected=rollout.counters.rejected_rows.total()
+            + rollout.counters.num_stale_rows,
         )
         plot_learning_curve(self.folder.metrics_path, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())
@@ -291,7 +292,7 @@ class PPOTrainer:
             generated_tokens=sum(worker["generated_tokens"] for worker in workers),
             wasted_tokens=rollout.counters.wasted_tokens
             + sum(worker["cancelled_tokens"] for worker in workers),
-            rejected_groups=sum(rollout.ledger.account()["rejected"].values()),
+            rejected_groups=sum(rollout.account()["rejected"].values()),
             controller_bytes=actor.num_bytes + rollout.num_bytes,
         )
         before, self._totals = self._totals, now
@@ -380,6 +381,11 @@ class PPOTrainer:
             version_max=outcome.versions[1],
             temperature=pending.temperature,
         )
+        if outcome.num_rejected:
+            self.display.warning(
+                f"{outcome.num_rejected} prompts of the evaluation were rejected; for example: "
+                f"{outcome.rejection_example}"
+            )
         self._evaluations.append(result)
         self._log.evaluation(result)
         self.display.evaluation(result)
@@ -391,6 +397,7 @@ class PPOTrainer:
         for warning in warnings:
             self.display.warning(warning)
         actor.share_weights(rollout)
+        self._totals.rejected_groups = sum(rollout.account()["rejected"].values())
         records = read_metrics(self.folder.metrics_path)
         self._steps = [metrics for metrics in surviving_steps(records) if metrics.step <= step]
         self._evaluations = [e for e in evaluations_in(records) if e.step <= step]

@@ -18,7 +18,7 @@ import msgpack
 
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
-from areal_sc.errors import ArealError, CheckpointError, RunFolderError
+from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def load_latest_snapshot(
             actor.load_snapshot(step)
             rollout.restore(state)
             return step, warnings
-        except (OSError, ValueError, KeyError, ArealError) as error:
+        except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
             warnings.append(
                 f"snapshot {path} cannot be read ({error}); going back to the one before"
             )

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from areal_sc.config.schema import TransportConfig
 from areal_sc.engines.base import EngineHandle
 from areal_sc.engines.handles import handle_from_plain
-from areal_sc.errors import ArealError
 from areal_sc.transport.pull import Puller, pull_handlers
 from areal_sc.transport.rpc import ZmqTransport
 from areal_sc.transport.rpc_server import Handler, RpcServer
@@ -32,12 +31,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Method = Callable[[dict[str, Any]], Awaitable[Any]]
-
-
-class StaleCall(ArealError):
-    """A state-changing call expected another policy version than the worker is at."""
-
-    exit_code = 4
 
 
 class Worker:

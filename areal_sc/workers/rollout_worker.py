@@ -21,7 +21,7 @@ import torch
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.base import Completion, GenerationEngine
-from areal_sc.errors import RewardError, WorkerError, WorkflowError
+from areal_sc.errors import EngineFailed, RewardError, WorkerError, WorkflowError
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -36,10 +36,6 @@ from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
 from areal_sc.workflows.rewards import RewardPool
 
 logger = logging.getLogger(__name__)
-
-
-class EngineFailed(Exception):
-    """Generation failed for reasons that are not the episode's."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +122,8 @@ class RolloutWorker(Worker):
             {v for v, trained in zip(row.versions, row.loss_mask, strict=True) if trained}
         )
         return {
-            "reward": row.reward,
-            "metrics": row.metrics,
+            "reward": float(row.reward),
+            "metrics": {name: float(value) for name, value in row.metrics.items()},
             "versions": [sampled[0], sampled[-1]],
             "num_tokens": sum(map(bool, row.loss_mask)),
         }
@@ -178,17 +174,20 @@ class RolloutWorker(Worker):
         )
         limit_s = config.group_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 trajectory = await workflow.run_episode(prompt, engine)
             rejection = _check_trajectory(trajectory)
         except RewardError as error:
             rejection = Rejection("reward_error", str(error))
         except WorkflowError as error:
             rejection = Rejection("prompt_error", str(error))
-        except TimeoutError:
-            rejection = Rejection(
-                "timeout", f"the episode took longer than group_timeout_s={limit_s:g} s"
-            )
+        except TimeoutError as error:
+            if limit.expired():
+                rejection = Rejection(
+                    "timeout", f"the episode took longer than group_timeout_s={limit_s:g} s"
+                )
+            else:  # of the user's own code
+                rejection = Rejection("workflow_error", f"{type(error).__name__}: {error}")
         except Exception as error:  # the user's code may raise anything
             rejection = Rejection("workflow_error", f"{type(error).__name__}: {error}")
         if engine.failure:
@@ -302,13 +301,19 @@ def _check_trajectory(trajectory: Any) -> Rejection | None:
         return Rejection("workflow_error", f"the trajectory's fields differ in length: {lengths}")
     if not any(trajectory.loss_mask):
         return Rejection("workflow_error", "the trajectory has no trained token (loss_mask)")
-    try:
-        is_finite = math.isfinite(trajectory.reward)
-    except TypeError:
-        is_finite = False
-    if not is_finite:
+    if not _is_finite(trajectory.reward):
         return Rejection("reward_error", f"the reward must be finite, got {trajectory.reward!r}")
+    for name, value in trajectory.metrics.items():
+        if not _is_finite(value):
+            return Rejection("workflow_error", f"metric {name!r} must be finite, got {value!r}")
     return None
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except TypeError:
+        return False
 
 
 def _version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:

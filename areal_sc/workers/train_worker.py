@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from areal_sc.engines.base import TrainEngine
+from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.workers.base import Method, StaleCall, Worker
+from areal_sc.workers.base import Method, Worker
 from areal_sc.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class TrainWorker(Worker):
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
         """Seals `proximal_logprobs` of the batch's rows."""
         batch = BatchMetadata.from_wire(args["batch"])
-        rows = await self._pull(batch)
+        rows = await self.puller.pull(batch)
         logprobs = await self.compute(lambda: self.engine.compute_logprobs(rows))
         if not rows.num_rows:
             return self._shard_reply("")
@@ -74,7 +75,7 @@ class TrainWorker(Worker):
 
         async def update() -> dict[str, float]:
             batches = [BatchMetadata.from_wire(wire) for wire in args["minibatches"]]
-            minibatches = [await self._pull(batch) for batch in batches]
+            minibatches = [await self.puller.pull(batch) for batch in batches]
             min_token_version = batches[0].min_token_version
             return await self.compute(
                 lambda: self.engine.ppo_update(
@@ -141,9 +142,6 @@ class TrainWorker(Worker):
             "shard_id": shard_id,
             "sequence": self.store.last_sequence,
         }
-
-    async def _pull(self, batch: BatchMetadata) -> PackedRows:
-        return await self.puller.pull(batch)
 
     async def _once(
         self, args: dict[str, Any], operation: Callable[[], Awaitable[dict[str, float]]]

@@ -28,6 +28,7 @@ class SourceRegistry:
     def __init__(self, run_dir: Path) -> None:
         self._folder = RunFolder(run_dir).sources
         self._numbers: dict[int, int] = {}
+        self._written: dict[str, int] = {}
         self._kept: list[object] = []  # keeps ids in `_numbers` from being reused
         self._prompts: dict[int, Prompts] = {}
 
@@ -70,15 +71,17 @@ class SourceRegistry:
         return self._prompts[number]
 
     def _register(self, source: Referable) -> int:
-        if id(source) not in self._numbers:
-            reference = reference_of(source)
+        if id(source) in self._numbers:
+            return self._numbers[id(source)]
+        wire = json.dumps(reference_of(source).to_wire(), sort_keys=True)
+        if wire not in self._written:  # an equal object, made anew, is the same source
             self._folder.mkdir(parents=True, exist_ok=True)
             number = len(list(self._folder.glob("*.json")))
-            path = self._folder / f"{number}.json"
-            path.write_text(json.dumps(reference.to_wire()))
-            self._numbers[id(source)] = number
-            self._kept.append(source)
-        return self._numbers[id(source)]
+            (self._folder / f"{number}.json").write_text(wire)
+            self._written[wire] = number
+        self._numbers[id(source)] = self._written[wire]
+        self._kept.append(source)
+        return self._written[wire]
 
 
 class SourceReader:

@@ -160,10 +160,10 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ recovery
 
-    def save(self) -> dict[str, Any]:
+    async def save(self) -> dict[str, Any]:
         """What a snapshot holds, as it would lie on the disk, and this book."""
         return {
-            "controllers": msgpack.packb(self.rollout.state()),
+            "controllers": msgpack.packb(await self.rollout.state_async()),
             "version": self.actor.version,
             "batches": list(self.batches),
             "admitted": list(self.admitted),
@@ -281,7 +281,7 @@ class TrainingRun:
         if self.settings.ends_at_last_step:
             assert account["queued"] + account["running"] + account["finished"] == 0
             await self._check_stores_drain()
-        self._check_prompts()
+        await self._check_prompts()
         for start in self.cluster.starts:
             assert start.worker_version >= start.admitted_version
 
@@ -294,9 +294,9 @@ class TrainingRun:
         for worker in self.cluster.rollout_workers:
             assert not worker.store.sizes, f"{worker.name} still holds {worker.store.group_of}"
 
-    def _check_prompts(self) -> None:
+    async def _check_prompts(self) -> None:
         """Every prompt taken from the stream was admitted; a stale group's prompt comes again."""
-        state = self.rollout.state()
+        state = await self.rollout.state_async()
         waiting = Counter(PromptReference(*p).index for p in state["returned_prompts"])
         num_stale = Counter(
             self.admitted[g][0].index for g, r in self.rejected.items() if r == "stale"

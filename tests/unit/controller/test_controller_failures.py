@@ -369,7 +369,7 @@ def test_a_resumed_run_trains_nothing_twice() -> None:
             async with TrainingRun(settings).started() as run:
                 for _ in range(4):
                     await run.step()
-                state = run.save()
+                state = await run.save()
                 for _ in range(2):
                     await run.step()
             return run, state

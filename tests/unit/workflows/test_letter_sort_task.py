@@ -89,7 +89,7 @@ def test_the_untrained_folder_is_a_small_decoder_and_its_tokenizer(
     config = AutoConfig.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_config(config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert sum(p.numel() for p in model.parameters()) == 308_256
+    assert sum(p.numel() for p in model.parameters()) == 336_192
     assert len(tokenizer) == config.vocab_size == 30
     token_ids = tokenizer.encode("szr=rsz$", add_special_tokens=False)
     assert [task.VOCABULARY[token] for token in token_ids] == list("szr=rsz$")
