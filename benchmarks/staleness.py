@@ -62,6 +62,7 @@ class Scale:
     """How much is measured."""
 
     seeds: range
+    over_bound_seeds: range
     worst_case_etas: tuple[int, ...]
     worst_case_steps: int
     over_bound_etas: tuple[int, ...]
@@ -71,14 +72,16 @@ class Scale:
 
 FULL = Scale(
     seeds=range(3),
+    over_bound_seeds=range(2),
     worst_case_etas=(0, 4, 8, 16),
     worst_case_steps=60,
-    over_bound_etas=(1, 2, 4),
-    over_bound_steps=40,
+    over_bound_etas=(1, 4),
+    over_bound_steps=30,
     evaluations=Evaluations(every_steps=3, num_prompts=256, num_final_prompts=1024),
 )
 QUICK = Scale(
     seeds=range(1),
+    over_bound_seeds=range(1),
     worst_case_etas=(0, 8),
     worst_case_steps=20,
     over_bound_etas=(1,),
@@ -167,9 +170,9 @@ def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
         )
 
     runs: dict[tuple[int, str], list[Run]] = {}
-    calibration = config_of(scale.seeds[0], max(scale.over_bound_etas), "train")
+    calibration = config_of(scale.over_bound_seeds[0], max(scale.over_bound_etas), "train")
     seconds_per_token = TRAINING_STEPS_PER_TOKEN * _training_s(job, calibration)
-    for seed, eta, choice in product(scale.seeds, scale.over_bound_etas, CHOICES):
+    for seed, eta, choice in product(scale.over_bound_seeds, scale.over_bound_etas, CHOICES):
         config = config_of(seed, eta, choice)
         workflow = PacedWorkflow(
             seconds_per_token, TOKENS_PER_PIECE, config.generation.max_new_tokens
@@ -227,7 +230,7 @@ def show_over_bound(runs: Runs, metrics: Metrics, scale: Scale) -> None:
         {
             "parameters": "97k",
             "steps": scale.over_bound_steps,
-            "seeds": len(scale.seeds),
+            "seeds": len(scale.over_bound_seeds),
             "batch": "32 groups of 8 in 4 minibatches",
             "lr": "4e-4, constant",
             "lengths": f"median {HEAVY_TAIL.median_letters:g}, sigma {HEAVY_TAIL.sigma_letters:g}",
