@@ -298,7 +298,8 @@ class _RewardProcess(asyncio.Protocol):
         self._unpacker.feed(received)
         for message in self._unpacker:
             if message[0] == "ready":
-                self._started.set_result(None)
+                if not self._started.done():  # its start may have been given up
+                    self._started.set_result(None)
             elif not self._has_ended:
                 self._on_reply(message)
 

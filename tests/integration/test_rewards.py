@@ -167,10 +167,12 @@ async def test_one_hundred_calls_at_a_time(
     scores = await asyncio.gather(*(pool.score(user.echo, {"x": i}, "a" * i) for i in range(100)))
     assert scores == [2 * i for i in range(100)]
     pids = await asyncio.gather(*(pool.score(user.process_id, {}, "") for _ in range(100)))
-    assert len(set(pids)) == 2
     server_pid = server.wait_ready(10.0)
-    assert sorted(children_of(server_pid)) == sorted(map(int, set(pids)))
+    children = children_of(server_pid)
     await pool.close()
+    # on a busy machine the first process may be done with all calls before the second one is up
+    assert set(map(int, pids)) <= set(children)
+    assert len(children) <= 2
     assert children_of(server_pid) == []
 
 
