@@ -32,11 +32,11 @@ def test_run_folders_are_distinct() -> None:
 
 def test_letter_sort() -> None:
     config = load_shipped("letter_sort.yaml")
-    assert (config.total_steps, config.rollout.train_batch_groups) == (120, 32)
+    assert (config.total_steps, config.rollout.train_batch_groups) == (160, 32)
     assert (config.rollout.group_size, config.rollout.max_staleness) == (8, 4)
     assert config.actor.optimizer.lr == 4e-4
     assert config.actor.optimizer.schedule is LrSchedule.linear
-    assert config.actor.optimizer.total_steps == 120
+    assert config.actor.optimizer.total_steps == 160
     assert config.task["warm_start"]["lr"] == 4e-3
     assert config.task["max_letters"] + 1 <= config.generation.max_new_tokens
     # 26 letters and `=`, and as many and `$`
