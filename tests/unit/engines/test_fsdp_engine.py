@@ -6,6 +6,7 @@ import json
 import math
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,25 +271,30 @@ def test_training_goes_on_from_a_snapshot_bit_for_bit(
     other.close()
 
 
-@pytest.fixture
+@contextmanager
 def small_disk() -> Iterator[None]:
-    """No file may grow over 4 KB; writing more fails as it does on a full disk."""
+    """No file may grow over 4 KB; writing more fails as it does on a full disk.
+
+    Open no longer than needed: it holds for the file that the tests' own output may go to, too.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("kind", ["save_hf", "save_snapshot"])
 def test_a_failed_write_names_its_cause_and_leaves_the_former(
-    kind: str, engine: FSDPEngine, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, engine: FSDPEngine, tmp_path: Path
 ) -> None:
     folder = tmp_path / "target"
     getattr(engine, kind)(folder)
     former = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     engine.sft_update(make_rows(), step=0)
-    request.getfixturevalue("small_disk")
-    with pytest.raises(CheckpointError, match=rf"cannot write {folder}.*File too large"):
+    refused = pytest.raises(CheckpointError, match=rf"cannot write {folder}.*File too large")
+    with refused, small_disk():
         getattr(engine, kind)(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == former
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
