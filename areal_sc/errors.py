@@ -9,6 +9,7 @@ ArealError                    exit code 1
 |  |- PeerLost                              the other side is gone
 |  |- IncarnationMismatch                   the call was meant for an earlier life of the worker
 |  |- ProtocolError                         a frame that no correct peer sends
+|  |- ServerBusy                            it runs as much as it takes; a later call may succeed
 |  |- RemoteError                           the worker's method raised; carries the remote traceback
 |  |- StaleCall                             the call expected another policy version
 |  |- ShardGone                             the tensor store no longer holds the shard
@@ -75,6 +76,10 @@ class IncarnationMismatch(TransportError):
 
 class ProtocolError(TransportError):
     """A frame was malformed, oversized or of another protocol version."""
+
+
+class ServerBusy(TransportError):
+    """The server runs as many requests as it takes; the call did nothing and may be repeated."""
 
 
 class RemoteError(TransportError):

@@ -15,6 +15,7 @@ holds which part of the table, and carries per row the few numbers that a contro
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -219,14 +220,17 @@ class BatchMetadata:
             raise MetadataError(
                 f"batch {self.batch_id}: rows are named twice in take({list(rows)})"
             )
-        new_position = {row: position for position, row in enumerate(rows)}
+        # ascending, so that a shard finds its own: one row of a large batch costs little
+        taken = sorted((row, position) for position, row in enumerate(rows))
+        taken_rows = [row for row, _ in taken]
         shards = []
         for shard in self.shards:
+            first = bisect_left(taken_rows, shard.offset)
+            stop = bisect_left(taken_rows, shard.offset + shard.batch_size)
             # (row in the new batch, row of the sealed shard), ascending in the new batch
             moved = sorted(
-                (new_position[shard.offset + i], shard_row)
-                for i, shard_row in enumerate(shard.shard_rows)
-                if shard.offset + i in new_position
+                (position, shard.shard_rows[row - shard.offset])
+                for row, position in taken[first:stop]
             )
             # a run of consecutive new rows has a constant difference to its rank
             for _, run in itertools.groupby(enumerate(moved), lambda item: item[1][0] - item[0]):

@@ -35,6 +35,11 @@ def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float]:
     }
 
 
+def process_tree(pid: int) -> list[int]:
+    """The process and all below it."""
+    return _tree(pid, _process_table()[1])
+
+
 def _process_table() -> tuple[dict[int, float], dict[int, list[int]]]:
     """CPU seconds, and the children, of every process of this machine."""
     used: dict[int, float] = {}

@@ -97,6 +97,7 @@ RANGES: dict[str, Range] = {
     "rollout.max_staleness": NOT_NEGATIVE,
     "rollout.max_concurrent_groups": COUNT,
     "rollout.store_bytes": COUNT,
+    "rollout.node_store_bytes": NOT_NEGATIVE,
     "rollout.group_timeout_s": POSITIVE,
     "rollout.reward_timeout_s": POSITIVE,
     "rollout.num_reward_processes": COUNT,
@@ -104,12 +105,14 @@ RANGES: dict[str, Range] = {
     "rollout.rejection_window": COUNT,
     "scheduler.startup_timeout_s": POSITIVE,
     "scheduler.heartbeat_interval_s": POSITIVE,
+    "scheduler.hung_after_s": POSITIVE,
     "scheduler.orphan_timeout_s": POSITIVE,
     "scheduler.shutdown_timeout_s": POSITIVE,
-    "transport.chunk_bytes": Range(low=1024),
+    "transport.chunk_bytes": Range(low=1024, high=8 << 20),
     "transport.max_inflight_chunks": COUNT,
     "transport.call_timeout_s": POSITIVE,
     "transport.pull_timeout_s": POSITIVE,
+    "transport.stalled_peer_timeout_s": POSITIVE,
     "evaluation.every_steps": NOT_NEGATIVE,
     "evaluation.num_prompts": COUNT,
     "checkpoint.every_steps": NOT_NEGATIVE,
@@ -163,6 +166,11 @@ def _check_lists_and_names(config: GRPOConfig) -> None:
     for key in ("run_dir", "actor.path", "rollout.path", "transport.bind"):
         if not value_at(config, key):
             raise ConfigError(f"{key}: expected a name, got an empty one")
+    if ":" in config.transport.bind:
+        raise ConfigError(
+            "transport.bind: expected an IPv4 address, the name of a network interface, or "
+            f"0.0.0.0 (ports are chosen by the system), got {config.transport.bind!r}"
+        )
     for token in config.generation.stop_token_ids:
         if token < 0:
             raise ConfigError(

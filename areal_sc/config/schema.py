@@ -140,6 +140,7 @@ class RolloutConfig:
     over_bound: OverBound = OverBound.train
     max_concurrent_groups: int = 256  # running groups, all workers together
     store_bytes: int = 4 << 30  # limit of one worker's tensor store
+    node_store_bytes: int = 0  # limit of all stores on a node; 0: what its shared memory has
     group_timeout_s: float = 3600.0
     reward_timeout_s: float = 30.0
     num_reward_processes: int = 1  # a worker; killable
@@ -152,10 +153,13 @@ class TransportConfig:
     """The wire between processes."""
 
     bind: str = "127.0.0.1"  # interface that workers listen on
-    chunk_bytes: int = 1 << 20
-    max_inflight_chunks: int = 8  # receiver credits a pull
+    encrypt: bool = False  # payload too; everything is authenticated and headers of RPC encrypted
+    shared_memory: str = "auto"  # auto: /dev/shm if it is large enough; off; or a folder
+    chunk_bytes: int = 2 << 20
+    max_inflight_chunks: int = 8  # receiver credits: requests outstanding at one owner
     call_timeout_s: float = 600.0  # deadline of a control call, a training step included
     pull_timeout_s: float = 300.0
+    stalled_peer_timeout_s: float = 30.0  # a peer that does not read for so long is dropped
 
 
 @dataclass
@@ -167,6 +171,7 @@ class SchedulerConfig:
     transport: TransportConfig = "${transport}"  # type: ignore[assignment]
     startup_timeout_s: float = 180.0
     heartbeat_interval_s: float = 2.0
+    hung_after_s: float = 60.0  # a worker whose event loop does not turn for so long is lost
     orphan_timeout_s: float = 20.0  # a worker that hears no controller for so long exits
     shutdown_timeout_s: float = 10.0
 

@@ -1,9 +1,11 @@
 """The workers of one role, as their controller sees them: launch, liveness, calls.
 
-heartbeat   every `heartbeat_interval_s` a ping renews the worker's lease on life and tells
-            that it answers; between two pings its process is polled.
-lost        a worker whose process ended, or that missed `MAX_MISSED_PINGS` pings. Every call
-            in flight to it fails at once with `WorkerLost`, and so does every later one.
+consumes     replies of the workers, their heartbeats, the ends of their processes
+waits for    the reply of each call
+unblocked by that reply, the call's deadline, or the loss of the worker: every call in flight to it
+             fails at once with `WorkerLost`, and so does every later one
+
+lost         a worker whose process ended (one poll for all), or that `Heartbeats` gives up
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
+from areal_sc.controller.heartbeats import Heartbeats
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError, PeerLost, RpcTimeout, TransportError, WorkerLost
+from areal_sc.errors import ArealError, PeerLost, TransportError, WorkerLost
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, Scheduler, log_tail
 from areal_sc.transport.rpc import Connection
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.25
-MAX_MISSED_PINGS = 5
 EXIT_NOTICE_S = 2.0
 """How long after a closed connection the process's exit, which says why, is waited for."""
 
@@ -42,7 +44,6 @@ class Member:
     connection: Connection
     failure: WorkerLost | None = None
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    heartbeat: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -63,6 +64,8 @@ class Fleet:
         self._scheduler = scheduler
         self._runtime = runtime
         self._on_lost = on_lost
+        self._heartbeats = Heartbeats(runtime.transport, scheduler.config, self._lose_named)
+        self._watches: list[asyncio.Task[None]] = []
         self.members: list[Member] = []
 
     @property
@@ -71,14 +74,19 @@ class Fleet:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes sent and received on all control sockets of the fleet."""
-        return sum(m.connection.bytes_sent + m.connection.bytes_received for m in self.members)
+        """Bytes sent and received on all control and heartbeat sockets of the fleet."""
+        controls = (m.connection.bytes_sent + m.connection.bytes_received for m in self.members)
+        return sum(controls) + self._heartbeats.num_bytes
 
     async def launch(self, requests: Sequence[LaunchRequest]) -> None:
-        """Starts all workers concurrently and begins their heartbeats.
+        """Starts all workers concurrently, and watches each from then on.
 
         Raises: WorkerStartError: one did not come up; the others are stopped.
         """
+        self._watches = [
+            asyncio.create_task(self._heartbeats.run(), name="heartbeats"),
+            asyncio.create_task(self._watch_processes(), name="ends of processes"),
+        ]
         launches = [asyncio.create_task(self._launch(request)) for request in requests]
         try:
             await asyncio.gather(*launches)
@@ -95,9 +103,8 @@ class Fleet:
         connection = self._runtime.transport.connect(
             worker.report.address, worker.name, worker.spec.incarnation
         )
-        member = Member(worker, connection)
-        member.heartbeat = asyncio.create_task(self._watch(member), name=f"heartbeat {worker.name}")
-        self.members.append(member)
+        self.members.append(Member(worker, connection))
+        self._heartbeats.watch(worker)
 
     async def call(
         self, member: Member, method: str, args: dict[str, Any], *, timeout_s: float | None = None
@@ -135,10 +142,10 @@ class Fleet:
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections."""
-        heartbeats = [member.heartbeat for member in self.members if member.heartbeat]
-        for heartbeat in heartbeats:
-            heartbeat.cancel()
-        await asyncio.gather(*heartbeats, return_exceptions=True)  # a loss is the member's already
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self._heartbeats.close()
         alive = [member for member in self.members if not member.failure]
         await asyncio.gather(
             *(member.connection.call("shutdown", {}, timeout_s=2.0) for member in alive),
@@ -149,42 +156,18 @@ class Fleet:
             await member.connection.close()
         self.members.clear()
 
-    async def _watch(self, member: Member) -> None:
-        try:
-            await self._watch_until_lost(member)
-        except ArealError as error:
-            self._lose(member, f"{member.name} cannot be watched: {error}")
-
-    async def _watch_until_lost(self, member: Member) -> None:
-        loop = asyncio.get_running_loop()
-        missed = 0
-        next_ping = loop.time()
+    async def _watch_processes(self) -> None:
         while True:
-            status = await self._scheduler.exit_status(member.worker)
-            if status:
-                self._lose(member, f"{member.name} ended with {status}")
-                return
-            if loop.time() >= next_ping:
-                next_ping = loop.time() + self.config.heartbeat_interval_s
-                try:
-                    await member.connection.call(
-                        "ping", {}, timeout_s=self.config.heartbeat_interval_s
-                    )
-                    missed = 0
-                except RpcTimeout:
-                    missed += 1
-                    logger.warning("worker=%s missed_pings=%d", member.name, missed)
-                except TransportError as error:
-                    missed += 1
-                    logger.warning("worker=%s ping_failed=%r", member.name, error)
-                if missed >= MAX_MISSED_PINGS:
-                    self._lose(
-                        member,
-                        f"{member.name} missed {missed} heartbeats of "
-                        f"{self.config.heartbeat_interval_s:g} s",
-                    )
-                    return
             await asyncio.sleep(POLL_INTERVAL_S)
+            members = [member for member in self.members if not member.failure]
+            try:
+                ended = await self._scheduler.exit_statuses([m.worker for m in members])
+                causes = {name: f"{name} ended with {status}" for name, status in ended.items()}
+            except ArealError as error:
+                causes = {m.name: f"{m.name} cannot be watched: {error}" for m in members}
+            for member in members:
+                if member.name in causes:
+                    self._lose(member, causes[member.name])
 
     async def _answers(self, member: Member) -> bool:
         if member.failure:
@@ -195,9 +178,15 @@ class Fleet:
             return False
         return True
 
+    def _lose_named(self, name: str, cause: str) -> None:
+        for member in self.members:
+            if member.name == name:
+                self._lose(member, cause)
+
     def _lose(self, member: Member, cause: str) -> None:
         if member.failure:
             return
+        self._heartbeats.forget(member.worker)
         log_path = member.worker.spec.log_path
         member.failure = WorkerLost(
             f"worker {cause}; its log is {log_path}",

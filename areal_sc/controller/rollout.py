@@ -110,7 +110,7 @@ class RolloutController(Shell):
             self.config.max_staleness, self.config.train_batch_groups, self.config.over_bound
         )
         self._owns_transport = runtime is None
-        self._runtime = runtime or Runtime.create(scheduler.config.transport)
+        self._runtime = runtime or Runtime.create(scheduler.keys)
         self._background = Background(
             self.config.group_timeout_s + 2 * RPC_MARGIN_S,
             lambda: f"groups: {self.ledger.account()}",
@@ -126,6 +126,7 @@ class RolloutController(Shell):
         self._group_metrics: dict[int, MetricSums] = {}
         self._recent_rows: deque[tuple[int, int]] = deque(maxlen=self.config.rejection_window)
         self._num_outside_groups = 0
+        self._outside_batches: list[BatchMetadata] = []
         self.batch_metrics: dict[str, float] = {}
 
     async def start_async(self) -> None:
@@ -147,6 +148,7 @@ class RolloutController(Shell):
             ]
         )
         self._workers.track(self._fleet.members)
+        self._workers.check_room()
         await self._workers.call_all("initialize")
 
     async def close_async(self) -> None:
@@ -176,6 +178,7 @@ class RolloutController(Shell):
             than a group may take.
         """
         self._source = self.register(prompts, workflow)
+        await self._forget_outside_batches()
         finished = self.ledger.in_state(GroupState.finished)
         await self._workers.sweep([group.batch for group in finished if group.batch])
         for group in self.ledger.in_state(GroupState.queued):
@@ -200,19 +203,22 @@ class RolloutController(Shell):
         """Runs `num_groups` groups (None: the whole dataset), in order, and waits for all.
 
         They are outside of admission, staleness and the ledger, and so have negative group ids;
-        rejected groups are missing from the batch. Its rows live until the next `prepare_batch`.
+        rejected groups are missing from the batch. Its rows live until the next `rollout_batch` or
+        `prepare_batch`.
 
-        Raises: WorkflowError: every group was rejected. WorkerLost: a worker died.
+        Raises: WorkflowError: every group was rejected. WorkerLost: a worker died. WaitTimeout:
+            the stores have no room for so many groups.
         """
         source = self.register(prompts, workflow)
+        await self._forget_outside_batches()
         indices = range(source.num_prompts if num_groups is None else num_groups)
         groups = []
         for index in indices:
             self._num_outside_groups += 1
             prompt = self._reference(source, index % source.num_prompts)
             groups.append(Group(-self._num_outside_groups, prompt, self.version))
-        replies = await self._gather([self._run_outside_group(g, source) for g in groups])
-        batches = [BatchMetadata.from_wire(r["batch"]) for r in replies if r["batch"] is not None]
+        results = await self._gather([self._run_outside_group(g, source) for g in groups])
+        batches = [batch for batch in results if batch is not None]
         if not batches:
             raise WorkflowError(
                 f"all {len(groups)} groups were rejected: {_causes(self.counters.rejected_rows)}"
@@ -401,10 +407,21 @@ class RolloutController(Shell):
         self._admit()
         self._background.notify()
 
-    async def _run_outside_group(self, group: Group, source: Source) -> Any:
-        """Reply of `run_group` for a group that the ledger does not know."""
+    async def _run_outside_group(self, group: Group, source: Source) -> BatchMetadata | None:
+        """Rows of a group that the ledger does not know; None when all were rejected."""
         worker = await self._wait_for_worker(group.admitted_version)
-        return await self._call_run_group(group, source, worker)
+        reply = await self._call_run_group(group, source, worker)
+        if reply["batch"] is None:
+            return None
+        batch = BatchMetadata.from_wire(reply["batch"])
+        worker.num_held += 1
+        self._outside_batches.append(batch)
+        return batch
+
+    async def _forget_outside_batches(self) -> None:
+        batches, self._outside_batches = self._outside_batches, []
+        if batches:
+            await self._workers.forget(batches)
 
     async def _wait_for_worker(self, version: int) -> RolloutWorkerState:
         while (worker := self._workers.choose(version)) is None:

@@ -3,7 +3,9 @@
 weights      one update a worker at a time, always to the newest version; none begins while
              the trainer seals the next one, or while an evaluation holds the worker
 stores       what the ledger let go of is forgotten by name; what nobody knows of (a group
-             that was given up, a batch that was never asked for again) by the mark below
+             that was given up, a batch that was never asked for again) by the mark below.
+             A group reserves its worst-case bytes in a worker's store and in its node's memory
+             before it is admitted: a full store means that admission waits, not that a put fails
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet, Member
+from areal_sc.errors import ConfigError
 from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN, BatchMetadata, WeightsReference
 from areal_sc.transport.shard_ids import parse_shard_id
 
@@ -58,6 +61,15 @@ class RolloutWorkerState:
         return self.member.name
 
     @property
+    def node(self) -> str:
+        return self.member.worker.report.node
+
+    @property
+    def num_stored(self) -> int:
+        """Groups that take room in its store, or will."""
+        return self.num_running + self.num_held
+
+    @property
     def is_pulling(self) -> bool:
         return self.update is not None and not self.update.done()
 
@@ -96,7 +108,22 @@ class RolloutWorkers:
             num_open: groups that are queued or running.
         """
         num_stored = num_open + sum(state.num_held for state in self._states)
-        return num_stored < self._groups_per_worker * len(self._states)
+        return num_stored < self._max_groups
+
+    def check_room(self) -> None:
+        """Whether the stores hold one training batch at its worst-case size.
+
+        Raises: ConfigError: they do not, so that no batch might ever be complete.
+        """
+        wanted = self._config.train_batch_groups
+        if self._max_groups < wanted:
+            raise ConfigError(
+                f"rollout.node_store_bytes: the nodes have room for {self._max_groups} groups of "
+                f"up to {self._group_bytes} bytes (rollout.group_size * rollout.max_context_tokens "
+                f"* {TRAJECTORY_BYTES_PER_TOKEN}), a batch has rollout.train_batch_groups={wanted};"
+                " give more room, shorter contexts, smaller batches, or another folder in "
+                "transport.shared_memory"
+            )
 
     def choose(self, version: int) -> RolloutWorkerState | None:
         """The least loaded worker that holds `version` or a later one and has room."""
@@ -104,7 +131,8 @@ class RolloutWorkers:
             state
             for state in self._states
             if state.version >= version
-            and state.num_running + state.num_held < self._groups_per_worker
+            and state.num_stored < self._groups_per_worker
+            and self._num_stored(state.node) < self._groups_on(state.node)
         ]
         return min(able, key=lambda state: state.num_running, default=None)
 
@@ -167,6 +195,20 @@ class RolloutWorkers:
         for shard in batch.shards:
             states[shard.node_id].dead.append(parse_shard_id(shard.shard_id)[1])
 
+    async def forget(self, batches: Iterable[BatchMetadata]) -> None:
+        """Workers forget these groups' shards now, and nothing else."""
+        dead: dict[str, list[int]] = {}
+        for batch in batches:
+            for shard in batch.shards:
+                dead.setdefault(shard.node_id, []).append(parse_shard_id(shard.shard_id)[1])
+        for state in self._states:
+            if state.name in dead:
+                await self._fleet.call(
+                    state.member, "sweep", {"dead": dead[state.name], "acknowledged": 0}
+                )
+                state.num_held -= len(dead[state.name])
+        self._background.notify()
+
     async def sweep(self, finished: Iterable[BatchMetadata]) -> None:
         """Workers forget every shard that none of the `finished` groups refers to."""
         live: dict[str, list[int]] = {state.name: [] for state in self._states}
@@ -191,10 +233,30 @@ class RolloutWorkers:
             state.mark = (reply["last_sequence"], frozenset(state.open_calls))
 
     @property
+    def _group_bytes(self) -> int:
+        """Most bytes that one group takes."""
+        tokens = self._config.group_size * self._config.max_context_tokens
+        return tokens * TRAJECTORY_BYTES_PER_TOKEN
+
+    @property
     def _groups_per_worker(self) -> int:
         """Groups of the longest rows that one store holds, at least one."""
-        tokens = self._config.group_size * self._config.max_context_tokens
-        return max(1, self._config.store_bytes // (tokens * TRAJECTORY_BYTES_PER_TOKEN))
+        return max(1, self._config.store_bytes // self._group_bytes)
+
+    def _groups_on(self, node: str) -> int:
+        """Groups of the longest rows that a node holds."""
+        states = [state for state in self._states if state.node == node]
+        limits = [state.member.worker.report.store_room_bytes for state in states]
+        limits.append(self._config.node_store_bytes)
+        num_groups = self._groups_per_worker * len(states)
+        return min([num_groups, *(limit // self._group_bytes for limit in limits if limit)])
+
+    @property
+    def _max_groups(self) -> int:
+        return sum(map(self._groups_on, {state.node for state in self._states}))
+
+    def _num_stored(self, node: str) -> int:
+        return sum(state.num_stored for state in self._states if state.node == node)
 
     def _begin_updates(self) -> None:
         if self._are_pulls_held:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from areal_sc.config.schema import TransportConfig
 from areal_sc.ids import random_id
+from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc import Transport, ZmqTransport
 
 
@@ -27,6 +28,6 @@ class Runtime:
     new_id: Callable[[], str] = random_id
 
     @classmethod
-    def create(cls, config: TransportConfig) -> Runtime:
-        """The real one: ZMQ and random ids."""
-        return cls(transport=ZmqTransport())
+    def create(cls, keys: RunKeys) -> Runtime:
+        """The real one: ZMQ with the run's keys, and random ids."""
+        return cls(transport=ZmqTransport(authenticator=CurveAuthenticator(keys, "controller")))

@@ -72,7 +72,7 @@ class TrainController(Shell):
         self.scheduler = scheduler
         self.version = 0
         self._owns_transport = runtime is None
-        self._runtime = runtime or Runtime.create(scheduler.config.transport)
+        self._runtime = runtime or Runtime.create(scheduler.keys)
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self._trained_rows: list[RowMetadata] = []
@@ -241,6 +241,13 @@ class TrainController(Shell):
         """
         await self._fleet.call_all("load_snapshot", [{"step": step}] * self.config.num_workers)
         self.version = step
+
+    async def worker_stats_async(self) -> list[dict[str, float]]:
+        """Counters of each rank's store and data plane."""
+        return await self._fleet.call_all("stats", [{}] * self.config.num_workers)
+
+    def worker_stats(self) -> list[dict[str, float]]:
+        return self._run(self.worker_stats_async())
 
     def compute_proximal_logprobs(self, batch: BatchMetadata) -> BatchMetadata:
         return self._run(self.compute_proximal_logprobs_async(batch))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from areal_sc.config.schema import Device, SchedulerConfig
+from areal_sc.transport.keys import RunKeys
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 LOG_TAIL_LINES = 15
@@ -46,9 +48,14 @@ class RunningWorker:
 
 
 class Scheduler(Protocol):
-    """Starts, watches and stops worker processes. Used from one controller's event loop."""
+    """Starts, watches and stops worker processes. Used from one controller's event loop.
+
+    Attributes:
+        keys: of the run; its workers serve nobody without them.
+    """
 
     config: SchedulerConfig
+    keys: RunKeys
 
     async def launch(self, request: LaunchRequest) -> RunningWorker:
         """Starts one worker and waits, bounded, until it serves.
@@ -57,8 +64,11 @@ class Scheduler(Protocol):
         """
         ...
 
-    async def exit_status(self, worker: RunningWorker) -> str | None:
-        """How the worker's process ended (`exit code 1`, `signal 9 (SIGKILL)`), None if it runs."""
+    async def exit_statuses(self, workers: Sequence[RunningWorker]) -> dict[str, str]:
+        """How those of the processes ended that did: name -> `exit code 1`, `signal 9 (SIGKILL)`.
+
+        Raises: WorkerStartError, WorkerLost: whoever knows does not answer.
+        """
         ...
 
     async def stop(self, workers: list[RunningWorker]) -> None:

@@ -5,7 +5,8 @@
     stop                the workers were asked to end; what is left after a while gets SIGKILL
 
 Where there are CUDA devices, the server imports nothing beforehand. It is a process of its own; it
-and the workers outlive this one by `orphan_timeout_s` at most.
+and the workers outlive this one by `orphan_timeout_s` at most. The keys of the run are made here,
+and lie in a file of the run folder, for its owner alone, while the scheduler is open.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,8 +29,11 @@ from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, log_tail
+from areal_sc.transport.arena_folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.keys import RunKeys
 from areal_sc.workers.fork_client import ForkServerClient, start_fork_server
-from areal_sc.workers.spec import WorkerReport, WorkerSpec
+from areal_sc.workers.run_memory import memory_root
+from areal_sc.workers.spec import WorkerReport, WorkerSpec, keys_path
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ class LocalScheduler:
 
     Args:
         config: the `scheduler` section.
-        new_id: names incarnations.
+        new_id: names the run, and incarnations.
         probe: what this machine offers.
     """
 
@@ -64,6 +68,8 @@ class LocalScheduler:
         probe: Callable[[], Machine] = this_machine,
     ) -> None:
         self.config = config
+        self.keys = RunKeys.create()
+        self._run_id = new_id()
         self._new_id = new_id
         self._machine = probe()
         self._device_users: dict[int, list[str]] = {
@@ -73,6 +79,9 @@ class LocalScheduler:
         self._run_dir = Path(config.run_dir).resolve()
         for folder in ("logs", "workers"):
             (self._run_dir / folder).mkdir(parents=True, exist_ok=True)
+        self._memory_root = memory_root(config.transport.shared_memory, self._run_dir)
+        self._run_memory = self._open_run_memory()
+        self.keys.write(keys_path(self._run_dir))
         self._socket_dir = Path(tempfile.mkdtemp(prefix="areal-sc-"))
         self._fork_server = self._start_fork_server()
         # A script that ends without `close` does not leave the server to its orphan timeout.
@@ -89,6 +98,7 @@ class LocalScheduler:
             spec.log_path,
             timeout_s=self.config.startup_timeout_s,
         )
+        self._exit_codes.pop(pid, None)  # of a process that had this number before
         try:
             report = await self._wait_for_report(spec, pid)
         except BaseException:
@@ -102,8 +112,9 @@ class LocalScheduler:
         )
         return RunningWorker(spec, report)
 
-    async def exit_status(self, worker: RunningWorker) -> str | None:
-        return await self._exit_status(worker.report.pid)
+    async def exit_statuses(self, workers: Sequence[RunningWorker]) -> dict[str, str]:
+        by_pid = await self._exit_statuses([worker.report.pid for worker in workers])
+        return {w.name: by_pid[w.report.pid] for w in workers if w.report.pid in by_pid}
 
     async def stop(self, workers: list[RunningWorker]) -> None:
         loop = asyncio.get_running_loop()
@@ -124,6 +135,13 @@ class LocalScheduler:
         atexit.unregister(self.close)
         self._fork_server.shutdown(self.config.shutdown_timeout_s)
         shutil.rmtree(self._socket_dir, ignore_errors=True)
+        keys_path(self._run_dir).unlink(missing_ok=True)
+        self._run_memory.remove()
+
+    def _open_run_memory(self) -> ArenaFolder:
+        """The run's folder on this node; those of runs that were killed are deleted."""
+        clean_leftovers(self._memory_root)
+        return ArenaFolder(self._memory_root, self._run_id)
 
     def _start_fork_server(self) -> ForkServerClient:
         return start_fork_server(
@@ -140,12 +158,15 @@ class LocalScheduler:
         return WorkerSpec(
             role=request.role,
             index=request.index,
+            run_id=self._run_id,
             incarnation=self._new_id(),
             engine=request.engine,
             engine_config=request.engine_config,
             run_dir=str(self._run_dir),
+            memory_root=str(self._memory_root),
             transport=asdict(self.config.transport),
             store_bytes=request.store_bytes,
+            heartbeat_interval_s=self.config.heartbeat_interval_s,
             orphan_timeout_s=self.config.orphan_timeout_s,
             environment=self._device_environment(request, name),
         )
@@ -178,7 +199,7 @@ class LocalScheduler:
             report = WorkerReport.read(spec.report_path, spec.incarnation)
             if report:
                 return report
-            status = await self._exit_status(pid)
+            status = (await self._exit_statuses([pid])).get(pid)
             if status or loop.time() > give_up:
                 what = (
                     f"ended with {status} before it served"
@@ -193,17 +214,27 @@ class LocalScheduler:
             await asyncio.sleep(REPORT_POLL_S)
 
     async def _running(self, workers: list[RunningWorker]) -> list[RunningWorker]:
-        return [w for w in workers if await self._exit_status(w.report.pid) is None]
+        ended = await self.exit_statuses(workers)
+        return [worker for worker in workers if worker.name not in ended]
 
-    async def _exit_status(self, pid: int) -> str | None:
+    async def _exit_statuses(self, pids: Sequence[int]) -> dict[int, str]:
+        """Of those of the processes that ended; one question to the fork server."""
         gone: WorkerLost | None = None
         try:
             self._exit_codes.update(await asyncio.to_thread(self._fork_server.poll))
         except WorkerLost as error:
             gone = error  # and with it all its children
-        code = self._exit_codes.get(pid)
-        if code is None:
-            return None if gone is None else f"SIGKILL, since {gone}"
-        if code < 0:
-            return f"signal {-code} ({signal.Signals(-code).name})"
-        return f"exit code {code}"
+        statuses = {}
+        for pid in pids:
+            code = self._exit_codes.get(pid)
+            if code is not None:
+                statuses[pid] = _exit_status(code)
+            elif gone is not None:
+                statuses[pid] = f"SIGKILL, since {gone}"
+        return statuses
+
+
+def _exit_status(code: int) -> str:
+    if code < 0:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    return f"exit code {code}"

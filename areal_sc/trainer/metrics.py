@@ -19,6 +19,19 @@ Bound = Literal["generation", "training", "synchronisation"]
 MAX_WAITING_SHARE = 0.2
 """Share of a step that the trainer may wait for its batch before generation counts as the bound."""
 
+PLANE_COUNTERS = (
+    "store_bytes",
+    "store_shards",
+    "swept_shards",
+    "swept_bytes",
+    "pulled_bytes",
+    "mapped_bytes",
+    "local_bytes",
+    "served_bytes",
+    "bulk_refused",
+)
+"""What each worker tells of its data plane; `areal_sc.transport.plane` says what they mean."""
+
 _CHUNK_BYTES = 1 << 16
 
 
@@ -46,7 +59,7 @@ class StepMetrics:
         sync_s: publication of the weights.
         controller_bytes: bytes on the controllers' sockets since the step before.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
-        counters: of tensor stores and transport.
+        counters: `PLANE_COUNTERS`, summed over all workers.
     """
 
     step: int

@@ -43,6 +43,7 @@ from areal_sc.trainer.advice import tail_advice
 from areal_sc.trainer.display import RunDisplay, make_display
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import (
+    PLANE_COUNTERS,
     EvaluationResult,
     MetricsLog,
     StepMetrics,
@@ -318,8 +319,8 @@ class PPOTrainer:
             controller_bytes=now.controller_bytes - before.controller_bytes,
             train=stats,
             counters={
-                name: sum(worker[name] for worker in workers)
-                for name in ("store_bytes", "store_shards", "pulled_bytes")
+                name: sum(worker[name] for worker in [*workers, *actor.worker_stats()])
+                for name in PLANE_COUNTERS
             },
         )
         if self._first_step_s is None:

@@ -1,75 +1,85 @@
-"""The wire format: one versioned msgpack header frame, then raw payload frames.
+"""The wire form of RPC: every message is one ZMQ frame.
 
-    frame 0   magic "ASC", protocol version (1 byte), msgpack list [kind, request id, ...]
-    frame 1+  payload bytes, described by the header
+    magic "ASC", protocol version (1 byte), msgpack list [kind, request id, ...]
 
 Never pickle: decoding a peer's bytes gives plain lists, dicts, strings and numbers, nothing else.
-Tuples arrive as lists. Sizes are checked before anything is decoded.
+Tuples arrive as lists. What a message may cost is bounded before anything of it is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgpack
+from msgpack import packb, unpackb
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.socket import Buffer, Frame
 
 MAGIC: Final = b"ASC"
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 _PREFIX: Final = MAGIC + bytes([PROTOCOL_VERSION])
 
 
-class _Kind(IntEnum):
-    REQUEST = 0
-    REPLY = 1
-    FAILURE = 2
-    CANCEL = 3
+class _Kind:
+    """What a message is; its first part."""
+
+    REQUEST: Final = 0
+    REPLY: Final = 1
+    FAILURE: Final = 2
+    CANCEL: Final = 3
+
+
+# a msgpack list of five parts that starts with the kind; id, incarnation and the call follow
+_REQUEST_PREFIX: Final = _PREFIX + b"\x95" + bytes([_Kind.REQUEST])
+
+_MAX_UNCHECKED_BYTES: Final = 1 << 10
+"""Up to here false lengths cost little: the decoder makes room for what a list claims to hold, at
+each level of nesting (at most 1,024), but no claim may be larger than the message."""
+
+_MAX_ERROR_CHARS: Final = 200
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class FrameLimits:
+class MessageLimits:
     """What one message may hold; a larger one is refused on either side.
 
     Attributes:
-        max_header_bytes: of the header frame; decoding one may take some 60 times its size.
-        max_frame_bytes: of any frame; ZMQ drops the connection of a peer that sends a larger one.
-        max_frames: payload frames in one message.
+        max_bytes: of its frame; ZMQ ends the connection of a peer that announces a larger one.
+        max_elements: of all its lists and dicts together. An element takes one byte on the wire
+            and up to 64 in memory, so this is what bounds the memory that decoding takes.
         max_name_chars: of request ids, incarnations and method names.
     """
 
-    max_header_bytes: int = 16 << 20
-    max_frame_bytes: int = 64 << 20
-    max_frames: int = 1024
+    max_bytes: int = 16 << 20
+    max_elements: int = 1 << 20
     max_name_chars: int = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+# Tuples, not dataclasses: several of them are made and read for every call.
+
+
+class Request(NamedTuple):
     """A call of `method`, meant for one incarnation of the server."""
 
     request_id: str
     incarnation: str
     method: str
     args: dict[str, Any]
-    frames: Sequence[Buffer] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """What the method returned."""
 
     request_id: str
     value: Any
-    frames: Sequence[Buffer] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """What the method raised.
 
     Attributes:
@@ -88,8 +98,7 @@ class Failure:
     exit_code: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(NamedTuple):
     """Nobody waits any more for the reply to the request."""
 
     request_id: str
@@ -98,113 +107,164 @@ class Cancel:
 
 Message = Request | Reply | Failure | Cancel
 
+_KINDS: Final[Mapping[type, int]] = {
+    Request: _Kind.REQUEST,
+    Reply: _Kind.REPLY,
+    Failure: _Kind.FAILURE,
+    Cancel: _Kind.CANCEL,
+}
 
-def encode(message: Message, limits: FrameLimits) -> list[Buffer]:
-    """The frames of a message; payload frames are passed on without a copy.
+
+def encode(message: Message, limits: MessageLimits) -> bytes:
+    """The frame of a message.
 
     Raises: ProtocolError: something is not msgpack-able, or over a limit.
     """
-    payload: Sequence[Buffer] = ()
-    match message:
-        case Request(request_id, incarnation, method, args, payload):
-            body: list[Any] = [_Kind.REQUEST, request_id, incarnation, method, args]
-        case Reply(request_id, value, payload):
-            body = [_Kind.REPLY, request_id, value]
-        case Failure(request_id, error_type, known_as, text, remote_traceback, exit_code):
-            body = [
-                _Kind.FAILURE,
-                request_id,
-                error_type,
-                known_as,
-                text,
-                remote_traceback,
-                exit_code,
-            ]
-        case Cancel(request_id, incarnation):
-            body = [_Kind.CANCEL, request_id, incarnation]
-    try:
-        header = _PREFIX + msgpack.packb(body, use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"cannot be sent as msgpack: {error}") from error
-    frames: list[Buffer] = [header, *map(_as_bytes, payload)]
-    _check_sizes(frames, limits)
-    return frames
+    return _framed([_KINDS[type(message)], *message], limits)
 
 
-def decode(frames: Sequence[Frame], limits: FrameLimits) -> Message:
-    """Inverse of `encode`; payload frames are views of the received ones.
+def pack_call(method: str, args: dict[str, Any]) -> bytes:
+    """What all requests that call `method` with these arguments share, for `request_frame`.
+
+    Raises: ProtocolError: the arguments are not msgpack-able.
+    """
+    return _pack(method) + _pack(args)
+
+
+def request_frame(request_id: str, incarnation: str, call: bytes, limits: MessageLimits) -> bytes:
+    """The frame of a `Request`, as `encode` makes it, around what `pack_call` gave.
+
+    Raises: ProtocolError: it is over a limit.
+    """
+    frame = _REQUEST_PREFIX + _pack(request_id) + _pack(incarnation) + call
+    if len(frame) > limits.max_elements or len(frame) > limits.max_bytes:
+        _check_large(frame, limits)
+    return frame
+
+
+def decode(frames: Sequence[Frame], limits: MessageLimits) -> Message:
+    """Inverse of `encode`.
 
     Raises: ProtocolError: no correct peer of this protocol version sends these frames.
     """
-    _check_sizes(frames, limits)
-    header = frames[0]
-    prefix = bytes(header[: len(_PREFIX)])
-    if len(prefix) < len(_PREFIX) or not prefix.startswith(MAGIC):
-        raise ProtocolError("the header does not start with the protocol's magic")
-    if prefix != _PREFIX:
-        raise ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {prefix[-1]}")
+    if len(frames) != 1:
+        raise ProtocolError(f"a message is one frame, not {len(frames)}")
+    frame = frames[0]
+    if len(frame) > limits.max_bytes:
+        raise _too_large(frame, limits)
+    if frame[:4].tobytes() != _PREFIX:
+        raise _not_of_this_protocol(frame)
+    body = unpack(frame[4:], limits.max_elements)
+    if type(body) is list and len(body) > 2 and type(body[0]) is int and type(body[1]) is str:
+        message = _message(body)
+        if message is not None and _has_short_names(message, limits.max_name_chars):
+            return message
+    raise ProtocolError("the parts are those of no kind of message, or a name is too long")
+
+
+def unpack(packed: Buffer, max_elements: int) -> Any:
+    """The one msgpack object that the bytes are, in memory bounded by their number.
+
+    Raises: ProtocolError: they are something else, or hold more than `max_elements` elements.
+    """
+    num_bytes = len(packed)
     try:
-        # every length is bounded by the size of the header itself, nesting by the decoder
-        body = msgpack.unpackb(
-            header[len(_PREFIX) :],
-            raw=False,
+        if num_bytes <= _MAX_UNCHECKED_BYTES:
+            return unpackb(packed, strict_map_key=False, ext_hook=_refuse_extension, max_ext_len=0)
+        # reads over the whole of it and builds nothing: afterwards no length is a lie
+        unpacker = msgpack.Unpacker(max_buffer_size=num_bytes)
+        unpacker.feed(packed)
+        unpacker.skip()
+        elements = _ElementCount(max_elements) if num_bytes > max_elements else None
+        return unpackb(
+            packed,
             strict_map_key=False,
             ext_hook=_refuse_extension,
             max_ext_len=0,
+            list_hook=elements and elements.add,
+            object_hook=elements and elements.add,
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the header is not msgpack: {error!r}") from error
-    match body:
-        case [int(kind), *parts] if not isinstance(kind, bool):
-            message = _message(kind, parts, frames[1:])
-        case _:
-            raise ProtocolError("the header is not a list that starts with a message kind")
-    _check_names(message, limits)
-    return message
+        # its text alone: the representation of some of them holds the whole input
+        text = f"{type(error).__name__}: {error}"
+        raise ProtocolError(f"not a msgpack message: {text[:_MAX_ERROR_CHARS]}") from None
 
 
-def _message(kind: int, parts: list[Any], payload: Sequence[Frame]) -> Message:
-    match kind, parts:
-        case _Kind.REQUEST, [str(request_id), str(incarnation), str(method), dict(args)]:
-            if all(isinstance(name, str) for name in args):
-                return Request(request_id, incarnation, method, args, payload)
-        case _Kind.REPLY, [str(request_id), value]:
-            return Reply(request_id, value, payload)
-        case _Kind.FAILURE, [str(a), str(b), str(c), str(d), str(e), int(exit_code)]:
-            return Failure(a, b, c, d, e, exit_code)
-        case _Kind.CANCEL, [str(request_id), str(incarnation)]:
-            return Cancel(request_id, incarnation)
-    raise ProtocolError(f"no message has kind {kind} and {len(parts)} parts of these types")
+class _ElementCount:
+    """Stops the decoder between two lists or dicts, once they hold too much in all."""
+
+    def __init__(self, max_elements: int) -> None:
+        self._num_left = max_elements
+
+    def add(self, container: T) -> T:
+        self._num_left -= len(container)  # type: ignore[arg-type]
+        if self._num_left < 0:
+            raise ValueError("it has more elements than the limit")
+        return container
 
 
-def _as_bytes(buffer: Buffer) -> Buffer:
-    """The same memory, counted in bytes."""
-    if isinstance(buffer, memoryview) and (buffer.itemsize != 1 or buffer.ndim != 1):
-        return buffer.cast("B")
-    return buffer
+def _message(body: list[Any]) -> Message | None:
+    """The message of these parts, of which the first two are checked; None if there is none.
+
+    What a handler gets has the types that its sender's code says. Written out: the whole of this
+    module takes a few microseconds for a message, on which every call waits twice.
+    """
+    kind, num_parts = body[0], len(body)
+    if kind == _Kind.REQUEST and num_parts == 5:
+        _, request_id, incarnation, method, args = body
+        if type(incarnation) is str and type(method) is str and type(args) is dict:
+            for name in args:
+                if type(name) is not str:
+                    return None
+            return Request(request_id, incarnation, method, args)
+    elif kind == _Kind.REPLY and num_parts == 3:
+        return Reply(body[1], body[2])
+    elif kind == _Kind.FAILURE and num_parts == 7:
+        *_, exit_code = body
+        if all(type(text) is str for text in body[1:-1]) and type(exit_code) is int:
+            return Failure(*body[1:])
+    elif kind == _Kind.CANCEL and num_parts == 3 and type(body[2]) is str:
+        return Cancel(body[1], body[2])
+    return None
 
 
-def _check_sizes(frames: Sequence[Buffer], limits: FrameLimits) -> None:
-    if not 1 <= len(frames) <= limits.max_frames + 1:
-        raise ProtocolError(
-            f"expected a header and at most {limits.max_frames} frames, got {len(frames)} in all"
-        )
-    if len(frames[0]) > limits.max_header_bytes:
-        raise ProtocolError(
-            f"the header has {len(frames[0])} bytes, the limit is {limits.max_header_bytes}"
-        )
-    largest = max(map(len, frames))
-    if largest > limits.max_frame_bytes:
-        raise ProtocolError(f"a frame has {largest} bytes, the limit is {limits.max_frame_bytes}")
+def _has_short_names(message: Message, max_chars: int) -> bool:
+    if type(message) is Request and len(message.method) > max_chars:
+        return False
+    return len(message.request_id) <= max_chars
 
 
-def _check_names(message: Message, limits: FrameLimits) -> None:
-    names = [message.request_id]
-    if isinstance(message, Request):
-        names += [message.incarnation, message.method]
-    longest = max(map(len, names))
-    if longest > limits.max_name_chars:
-        raise ProtocolError(f"a name has {longest} characters, limit {limits.max_name_chars}")
+def _framed(body: list[Any], limits: MessageLimits) -> bytes:
+    frame = _PREFIX + _pack(body)
+    if len(frame) > limits.max_elements or len(frame) > limits.max_bytes:
+        _check_large(frame, limits)
+    return frame
+
+
+def _pack(value: Any) -> bytes:
+    try:
+        return packb(value)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"cannot be sent as msgpack: {error}") from error
+
+
+def _check_large(frame: bytes, limits: MessageLimits) -> None:
+    """What the receiver would refuse is refused here: the caller gets no answer from there."""
+    if len(frame) > limits.max_bytes:
+        raise _too_large(frame, limits)
+    if len(frame) > limits.max_elements:
+        unpack(memoryview(frame)[len(_PREFIX) :], limits.max_elements)
+
+
+def _too_large(frame: Buffer, limits: MessageLimits) -> ProtocolError:
+    return ProtocolError(f"a message has {len(frame)} bytes, the limit is {limits.max_bytes}")
+
+
+def _not_of_this_protocol(frame: Frame) -> ProtocolError:
+    prefix = bytes(frame[: len(_PREFIX)])
+    if prefix.startswith(MAGIC) and len(prefix) == len(_PREFIX):
+        return ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {prefix[-1]}")
+    return ProtocolError("the message does not start with the protocol's magic")
 
 
 def _refuse_extension(code: int, payload: bytes) -> Any:

@@ -6,26 +6,65 @@ from typing import Final, Protocol
 
 import zmq
 
-from areal_sc.transport.codec import FrameLimits
-
 Context = zmq.Context[zmq.Socket[bytes]]
 
-PROBE_EVERY_MS: Final = 5_000
-PROBE_TIMEOUT_MS: Final = 20_000
-"""ZMQ's own pings, sent by its I/O thread: they find a host that vanished without closing."""
+HANDSHAKE_TIMEOUT_MS: Final = 10_000
+"""Whoever connects and does not prove to be of the run within it is put out."""
+
+KEEPALIVE_IDLE_S: Final = 10
+KEEPALIVE_EVERY_S: Final = 5
+KEEPALIVE_PROBES: Final = 3
+"""The kernel's probes find a host that vanished without closing, after 25 s of silence. ZMQ's own
+pings would cost a controller of thousands of workers a wake-up for each of them."""
+
+UNSENT_TIMEOUT_MS: Final = 30_000
+"""The kernel ends a connection whose peer takes nothing for so long, as a stopped process does;
+neither ZMQ's pings nor the kernel's probes are sent while there is output to send."""
+
+
+class Guard(Protocol):
+    """Keeps strangers out of one server socket."""
+
+    def close(self) -> None:
+        """Lets nobody in any more; must come before the socket is closed."""
 
 
 class Authenticator(Protocol):
     """Prepares sockets before they bind or connect, so that strangers are not served."""
 
-    def configure_server(self, socket: zmq.Socket[bytes]) -> None: ...
+    def configure_server(self, context: Context, socket: zmq.Socket[bytes]) -> Guard:
+        """Guards `socket`, which must be the only server of `context`; before it is bound."""
 
-    def configure_client(self, socket: zmq.Socket[bytes]) -> None: ...
+    def configure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Gives `socket` the keys of a member; before it connects."""
 
 
-def configure_socket(socket: zmq.Socket[bytes], limits: FrameLimits) -> None:
-    """The options that both sides share."""
+def configure_socket(socket: zmq.Socket[bytes], max_frame_bytes: int) -> None:
+    """The options that both sides share.
+
+    Args:
+        max_frame_bytes: ZMQ ends the connection of a peer that announces a larger frame, before
+            anything is allocated for it.
+    """
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, PROBE_EVERY_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_EVERY_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+    socket.setsockopt(zmq.TCP_MAXRT, UNSENT_TIMEOUT_MS)
+
+
+def monitor_of(context: Context, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """The end of a socket's monitor that tells the life of its connections.
+
+    It must be closed after `socket.disable_monitor()`.
+    """
+    address = f"inproc://life-of-{socket.fileno()}"
+    socket.monitor(address, events)
+    monitor = context.socket(zmq.PAIR)
+    # Unbounded: events come from ZMQ's I/O thread, and a full queue would stop it.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    return monitor

@@ -1,101 +1,103 @@
 """Lazy pull: tensors move from the worker that holds them to the one that needs them, when it does.
 
-Only the asked fields and rows move, from all owners at once, in chunks. The receiver drives: it
-has at most `max_inflight_chunks` chunk requests outstanding at an owner, so nothing is queued that
-it did not ask for, and every chunk is copied once, to its final place.
+Only the asked fields and rows move, each by the shortest way there is:
+
+    own store                 copied
+    arena on this node        mapped: a view where the rows lie together in one shard, else copied
+    anywhere else             in chunks over the owner's bulk socket, from all owners at once
+
+Whatever is copied is copied once, to its final place in one pooled buffer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 
-from areal_sc.errors import IncarnationMismatch, PeerLost, ProtocolError, RpcTimeout, ShardGone
-from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata
+from areal_sc.errors import MetadataError, ProtocolError
+from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, WeightsReference
+from areal_sc.transport.arena_map import ArenaMap
+from areal_sc.transport.buffer_pool import BufferPool, Bytes
+from areal_sc.transport.bulk_client import BulkClient
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull_plan import (
-    Chunk,
     Owner,
+    Piece,
     Segment,
-    chunks_of,
     field_dtypes,
-    plan_batch,
-    segment_of,
+    pieces_of,
+    segments_of,
 )
-from areal_sc.transport.rpc import Connection, Frame, Frames, Handler, Transport
 from areal_sc.transport.shard_ids import parse_shard_id
-from areal_sc.transport.tensor_bytes import bytes_of, dtype_named
-from areal_sc.transport.tensor_store import SealedField, TensorStore
+from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.tensor_bytes import dtype_named
+from areal_sc.transport.tensor_store import TensorStore
 
-READ: Final = "store.read"
-DESCRIBE: Final = "store.describe"
+IDLE_BUFFER_BYTES: Final = 1 << 30
+"""Destinations kept for later pulls."""
 
-_ZERO_COPY_BYTES: Final = 64 << 10
-"""Smaller slices are joined into one frame: a frame costs more than copying them."""
+THREAD_COPY_BYTES: Final = 8 << 20
+"""Larger copies run in a thread: the event loop must not wait for memory."""
+
+_ALIGNMENT: Final = 64
+
+K = TypeVar("K")
 
 
-def pull_handlers(store: TensorStore, *, max_read_bytes: int = 16 << 20) -> dict[str, Handler]:
-    """RPC methods that serve a store; they are reads, and hold at most one chunk a request."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A tensor to make: its pieces one after the other, `numel` values in all."""
 
-    async def read(args: dict[str, Any], frames: list[Frame]) -> Frames:
-        start, stop = args.get("start"), args.get("stop")
-        if not isinstance(start, int) or not isinstance(stop, int) or not 0 <= start <= stop:
-            raise ProtocolError(f"{READ}: {start!r} to {stop!r} is not a window of bytes")
-        if stop - start > max_read_bytes:
-            raise ProtocolError(
-                f"{READ}: a window of {stop - start} bytes, the limit is {max_read_bytes}"
-            )
-        held = []
-        slices: list[memoryview] = []
-        for segment in args.get("segments", ()):
-            field, rows = _asked_rows(store, segment)
-            slices += field.slices(rows)
-            held.append([field.dtype, [field.row_lengths[row] for row in rows]])
-        return Frames(held, _joined(_window(slices, start, stop)))
+    dtype: str
+    numel: int
+    pieces: Sequence[Piece]
 
-    async def describe(args: dict[str, Any], frames: list[Frame]) -> list[Any]:
-        fields = store.describe(str(args.get("shard_id")))
-        return [[name, field.dtype, list(field.row_lengths)] for name, field in fields.items()]
 
-    return {READ: read, DESCRIBE: describe}
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """`keeper` keeps the source's memory from being used again."""
+
+    source: memoryview
+    destination: memoryview
+    keeper: object
 
 
 class Puller:
     """Pulls rows and weights for one worker.
 
     Args:
-        transport: gives the connections to owners.
+        bulk: fetches from owners elsewhere.
         local_store: the worker's own store, which is read directly.
-        chunk_bytes: payload of one request.
-        max_inflight_chunks: requests outstanding at one owner, over all pulls.
+        arenas: shared memory of the other workers on this node.
         timeout_s: deadline of a pull.
 
     Attributes:
-        pulled_bytes: payload received from other workers.
+        pulled_bytes: payload asked of owners elsewhere.
+        mapped_bytes: payload found in shared memory, copied or not.
         local_bytes: payload copied out of the own store.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        bulk: BulkClient,
         *,
         local_store: TensorStore | None = None,
-        chunk_bytes: int = 1 << 20,
-        max_inflight_chunks: int = 8,
+        arenas: ArenaMap | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         self.pulled_bytes = 0
+        self.mapped_bytes = 0
         self.local_bytes = 0
-        self._transport = transport
+        self._bulk = bulk
         self._local_store = local_store
-        self._chunk_bytes = chunk_bytes
-        self._max_inflight_chunks = max_inflight_chunks
+        self._arenas = arenas
         self._timeout_s = timeout_s
-        self._links: dict[Owner, _Link] = {}
+        self._pool = BufferPool(IDLE_BUFFER_BYTES)
 
     async def pull(
         self,
@@ -105,8 +107,9 @@ class Puller:
     ) -> PackedRows:
         """The asked columns and rows of a batch, in its row order (or that of `rows`).
 
-        A batch without rows has no shards and so no dtypes: asked fields come back empty, those of
-        a trajectory with their dtype, others as float32.
+        The tensors may be views of another worker's shared memory: reading is all that may be done
+        with them (a write ends the process). A batch without rows has no shards and so no dtypes:
+        asked fields come back empty, those of a trajectory with their dtype, others as float32.
 
         Raises:
             ShardGone: an owner has died, was restarted, or swept the shard.
@@ -121,210 +124,242 @@ class Puller:
             dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()}
         if rows is not None:
             batch = batch.take(rows)
-        tensors = {
-            name: torch.empty(batch.num_tokens, dtype=dtype_named(dtypes[name]))
+        pieces = pieces_of(batch)
+        wanted = {
+            name: _Wanted(dtypes[name], batch.num_tokens, pieces.get(name, ()))
             for name in (fields if fields is not None else dtypes)
         }
-        await self._fill(plan_batch(batch, tensors))
+        tensors = await self._tensors(wanted, self._deadline())
         advantages = [row.advantage for row in batch.rows if row.advantage is not None]
         has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
         return PackedRows(
             tensors, batch.sequence_lengths, tuple(advantages) if has_advantages else None
         )
 
-    async def pull_shard(
-        self, node_id: str, node_addr: str, shard_id: str
-    ) -> dict[str, torch.Tensor]:
-        """All fields of one shard, each a flat tensor; raises as `pull` does."""
-        incarnation, _ = parse_shard_id(shard_id)
-        owner = Owner(node_id, node_addr, incarnation)
-        tensors: dict[str, torch.Tensor] = {}
-        segments = []
-        for name, dtype, lengths in await self._describe(owner, shard_id):
-            tensor = torch.empty(sum(lengths), dtype=dtype_named(dtype))
-            rows = range(len(lengths))
-            segments.append(segment_of(shard_id, name, rows, dtype, lengths, bytes_of(tensor)))
-            tensors[name] = tensor
-        await self._fill({owner: segments})
-        return tensors
+    async def pull_weights(
+        self, weights: WeightsReference, *, max_bucket_bytes: int = 256 << 20
+    ) -> AsyncIterator[tuple[str, list[torch.Tensor]]]:
+        """Each parameter's name and its flat parts, one of each rank, in order.
+
+        Parameters come in buckets of at most `max_bucket_bytes` (or one larger parameter): whoever
+        drops the parts before asking for the next needs no more memory than that. Parts on this
+        node are views of the rank's shared memory and need none.
+
+        Raises: as `pull`; ProtocolError: the ranks' parts do not have the same names.
+        """
+        deadline = self._deadline()
+        ranks = await asyncio.gather(
+            *(self._weights_pieces(*shard, deadline) for shard in weights.shards)
+        )
+        names = list(ranks[0])
+        for shard, pieces in zip(weights.shards, ranks, strict=True):
+            if list(pieces) != names:
+                raise ProtocolError(
+                    f"weights of version {weights.version}: {shard[0]} holds other parameters "
+                    f"than {weights.shards[0][0]}"
+                )
+        for bucket in _buckets(names, ranks, max_bucket_bytes):
+            parts = await self._tensors(
+                {
+                    (name, rank): _Wanted(
+                        pieces[name].dtype, sum(pieces[name].lengths), [pieces[name]]
+                    )
+                    for name in bucket
+                    for rank, pieces in enumerate(ranks)
+                },
+                deadline,
+            )
+            for name in bucket:
+                yield name, [parts.pop((name, rank)) for rank in range(len(ranks))]
 
     async def close(self) -> None:
         """Closes the connections to owners."""
-        links, self._links = self._links, {}
-        for link in links.values():
-            await link.connection.close()
+        await self._bulk.close()
 
-    async def _describe(self, owner: Owner, shard_id: str) -> list[tuple[str, str, list[int]]]:
-        if self._is_local(owner):
-            assert self._local_store is not None
-            held = self._local_store.describe(shard_id)
-            return [(name, field.dtype, list(field.row_lengths)) for name, field in held.items()]
-        link = self._link(owner)
-        try:
-            answer = await link.connection.call(
-                DESCRIBE, {"shard_id": shard_id}, timeout_s=self._timeout_s
-            )
-        except (PeerLost, IncarnationMismatch) as error:
-            raise await self._gone(owner, shard_id, error) from error
-        fields = []
-        for entry in answer if isinstance(answer, list) else [answer]:
-            match entry:
-                case [str(name), str(dtype), [*lengths]] if all(map(_is_count, lengths)):
-                    fields.append((name, dtype, lengths))
-                case _:
-                    raise ProtocolError(
-                        f"shard {shard_id} on {owner.node_id}: expected name, dtype and row "
-                        f"lengths of a field, got {entry!r}"
-                    )
-        return fields
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._timeout_s
 
-    async def _fill(self, plan: dict[Owner, list[Segment]]) -> None:
+    async def _tensors(self, wanted: Mapping[K, _Wanted], deadline: float) -> dict[K, torch.Tensor]:
+        """A [numel] tensor for each entry: a view where that is possible, else a copy."""
+        views = {key: self._view(entry) for key, entry in wanted.items()}
+        found = {key: view for key, view in views.items() if view is not None}
+        copied = [(key, entry) for key, entry in wanted.items() if key not in found]
+        buffer, bounds = self._allocate(entry for _, entry in copied)
+        memory = buffer.data
+        segments: dict[Owner, list[Segment]] = {}
+        for (_, entry), (start, end) in zip(copied, bounds, strict=True):
+            for segment in segments_of(entry.pieces, memory[start:end]):
+                segments.setdefault(segment.piece.owner, []).append(segment)
+        await self._fill(segments, deadline)
+        for (key, entry), (start, _) in zip(copied, bounds, strict=True):
+            found[key] = _tensor(buffer, start, entry)
+        return {key: found[key] for key in wanted}
+
+    def _view(self, wanted: _Wanted) -> torch.Tensor | None:
+        """The tensor where it lies, if that is in an arena of this node and in one stretch."""
+        if len(wanted.pieces) != 1:
+            return None
+        piece = wanted.pieces[0]
+        if not self._is_mapped(piece.owner) or not piece.is_run:
+            return None
+        assert self._arenas is not None
+        shard = self._arenas.open_shard(piece.shard_id)
+        held = _field(shard.fields, piece)
+        first, stop = piece.rows[0], piece.rows[-1] + 1
+        piece.check(held.dtype, held.row_lengths[first:stop])
+        start = sum(held.row_lengths[:first])
+        view = shard.tensor(piece.field)[start : start + wanted.numel]
+        self.mapped_bytes += view.nbytes
+        return view
+
+    async def _fill(self, segments: Mapping[Owner, Sequence[Segment]], deadline: float) -> None:
         """Fills all destinations or raises the first failure; the rest is then cancelled."""
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        copies: list[_Copy] = []
+        fetches = []
+        for owner, wanted in segments.items():
+            if self._is_own(owner):
+                assert self._local_store is not None
+                for segment in wanted:
+                    fields = self._local_store.describe(segment.piece.shard_id)
+                    self.local_bytes += _plan_copy(segment, fields, None, copies)
+            elif self._is_mapped(owner):
+                assert self._arenas is not None
+                for segment in wanted:
+                    shard = self._arenas.open_shard(segment.piece.shard_id)
+                    self.mapped_bytes += _plan_copy(segment, shard.fields, shard, copies)
+            else:
+                fetches.append((owner, wanted))
+                self.pulled_bytes += sum(len(segment.destination) for segment in wanted)
+        if sum(len(copy.source) for copy in copies) > THREAD_COPY_BYTES:
+            await asyncio.to_thread(_run_copies, copies)
+        else:
+            _run_copies(copies)
+        if len(fetches) == 1:
+            await self._bulk.fetch(*fetches[0], deadline)
+        elif fetches:
+            await self._fetch_all(fetches, deadline)
+
+    async def _fetch_all(
+        self, fetches: Iterable[tuple[Owner, Sequence[Segment]]], deadline: float
+    ) -> None:
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                for owner, segments in plan.items():
-                    if self._is_local(owner):
-                        self._copy_local(owner, segments)
-                        continue
-                    num_bytes = sum(len(segment.destination) for segment in segments)
-                    num_chunks = -(-num_bytes // self._chunk_bytes)
-                    chunks = chunks_of(segments, self._chunk_bytes)
-                    for _ in range(min(num_chunks, self._max_inflight_chunks)):
-                        group.create_task(self._fetch_all(owner, chunks, deadline))
+                for owner, wanted in fetches:
+                    group.create_task(self._bulk.fetch(owner, wanted, deadline))
         except BaseExceptionGroup as group_error:
-            failure = _first(group_error)
+            failure = group_error.exceptions[0]  # the others followed from it, or came after it
         if failure is not None:
             raise failure
 
-    def _copy_local(self, owner: Owner, segments: Iterable[Segment]) -> None:
-        assert self._local_store is not None
-        for segment in segments:
-            field = self._local_store.field(segment.shard_id, segment.field)
-            slices = field.slices(segment.rows)
-            segment.check(owner, field.dtype, [field.row_lengths[row] for row in segment.rows])
-            position = 0
-            for values in slices:
-                segment.destination[position : position + len(values)] = values
-                position += len(values)
-            self.local_bytes += position
-
-    async def _fetch_all(self, owner: Owner, chunks: Iterator[Chunk], deadline: float) -> None:
-        link = self._link(owner)
-        for chunk in chunks:
-            async with link.credits:
-                await self._fetch(owner, link.connection, chunk, deadline)
-
-    async def _fetch(
-        self, owner: Owner, connection: Connection, chunk: Chunk, deadline: float
-    ) -> None:
-        segment = chunk.parts[0].segment
-        window = {
-            "segments": chunk.to_wire(),
-            "start": chunk.start,
-            "stop": chunk.start + chunk.num_bytes,
+    async def _weights_pieces(
+        self, node_id: str, node_addr: str, shard_id: str, deadline: float
+    ) -> dict[str, Piece]:
+        """Each parameter of one rank's shard, as its owner describes it."""
+        owner = Owner(node_id, node_addr, parse_shard_id(shard_id)[0])
+        fields: Mapping[str, SealedField] | None = None
+        if self._is_own(owner):
+            assert self._local_store is not None
+            fields = self._local_store.describe(shard_id)
+        elif self._is_mapped(owner):
+            assert self._arenas is not None
+            fields = self._arenas.open_shard(shard_id).fields
+        if fields is not None:
+            described = [
+                (name, field.dtype, list(field.row_lengths)) for name, field in fields.items()
+            ]
+        else:
+            answer = await self._bulk.describe(owner, shard_id, deadline)
+            described = [_checked_description(entry, shard_id, node_id) for entry in answer]
+        return {
+            name: Piece(owner, shard_id, name, range(len(lengths)), dtype, lengths)
+            for name, dtype, lengths in described
         }
-        try:
-            held, frames = await connection.call_frames(
-                READ, window, timeout_s=max(deadline - asyncio.get_running_loop().time(), 0.0)
-            )
-        except (PeerLost, IncarnationMismatch) as error:
-            raise await self._gone(owner, segment.shard_id, error) from error
-        except RpcTimeout as error:
-            raise RpcTimeout(
-                f"shard {segment.shard_id} on {owner.node_id}, field {segment.field!r}: not "
-                f"pulled within {self._timeout_s:g} s"
-            ) from error
-        chunk.check(owner, held, frames)
-        chunk.fill(frames)
-        self.pulled_bytes += chunk.num_bytes
 
-    async def _gone(self, owner: Owner, shard_id: str, error: Exception) -> ShardGone:
-        """Forgets an owner that has ended."""
-        link = self._links.pop(owner, None)
-        if link is not None:
-            await link.connection.close()
-        return ShardGone(f"shard {shard_id} on {owner.node_id} is gone with its owner: {error}")
+    def _allocate(self, wanted: Iterable[_Wanted]) -> tuple[Bytes, list[tuple[int, int]]]:
+        """One buffer for all, and the (start, end) of each in it."""
+        bounds = []
+        position = 0
+        for entry in wanted:
+            end = position + entry.numel * dtype_named(entry.dtype).itemsize
+            bounds.append((position, end))
+            position = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return self._pool.take(position), bounds
 
-    def _is_local(self, owner: Owner) -> bool:
+    def _is_own(self, owner: Owner) -> bool:
         store = self._local_store
         return store is not None and (store.node_id, store.incarnation) == (
             owner.node_id,
             owner.incarnation,
         )
 
-    def _link(self, owner: Owner) -> _Link:
-        if owner not in self._links:
-            self._links[owner] = _Link(
-                self._transport.connect(owner.node_addr, owner.node_id, owner.incarnation),
-                asyncio.Semaphore(self._max_inflight_chunks),
-            )
-        return self._links[owner]
+    def _is_mapped(self, owner: Owner) -> bool:
+        arenas = self._arenas
+        return arenas is not None and not self._is_own(owner) and arenas.find(owner.incarnation)
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """A connection to an owner, and the receiver's credits there."""
-
-    connection: Connection
-    credits: asyncio.Semaphore
-
-
-def _asked_rows(store: TensorStore, segment: Any) -> tuple[SealedField, Sequence[int]]:
-    """The field that a wire segment names, and its rows, checked before they are counted out."""
-    match segment:
-        case [str(shard_id), str(name), [*rows]] if all(map(_is_count, rows)):
-            return store.field(shard_id, name), rows
-        case [str(shard_id), str(name), int(first), int(count)]:
-            field = store.field(shard_id, name)
-            if 0 <= first <= first + count <= len(field.row_lengths):
-                return field, range(first, first + count)
-            raise ProtocolError(
-                f"shard {shard_id} on {store.node_id} has {len(field.row_lengths)} rows, "
-                f"not {first}..{first + count - 1}"
-            )
-    raise ProtocolError(f"{READ}: not a segment: {segment!r:.200}")
-
-
-def _window(slices: Iterable[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Bytes `start` to `stop` of the concatenation.
-
-    Raises: ProtocolError: the concatenation is shorter.
-    """
-    found = []
+def _plan_copy(
+    segment: Segment, fields: Mapping[str, SealedField], keeper: object, copies: list[_Copy]
+) -> int:
+    """Adds what has to be copied for a segment; returns its bytes."""
+    piece = segment.piece
+    field = _field(fields, piece)
+    slices = field.slices(piece.rows)
+    piece.check(field.dtype, [field.row_lengths[row] for row in piece.rows])
     position = 0
-    for part in slices:
-        inside = part[max(start - position, 0) : max(stop - position, 0)]
-        if len(inside):
-            found.append(inside)
-        position += len(part)
-    if stop > position:
-        raise ProtocolError(f"{READ}: the segments have {position} bytes, not {stop}")
-    return found
+    for source in slices:
+        end = position + len(source)
+        copies.append(_Copy(source, segment.destination[position:end], keeper))
+        position = end
+    return position
 
 
-def _joined(slices: Iterable[memoryview]) -> list[bytes | memoryview]:
-    frames: list[bytes | memoryview] = []
-    small: list[memoryview] = []
-    for part in slices:
-        if len(part) < _ZERO_COPY_BYTES:
-            small.append(part)
-            continue
-        if small:
-            frames.append(b"".join(small))
-            small = []
-        frames.append(part)
-    if small:
-        frames.append(b"".join(small))
-    return frames
+def _run_copies(copies: Iterable[_Copy]) -> None:
+    for copy in copies:
+        target = np.frombuffer(copy.destination, dtype=np.uint8)
+        target[:] = np.frombuffer(copy.source, dtype=np.uint8)  # without the GIL where it is long
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
+def _field(fields: Mapping[str, SealedField], piece: Piece) -> SealedField:
+    if piece.field not in fields:
+        raise MetadataError(
+            f"shard {piece.shard_id} on {piece.owner.node_id} has fields {list(fields)}, "
+            f"not {piece.field!r}"
+        )
+    return fields[piece.field]
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that came first; the others follow from it or happened beside it."""
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+def _tensor(buffer: Bytes, start: int, wanted: _Wanted) -> torch.Tensor:
+    dtype = dtype_named(wanted.dtype)
+    if not wanted.numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=wanted.numel, offset=start)
+
+
+def _buckets(
+    names: Iterable[str], ranks: Sequence[Mapping[str, Piece]], max_bytes: int
+) -> Iterator[list[str]]:
+    """Consecutive names whose parts on all ranks take `max_bytes` together, or one larger one."""
+    bucket: list[str] = []
+    num_bytes = 0
+    for name in names:
+        size = sum(pieces[name].num_bytes for pieces in ranks)
+        if bucket and num_bytes + size > max_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(name)
+        num_bytes += size
+    if bucket:
+        yield bucket
+
+
+def _checked_description(entry: Any, shard_id: str, node_id: str) -> tuple[str, str, list[int]]:
+    match entry:
+        case [str(name), str(dtype), [*lengths]] if all(
+            isinstance(length, int) and length >= 0 for length in lengths
+        ):
+            return name, dtype, lengths
+    raise ProtocolError(
+        f"shard {shard_id} on {node_id}: expected name, dtype and row lengths of a field, "
+        f"got {entry!r:.200}"
+    )

@@ -1,27 +1,26 @@
 """Which bytes a pull asks for, and where each of them goes: arithmetic without I/O.
 
 segment   rows of one field of one shard; their bytes lie together at the destination
-chunk     a window of bounded size over the concatenation of an owner's segments
+part      what one request asks of a segment: some of its rows, the outer ones maybe cut
 
     segments   [ row row  row ][ row  row row row ]...
-    chunks     [      0      ][      1      ][   2    ]
+    parts      [    0    ][ 1 ][    2    ][   3   ]
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from areal_sc.errors import MetadataError, ProtocolError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.transport.socket import Frame
-from areal_sc.transport.tensor_bytes import bytes_of, dtype_named
+from areal_sc.transport.tensor_bytes import dtype_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +33,33 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows of one field of one shard.
+class Piece:
+    """Rows of one field of one shard, which lie together in what is pulled.
 
     Attributes:
         rows: rows of the sealed shard, in the order wanted.
         dtype: name of the dtype that the metadata promises.
         lengths: values in each of the rows, as the metadata promises.
-        row_bounds: first byte of each row within `destination`, and the end.
-        destination: where the rows go, one after the other.
     """
 
+    owner: Owner
     shard_id: str
     field: str
     rows: Sequence[int]
     dtype: str
     lengths: Sequence[int]
-    row_bounds: Sequence[int]
-    destination: memoryview
 
-    def check(self, owner: Owner, dtype: Any, lengths: Any, first: int = 0) -> None:
+    @property
+    def is_run(self) -> bool:
+        """The rows follow each other in the shard."""
+        rows = self.rows
+        return len(rows) > 0 and list(rows) == list(range(rows[0], rows[0] + len(rows)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.lengths) * dtype_named(self.dtype).itemsize
+
+    def check(self, dtype: Any, lengths: Any, first: int = 0) -> None:
         """Compares what the owner holds, from row `first` on, with what the metadata promised.
 
         Raises: ProtocolError: they differ.
@@ -61,125 +67,146 @@ class Segment:
         wanted = list(self.lengths[first : first + len(lengths)])
         if dtype != self.dtype or list(lengths) != wanted:
             raise ProtocolError(
-                f"shard {self.shard_id} on {owner.node_id}, field {self.field!r}: expected "
+                f"shard {self.shard_id} on {self.owner.node_id}, field {self.field!r}: expected "
                 f"{self.dtype} rows of {_abridged(wanted)} values, got {dtype} rows of "
                 f"{_abridged(lengths)}"
             )
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece, and where it goes.
+
+    Attributes:
+        row_bounds: first byte of each row within `destination`, and the end.
+        destination: of just the size of the rows, which go there one after the other.
+    """
+
+    piece: Piece
+    row_bounds: Sequence[int]
+    destination: memoryview
+
+    @classmethod
+    def create(cls, piece: Piece, destination: memoryview) -> Segment:
+        itemsize = dtype_named(piece.dtype).itemsize
+        bounds = tuple(accumulate((n * itemsize for n in piece.lengths), initial=0))
+        assert bounds[-1] == len(destination)
+        return cls(piece, bounds, destination)
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """The share of one segment in a chunk: rows `first` to `stop`, the outer ones maybe cut."""
+    """A share of one segment.
+
+    Attributes:
+        first, stop: rows of the segment, as numbers within it.
+        skip: bytes of row `first` that belong to the part before.
+        destination: where the part's bytes go; gives their number.
+    """
 
     segment: Segment
     first: int
     stop: int
+    skip: int
     destination: memoryview
 
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Parts whose bytes are asked for at once.
-
-    Attributes:
-        start: bytes of the first part's first row that belong to the chunk before.
-        num_bytes: size of all destinations together.
-    """
-
-    parts: list[Part]
-    start: int
-    num_bytes: int
-
     def to_wire(self) -> list[Any]:
-        """[shard id, field, rows] of each part; consecutive rows as first row and count."""
-        return [
-            [p.segment.shard_id, p.segment.field, *_rows_to_wire(p.segment.rows[p.first : p.stop])]
-            for p in self.parts
-        ]
+        """[shard id, field, skip, number of bytes, rows], consecutive rows as first and count."""
+        piece = self.segment.piece
+        wire: list[Any] = [piece.shard_id, piece.field, self.skip, len(self.destination)]
+        rows = piece.rows[self.first : self.stop]
+        first, count = rows[0], len(rows)
+        if count > 1 and all(row == first + i for i, row in enumerate(rows)):
+            return [*wire, first, count]
+        return [*wire, list(rows)]
 
-    def check(self, owner: Owner, held: Any, frames: Sequence[Frame]) -> None:
-        """Compares an owner's answer with the metadata before any byte of it is used.
+    def check(self, held: Any) -> None:
+        """Compares what the owner says of the rows with the metadata.
 
         Args:
-            held: [dtype name, lengths of the rows] of each part.
+            held: [dtype name, lengths of the rows].
 
-        Raises: ProtocolError: the answer does not have the promised form or sizes.
+        Raises: ProtocolError: they differ.
         """
-        first = self.parts[0].segment
-        where = f"shard {first.shard_id} on {owner.node_id}, field {first.field!r}"
-        if not isinstance(held, list) or len(held) != len(self.parts):
-            raise ProtocolError(f"{where}: expected {len(self.parts)} segments in the answer")
-        for part, entry in zip(self.parts, held, strict=True):
-            match entry:
-                case [str(dtype), [*lengths]] if len(lengths) == part.stop - part.first:
-                    part.segment.check(owner, dtype, lengths, part.first)
-                case _:
-                    raise ProtocolError(f"{where}: expected a dtype and row lengths, got {entry!r}")
-        received = sum(map(len, frames))
-        if received != self.num_bytes:
-            raise ProtocolError(f"{where}: expected {self.num_bytes} bytes, got {received}")
-
-    def fill(self, frames: Iterable[Frame]) -> None:
-        """Copies the frames, whose sizes were checked, to their destinations."""
-        destinations = iter(part.destination for part in self.parts)
-        room = memoryview(b"")
-        for frame in frames:
-            while len(frame):
-                if not len(room):
-                    room = next(destinations)
-                size = min(len(room), len(frame))
-                room[:size] = frame[:size]
-                room, frame = room[size:], frame[size:]
+        piece = self.segment.piece
+        match held:
+            case [str(dtype), [*lengths]] if len(lengths) == self.stop - self.first:
+                piece.check(dtype, lengths, self.first)
+            case _:
+                raise ProtocolError(
+                    f"shard {piece.shard_id} on {piece.owner.node_id}, field {piece.field!r}: "
+                    f"expected a dtype and row lengths, got {held!r:.200}"
+                )
 
 
-def segment_of(
-    shard_id: str,
-    field: str,
-    rows: Sequence[int],
-    dtype: str,
-    lengths: Sequence[int],
-    destination: memoryview,
-) -> Segment:
-    """A segment whose destination has just the size of its rows."""
-    itemsize = dtype_named(dtype).itemsize
-    bounds = tuple(accumulate((n * itemsize for n in lengths), initial=0))
-    assert bounds[-1] == len(destination)
-    return Segment(shard_id, field, rows, dtype, lengths, bounds, destination)
+class SegmentCursor:
+    """Cuts segments into parts, one after the other; empty rows ask for nothing."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self._segments = deque(s for s in segments if s.row_bounds[-1])
+        self._position = 0  # in bytes, within the first segment that is left
+
+    @property
+    def is_done(self) -> bool:
+        return not self._segments
+
+    def take(self, max_bytes: int, max_rows: int) -> list[Part]:
+        """The next parts, of at most so many bytes and rows together."""
+        parts = []
+        while max_bytes and max_rows and self._segments:
+            segment, position = self._segments[0], self._position
+            bounds = segment.row_bounds
+            first = bisect_right(bounds, position) - 1
+            end = min(position + max_bytes, bounds[min(first + max_rows, len(bounds) - 1)])
+            stop = bisect_left(bounds, end)
+            skip = position - bounds[first]
+            parts.append(Part(segment, first, stop, skip, segment.destination[position:end]))
+            max_bytes -= end - position
+            max_rows -= stop - first
+            self._position = end
+            if end == bounds[-1]:
+                self._segments.popleft()
+                self._position = 0
+        return parts
 
 
-def plan_batch(
-    batch: BatchMetadata, tensors: dict[str, torch.Tensor]
-) -> dict[Owner, list[Segment]]:
-    """What to ask of each owner so that `tensors` hold the batch's fields in row order.
+def fill(parts: Iterable[Part], frames: Iterable[Frame]) -> None:
+    """Copies the frames, which have the size of all parts together, to the destinations."""
+    destinations = iter(part.destination for part in parts)
+    room = memoryview(b"")
+    for frame in frames:
+        while len(frame):
+            if not len(room):
+                room = next(destinations)
+            size = min(len(room), len(frame))
+            room[:size] = frame[:size]
+            room, frame = room[size:], frame[size:]
 
-    Args:
-        tensors: name -> [T] tensor for every field of the batch, T = its tokens.
-    """
+
+def pieces_of(batch: BatchMetadata) -> dict[str, list[Piece]]:
+    """Name -> the pieces that, one after the other, are the field's rows."""
     lengths = batch.sequence_lengths
-    token_bounds = tuple(accumulate(lengths, initial=0))
-    memory = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-    plan: dict[Owner, list[Segment]] = {}
-    for shard in batch.shards:
+    pieces: dict[str, list[Piece]] = {}
+    for shard in sorted(batch.shards, key=lambda shard: shard.offset):
         if not shard.batch_size:
             continue
-        stop = shard.offset + shard.batch_size
-        incarnation, _ = parse_shard_id(shard.shard_id)
-        owner = Owner(shard.node_id, shard.node_addr, incarnation)
-        for name in shard.fields:
-            itemsize = tensors[name].element_size()
-            first_byte = token_bounds[shard.offset] * itemsize
-            last_byte = token_bounds[stop] * itemsize
-            plan.setdefault(owner, []).append(
-                segment_of(
-                    shard.shard_id,
-                    name,
-                    shard.shard_rows,
-                    shard.fields[name].dtype,
-                    lengths[shard.offset : stop],
-                    memory[name][first_byte:last_byte],
-                )
+        owner = Owner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0])
+        its_lengths = lengths[shard.offset : shard.offset + shard.batch_size]
+        for name, tensor in shard.fields.items():
+            pieces.setdefault(name, []).append(
+                Piece(owner, shard.shard_id, name, shard.shard_rows, tensor.dtype, its_lengths)
             )
-    return plan
+    return pieces
+
+
+def segments_of(pieces: Iterable[Piece], destination: memoryview) -> Iterator[Segment]:
+    """The pieces laid one after the other into a destination of their size together."""
+    position = 0
+    for piece in pieces:
+        end = position + piece.num_bytes
+        yield Segment.create(piece, destination[position:end])
+        position = end
+    assert position == len(destination)
 
 
 def field_dtypes(batch: BatchMetadata) -> dict[str, str]:
@@ -196,36 +223,6 @@ def field_dtypes(batch: BatchMetadata) -> dict[str, str]:
                     f"{shard.node_id} holds {tensor.dtype}, others hold {dtypes[name]}"
                 )
     return dtypes
-
-
-def chunks_of(segments: Iterable[Segment], chunk_bytes: int) -> Iterator[Chunk]:
-    """Cuts segments into chunks of `chunk_bytes`, the last one smaller; empty rows ask nothing."""
-    parts: list[Part] = []
-    start, room = 0, chunk_bytes
-    for segment in segments:
-        bounds = segment.row_bounds
-        position = 0
-        while position < bounds[-1]:
-            end = min(position + room, bounds[-1])
-            first = bisect_right(bounds, position) - 1
-            if not parts:
-                start = position - bounds[first]
-            destination = segment.destination[position:end]
-            parts.append(Part(segment, first, bisect_left(bounds, end), destination))
-            room -= end - position
-            position = end
-            if not room:
-                yield Chunk(parts, start, chunk_bytes)
-                parts, room = [], chunk_bytes
-    if parts:
-        yield Chunk(parts, start, chunk_bytes - room)
-
-
-def _rows_to_wire(rows: Sequence[int]) -> list[Any]:
-    first, count = rows[0], len(rows)
-    if count > 1 and all(row == first + i for i, row in enumerate(rows)):
-        return [first, count]
-    return [list(rows)]
 
 
 def _abridged(lengths: Sequence[int]) -> str:

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from areal_sc.transport.socket import Buffer
+_ENTRY_BYTES: Final = 300
+"""What an entry takes beside its reply: the id, the tuple, the dict's slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
+class FinishedRequest(NamedTuple):
     """`reply` is the encoded answer, or None when it was too large to keep."""
 
     method: str
-    reply: Sequence[Buffer] | None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.reply)) if self.reply is not None else 0
+    reply: bytes | None
 
 
 class ReplayCache:
-    """The newest finished requests by id, at most `max_count` of them and `max_bytes` of replies.
+    """The newest finished requests by id, in at most `max_bytes` of memory.
 
     A reply over `max_reply_bytes` is forgotten at once while its id stays known: a repeat is
     refused, not executed.
     """
 
-    def __init__(
-        self,
-        *,
-        max_count: int = 65_536,
-        max_bytes: int = 32 << 20,
-        max_reply_bytes: int = 256 << 10,
-    ) -> None:
-        self._max_count = max_count
+    def __init__(self, *, max_bytes: int = 16 << 20, max_reply_bytes: int = 256 << 10) -> None:
         self._max_bytes = max_bytes
         self._max_reply_bytes = max_reply_bytes
         self._finished: OrderedDict[str, FinishedRequest] = OrderedDict()
@@ -44,16 +32,17 @@ class ReplayCache:
     def __len__(self) -> int:
         return len(self._finished)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._finished
+
     def get(self, request_id: str) -> FinishedRequest | None:
         return self._finished.get(request_id)
 
-    def add(self, request_id: str, method: str, reply: Sequence[Buffer]) -> None:
+    def add(self, request_id: str, method: str, reply: bytes) -> None:
         assert request_id not in self._finished
-        finished = FinishedRequest(method, reply)
-        if finished.num_bytes > self._max_reply_bytes:
-            finished = FinishedRequest(method, None)
-        self._finished[request_id] = finished
-        self.num_bytes += finished.num_bytes
-        while len(self._finished) > self._max_count or self.num_bytes > self._max_bytes:
-            _, oldest = self._finished.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
+        kept = reply if len(reply) <= self._max_reply_bytes else None
+        self._finished[request_id] = FinishedRequest(method, kept)
+        self.num_bytes += _ENTRY_BYTES + len(kept or b"")
+        while self.num_bytes > self._max_bytes:
+            _, (_, oldest) = self._finished.popitem(last=False)
+            self.num_bytes -= _ENTRY_BYTES + len(oldest or b"")

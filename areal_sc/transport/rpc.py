@@ -1,11 +1,11 @@
 """Calls between processes: what the floors above use.
 
-    RpcClient ── Request(id, incarnation, method, args, frames) ──► RpcServer
-              ◄─ Reply(id, value, frames) | Failure(id, error) ──
+    RpcClient ── Request(id, incarnation, method, args) ──► RpcServer
+              ◄─ Reply(id, value) | Failure(id, error) ────
               ── Cancel(id) ──►                      the caller stopped waiting
 
-Controllers see `Connection` and `Transport` only, so a simulated transport can take the place of
-`ZmqTransport` in virtual time.
+Messages are small: tensors go by sockets of their own. Controllers see `Connection` and `Transport`
+only, so a simulated transport can take the place of `ZmqTransport` in virtual time.
 """
 
 from __future__ import annotations
@@ -14,27 +14,24 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
-import zmq
-
-from areal_sc.errors import TransportError
-from areal_sc.transport.codec import FrameLimits
-from areal_sc.transport.endpoint import Authenticator, Context
-from areal_sc.transport.rpc_client import RequestIds, RpcClient, random_request_id
-from areal_sc.transport.rpc_server import Frames, Handler, RpcServer
-from areal_sc.transport.socket import Buffer, Frame
+from areal_sc.errors import ArealError, TransportError
+from areal_sc.transport.codec import MessageLimits
+from areal_sc.transport.deadlines import Deadlines
+from areal_sc.transport.endpoint import Authenticator
+from areal_sc.transport.fan_out import fan_out
+from areal_sc.transport.hub import PeerHub
+from areal_sc.transport.rpc_client import RequestIds, RpcClient, random_request_ids
+from areal_sc.transport.rpc_server import Handler, RpcServer
 
 __all__ = [
     "Authenticator",
     "Connection",
-    "Frame",
-    "FrameLimits",
-    "Frames",
     "Handler",
+    "MessageLimits",
     "RpcClient",
     "RpcServer",
     "Transport",
     "ZmqTransport",
-    "random_request_id",
 ]
 
 
@@ -42,28 +39,14 @@ class Connection(Protocol):
     """What a controller may do with one peer."""
 
     node_id: str
-
-    @property
-    def bytes_sent(self) -> int: ...
-
-    @property
-    def bytes_received(self) -> int: ...
+    bytes_sent: int
+    bytes_received: int
 
     async def call(
         self, method: str, args: dict[str, Any], *, timeout_s: float, request_id: str | None = None
     ) -> Any: ...
 
-    async def call_frames(
-        self,
-        method: str,
-        args: dict[str, Any],
-        *,
-        timeout_s: float,
-        frames: Sequence[Buffer] = (),
-        request_id: str | None = None,
-    ) -> tuple[Any, list[Frame]]: ...
-
-    def fail_pending(self, error: Exception) -> None: ...
+    def fail_pending(self, error: ArealError) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -73,45 +56,75 @@ class Transport(Protocol):
 
     def connect(self, address: str, node_id: str, incarnation: str) -> Connection: ...
 
+    async def call_all(
+        self, calls: Sequence[tuple[Any, dict[str, Any]]], method: str, *, timeout_s: float
+    ) -> list[Any | ArealError]: ...
+
     async def close(self) -> None: ...
 
 
 class ZmqTransport:
-    """Connections over ZMQ that share one context, with its one I/O thread."""
+    """Connections over ZMQ that share one socket, with its one I/O thread."""
 
     def __init__(
         self,
         *,
         authenticator: Authenticator | None = None,
-        limits: FrameLimits | None = None,
-        new_request_id: RequestIds = random_request_id,
+        limits: MessageLimits | None = None,
+        new_request_id: RequestIds | None = None,
     ) -> None:
         self._authenticator = authenticator
-        self._limits = limits
-        self._new_request_id = new_request_id
-        self._context: Context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._limits = limits or MessageLimits()
+        self._new_request_id = new_request_id or random_request_ids()
+        self._hub: PeerHub | None = None
+        self._deadlines: Deadlines | None = None
+        self._is_closed = False
         # weak, because a connection that its user has closed is of no more concern
         self._connections: WeakSet[RpcClient] = WeakSet()
 
     def connect(self, address: str, node_id: str, incarnation: str) -> RpcClient:
-        """A connection that is made in the background; calls wait for it within their deadline."""
-        if self._context.closed:
+        """A connection that is made in the background; calls wait for it within their deadline.
+
+        Raises: TransportError: the address is none, or the transport is closed.
+        """
+        if self._is_closed:
             raise TransportError(f"cannot connect to {node_id} at {address}: transport is closed")
+        if self._hub is None or self._deadlines is None:
+            self._deadlines = Deadlines()
+            self._hub = PeerHub(
+                max_frame_bytes=self._limits.max_bytes,
+                max_frames=1,
+                authenticator=self._authenticator,
+            )
         connection = RpcClient(
+            self._hub,
             address,
             node_id=node_id,
             incarnation=incarnation,
-            context=self._context,
-            authenticator=self._authenticator,
+            deadlines=self._deadlines,
             limits=self._limits,
             new_request_id=self._new_request_id,
         )
         self._connections.add(connection)
         return connection
 
+    async def call_all(
+        self, calls: Sequence[tuple[RpcClient, dict[str, Any]]], method: str, *, timeout_s: float
+    ) -> list[Any | ArealError]:
+        """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
+
+        The outcome of a call that failed is its error, as `RpcClient.call` would raise it: the
+        caller decides what it means for the others. Arguments that are one and the same dict are
+        encoded once. A cancellation is passed on to all servers that have not answered.
+        """
+        return await fan_out(
+            calls, method, timeout_s=timeout_s, new_request_id=self._new_request_id
+        )
+
     async def close(self) -> None:
         """Closes all connections."""
+        self._is_closed = True
         for connection in list(self._connections):
             await connection.close()
-        self._context.term()
+        if self._hub is not None:
+            await self._hub.close()

@@ -1,15 +1,17 @@
-"""The serving side of RPC: runs handlers as tasks, each request id at most once.
+"""The serving side of RPC: each request id is executed at most once.
 
-Consumes: requests and cancellations from the ROUTER socket. Each request waits for its handler,
-then for room in its caller's queue. Unblocked by: the handler, a cancellation, the reply deadline.
+consumes     requests and cancellations from the ROUTER socket
+waits for    nothing: a request runs in a task of its own, or is answered at once
+unblocked by the end of the handler, or a cancellation by every caller that waits for it
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import zmq
@@ -17,35 +19,33 @@ import zmq
 from areal_sc.errors import (
     ArealError,
     IncarnationMismatch,
-    PeerLost,
     ProtocolError,
+    ServerBusy,
     TransportError,
 )
-from areal_sc.transport.codec import Cancel, FrameLimits, Reply, Request, decode, encode
-from areal_sc.transport.endpoint import Authenticator, Context, configure_socket
+from areal_sc.transport.codec import (
+    Cancel,
+    MessageLimits,
+    Reply,
+    Request,
+    decode,
+    encode,
+)
+from areal_sc.transport.endpoint import Authenticator, Context, Guard, configure_socket
+from areal_sc.transport.outbox import Outbox
+from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.remote_errors import failure_of
-from areal_sc.transport.replay_cache import FinishedRequest, ReplayCache
-from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
+from areal_sc.transport.replay_cache import ReplayCache
+from areal_sc.transport.socket import AsyncSocket, Frame
 
 logger = logging.getLogger(__name__)
 
 LAST_REPLIES_LINGER_S: Final = 1.0
 """How long a closing server goes on sending the replies that are already queued."""
 
-
-@dataclass(frozen=True, slots=True)
-class Frames:
-    """A reply with payload: a msgpack-able header, and buffers that are sent without a copy.
-
-    Such a reply is not kept for replay, so the method must be a read: a repeat runs it again.
-    """
-
-    header: Any
-    buffers: Sequence[Buffer]
-
-
-Handler = Callable[[dict[str, Any], list[Frame]], Awaitable[Any]]
-"""Takes the arguments and payload frames; returns something msgpack-able, or `Frames`."""
+Handler = Callable[[dict[str, Any]], Coroutine[Any, Any, Any] | Any]
+"""Takes the arguments; returns something msgpack-able. That of a coroutine function runs as a task;
+a plain function is answered in the turn in which its request arrives, so it must be quick."""
 
 
 @dataclass(slots=True)
@@ -54,30 +54,31 @@ class _Execution:
 
     Attributes:
         callers: routing ids that wait for the reply; a repeat on another connection joins.
-        handling: the task while it is inside the handler, so that a cancellation hits nothing else.
+        num_bytes: of the request.
     """
 
     method: str
-    callers: dict[bytes, None] = field(default_factory=dict)
-    handling: asyncio.Task[Any] | None = None
-    is_cancelled: bool = False
+    callers: set[bytes]
+    num_bytes: int
+    task: asyncio.Task[Any]
 
 
 class RpcServer:
     """Serves `handlers` to callers that mean this incarnation.
 
     Args:
-        handlers: method name -> coroutine function.
+        handlers: by method name.
         node_id: the server's name, for messages.
         incarnation: this life of it.
         bind: ZMQ interface, with a system-chosen port unless it names one.
-        max_running: requests executed at a time; more are refused.
-        reply_timeout_s: how long a reply waits for a caller that does not read.
+        authenticator: lets members of the run in, and nobody else.
+        max_running: requests executed at a time; more are refused with `ServerBusy`. One that
+            generates a group stays for minutes, so it is far above what controllers ask for.
+        max_running_bytes: of these requests.
+        reply_timeout_s: how long replies wait for a caller that does not read.
 
     Attributes:
-        num_malformed: messages dropped because no correct peer sends them.
-        num_dropped_replies: replies whose caller had left or did not read.
-        bytes_sent, bytes_received: of all frames, headers included.
+        bytes_received: of all frames.
     """
 
     def __init__(
@@ -88,29 +89,45 @@ class RpcServer:
         incarnation: str,
         bind: str = "tcp://127.0.0.1",
         authenticator: Authenticator | None = None,
-        limits: FrameLimits | None = None,
-        max_running: int = 1024,
+        limits: MessageLimits | None = None,
+        max_running: int = 16_384,
+        max_running_bytes: int = 256 << 20,
         reply_timeout_s: float = 30.0,
     ) -> None:
         self.node_id = node_id
         self.incarnation = incarnation
-        self.num_malformed = 0
-        self.num_dropped_replies = 0
-        self.bytes_sent = 0
         self.bytes_received = 0
         self._handlers = dict(handlers)
         self._bind = bind if bind.count(":") == 2 else f"{bind}:0"
         self._authenticator = authenticator
-        self._limits = limits or FrameLimits()
+        self._limits = limits or MessageLimits()
         self._max_running = max_running
+        self._max_running_bytes = max_running_bytes
         self._reply_timeout_s = reply_timeout_s
+        self._malformed = Refusals(logger, "malformed_message", node_id)
         self._running: dict[str, _Execution] = {}
+        self._num_running_bytes = 0
         self._finished = ReplayCache()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._context: Context | None = None
+        self._guard: Guard | None = None
         self._socket: AsyncSocket | None = None
-        self._receiving: asyncio.Task[None] | None = None
+        self._outbox: Outbox | None = None
+
+    @property
+    def num_malformed(self) -> int:
+        """Messages dropped because no correct peer sends them."""
+        return self._malformed.num
+
+    @property
+    def num_dropped_replies(self) -> int:
+        """Replies whose caller had left or did not read."""
+        return self._outbox.num_dropped if self._outbox else 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of all frames handed to ZMQ."""
+        return self._outbox.bytes_sent if self._outbox else 0
 
     async def start(self) -> str:
         """Starts to serve on the running event loop; returns the address to connect to.
@@ -120,195 +137,173 @@ class RpcServer:
         assert self._socket is None, "started twice"
         self._context = zmq.Context()
         raw = self._context.socket(zmq.ROUTER)
-        configure_socket(raw, self._limits)
+        configure_socket(raw, self._limits.max_bytes)
         # without it a message to a full or vanished peer is dropped without a word
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._authenticator is not None:
-            self._authenticator.configure_server(raw)
+            self._guard = self._authenticator.configure_server(self._context, raw)
         try:
             raw.bind(self._bind)
         except zmq.ZMQError as error:
+            if self._guard is not None:
+                self._guard.close()
             raw.close()
             self._context.term()
             raise TransportError(
                 f"{self.node_id} cannot listen on {self._bind}: {error}"
             ) from error
         address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = AsyncSocket(raw, max_parts=self._limits.max_frames + 2)
-        self._receiving = asyncio.create_task(self._receive(), name=f"rpc of {self.node_id}")
+        self._socket = AsyncSocket(raw, self._on_message, max_parts=2)
+        self._outbox = Outbox(self._socket, node_id=self.node_id, timeout_s=self._reply_timeout_s)
         return address
 
     async def close(self) -> None:
         """Cancels what runs and stops serving; replies already queued are still sent."""
-        if self._is_closing or not (self._socket and self._context and self._receiving):
+        if self._is_closing or not (self._context and self._socket and self._outbox):
             return
         self._is_closing = True
-        tasks = [self._receiving, *self._tasks]
+        tasks = [execution.task for execution in self._running.values()]
         for task in tasks:
             task.cancel()
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
+            self._outbox.close()
+            if self._guard is not None:
+                self._guard.close()
             self._socket.close(LAST_REPLIES_LINGER_S)
         await asyncio.to_thread(self._context.term)
 
-    async def _receive(self) -> None:
-        assert self._socket is not None
-        while True:
-            frames = await self._socket.recv_multipart()
-            self.bytes_received += sum(map(len, frames))
-            caller = bytes(frames[0])
-            try:
-                message = decode(frames[1:], self._limits)
-                if isinstance(message, Request):
-                    self._on_request(caller, message)
-                elif isinstance(message, Cancel):
-                    self._on_cancel(caller, message)
-                else:
-                    raise ProtocolError(f"a server takes no {type(message).__name__}")
-            except ProtocolError as error:
-                self._count_malformed(error)
+    def _on_message(self, frames: Sequence[Frame]) -> None:
+        if self._is_closing:
+            return
+        caller = bytes(frames[0])
+        try:
+            message = decode(frames[1:], self._limits)
+            num_bytes = len(frames[1])
+            self.bytes_received += num_bytes
+            if type(message) is Request:
+                self._on_request(caller, message, num_bytes)
+            elif type(message) is Cancel:
+                self._on_cancel(caller, message)
+            else:
+                raise ProtocolError(f"a server takes no {type(message).__name__}")
+        except ProtocolError as error:
+            self._malformed.add(error)
 
-    def _count_malformed(self, error: ProtocolError) -> None:
-        self.num_malformed += 1
-        if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: a flood stays readable
-            logger.warning(
-                "malformed_message node=%s count=%d error=%s",
-                self.node_id,
-                self.num_malformed,
-                error,
-            )
-
-    def _on_request(self, caller: bytes, request: Request) -> None:
-        running = self._running.get(request.request_id)
-        finished = self._finished.get(request.request_id)
-        refusal = self._refusal(request, running, finished)
-        if refusal is not None:
-            failure = failure_of(refusal, request.request_id)
-            self._send_or_drop(caller, encode(failure, self._limits))
-        elif running is not None:
-            running.callers[caller] = None
-        elif finished is not None and finished.reply is not None:
-            self._send_or_drop(caller, finished.reply)
-        else:
-            execution = _Execution(request.method, {caller: None})
-            self._running[request.request_id] = execution
-            task = asyncio.create_task(self._execute(request, execution))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    def _refusal(
-        self, request: Request, running: _Execution | None, finished: FinishedRequest | None
-    ) -> ArealError | None:
-        """Why the request is neither executed nor answered from memory; None if it is."""
+    def _on_request(self, caller: bytes, request: Request, num_bytes: int) -> None:
+        request_id = request.request_id
         if request.incarnation != self.incarnation:
-            return IncarnationMismatch(
+            mismatch = IncarnationMismatch(
                 f"{request.method} was meant for incarnation {request.incarnation} of "
                 f"{self.node_id}, this is {self.incarnation}: it has been restarted"
             )
-        earlier = running or finished
-        if earlier is not None and earlier.method != request.method:
-            return ProtocolError(
-                f"request {request.request_id} called {earlier.method} before, "
-                f"now {request.method}: request ids must be unique"
-            )
-        if finished is not None and finished.reply is None:
-            return TransportError(
-                f"{request.method} on {self.node_id} was executed under request id "
-                f"{request.request_id}; its reply was too large to be kept"
-            )
-        if earlier is not None:
-            return None
+            self._refuse(caller, request, mismatch)
+        elif request_id in self._running or request_id in self._finished:
+            self._on_repeat(caller, request)
+        elif (refusal := self._refusal(request, num_bytes)) is not None:
+            self._refuse(caller, request, refusal)
+        else:
+            self._execute(caller, request, num_bytes)
+
+    def _refusal(self, request: Request, num_bytes: int) -> ArealError | None:
+        """Why the request is not executed; None if it is."""
         if request.method not in self._handlers:
             return ProtocolError(
                 f"{self.node_id} has no method {request.method!r}, it has {sorted(self._handlers)}"
             )
-        if len(self._tasks) >= self._max_running:
-            return TransportError(
-                f"{self.node_id} is busy: it runs {len(self._tasks)} requests, the limit is "
-                f"{self._max_running}; call again later"
+        if (
+            len(self._running) >= self._max_running
+            or self._num_running_bytes + num_bytes > self._max_running_bytes
+        ):
+            return ServerBusy(
+                f"{self.node_id} is busy: it runs {len(self._running)} requests of "
+                f"{self._num_running_bytes} bytes, the limits are {self._max_running} and "
+                f"{self._max_running_bytes}; call {request.method} again later"
             )
         return None
+
+    def _on_repeat(self, caller: bytes, request: Request) -> None:
+        """Joins what runs, or answers from memory."""
+        running = self._running.get(request.request_id)
+        finished = self._finished.get(request.request_id)
+        earlier = running or finished
+        assert earlier is not None
+        if earlier.method != request.method:
+            error: ArealError = ProtocolError(
+                f"request {request.request_id} called {earlier.method} before, "
+                f"now {request.method}: request ids must be unique"
+            )
+        elif running is not None:
+            running.callers.add(caller)
+            return
+        elif finished is not None and finished.reply is not None:
+            self._send(caller, finished.reply)
+            return
+        else:
+            error = TransportError(
+                f"{request.method} on {self.node_id} was executed under request id "
+                f"{request.request_id}; its reply was too large to be kept"
+            )
+        self._refuse(caller, request, error)
+
+    def _refuse(self, caller: bytes, request: Request, error: ArealError) -> None:
+        self._send(caller, encode(failure_of(error, request.request_id), self._limits))
+
+    def _execute(self, caller: bytes, request: Request, num_bytes: int) -> None:
+        try:
+            outcome = self._handlers[request.method](request.args)
+        except Exception as error:  # the RPC boundary: whatever a method raises goes to its caller
+            self._finish(request, [caller], self._failure(request, error))
+            return
+        if not asyncio.iscoroutine(outcome):
+            self._finish(request, [caller], self._reply(request, outcome))
+            return
+        task = asyncio.create_task(outcome)
+        self._running[request.request_id] = _Execution(request.method, {caller}, num_bytes, task)
+        self._num_running_bytes += num_bytes
+        task.add_done_callback(partial(self._on_executed, request))
+
+    def _on_executed(self, request: Request, task: asyncio.Task[Any]) -> None:
+        execution = self._running.pop(request.request_id)
+        self._num_running_bytes -= execution.num_bytes
+        if self._is_closing:
+            return
+        if task.cancelled():
+            cancelled = TransportError(f"{request.method} on {self.node_id} was cancelled")
+            reply = encode(failure_of(cancelled, request.request_id), self._limits)
+        elif (error := task.exception()) is not None:
+            reply = self._failure(request, error)
+        else:
+            reply = self._reply(request, task.result())
+        self._finish(request, execution.callers, reply)
+
+    def _finish(self, request: Request, callers: Iterable[bytes], reply: bytes) -> None:
+        self._finished.add(request.request_id, request.method, reply)
+        for caller in callers:
+            self._send(caller, reply)
+
+    def _reply(self, request: Request, value: Any) -> bytes:
+        try:
+            return encode(Reply(request.request_id, value), self._limits)
+        except ProtocolError as error:
+            return self._failure(request, error)
+
+    def _failure(self, request: Request, error: BaseException) -> bytes:
+        logger.warning(
+            "method_failed node=%s method=%s request=%s error=%r",
+            *(self.node_id, request.method, request.request_id, error),
+        )
+        return encode(failure_of(error, request.request_id), self._limits)
 
     def _on_cancel(self, caller: bytes, cancel: Cancel) -> None:
         execution = self._running.get(cancel.request_id)
         if execution is None or caller not in execution.callers:
             return
-        del execution.callers[caller]
+        execution.callers.discard(caller)
         if not execution.callers:
-            execution.is_cancelled = True
-            if execution.handling is not None:
-                execution.handling.cancel()
+            execution.task.cancel()
 
-    async def _execute(self, request: Request, execution: _Execution) -> None:
-        try:
-            reply = await self._handle(request, execution)
-        finally:
-            del self._running[request.request_id]
-        for caller in execution.callers:
-            await self._send(caller, reply)
-
-    async def _handle(self, request: Request, execution: _Execution) -> list[Buffer]:
-        """Runs the handler and keeps its reply, unless it is a bulk read."""
-        is_bulk_read = False
-        try:
-            value = await self._run_handler(request, execution)
-            if isinstance(value, Frames):
-                is_bulk_read = True
-                answer = Reply(request.request_id, value.header, value.buffers)
-            else:
-                answer = Reply(request.request_id, value)
-            reply = encode(answer, self._limits)
-        except asyncio.CancelledError:
-            if self._is_closing:
-                raise
-            cancelled = TransportError(f"{request.method} on {self.node_id} was cancelled")
-            reply = encode(failure_of(cancelled, request.request_id), self._limits)
-        except Exception as error:  # the RPC boundary: whatever a method raises goes to its caller
-            logger.warning(
-                "method_failed node=%s method=%s request=%s error=%r",
-                self.node_id,
-                request.method,
-                request.request_id,
-                error,
-            )
-            reply = encode(failure_of(error, request.request_id), self._limits)
-        if not is_bulk_read:
-            self._finished.add(request.request_id, request.method, reply)
-        return reply
-
-    async def _run_handler(self, request: Request, execution: _Execution) -> Any:
-        if execution.is_cancelled:  # before the task had its first turn
-            raise asyncio.CancelledError
-        execution.handling = asyncio.current_task()
-        try:
-            frames = [memoryview(frame) for frame in request.frames]
-            return await self._handlers[request.method](request.args, frames)
-        finally:
-            execution.handling = None
-
-    async def _send(self, caller: bytes, reply: Sequence[Buffer]) -> None:
-        """Sends a reply, waiting a bounded time for room in the caller's queue."""
-        assert self._socket is not None
-        try:
-            async with asyncio.timeout(self._reply_timeout_s):
-                await self._socket.send_multipart([caller, *reply])
-        except (PeerLost, TimeoutError) as error:
-            self._count_dropped(caller, error)
-        else:
-            self.bytes_sent += sum(map(len, reply))
-
-    def _send_or_drop(self, caller: bytes, reply: Sequence[Buffer]) -> None:
-        """Sends a reply at once: what costs no execution may not pile up behind a full queue."""
-        assert self._socket is not None
-        try:
-            if not self._socket.send_nowait([caller, *reply]):
-                raise TimeoutError("the caller does not read")
-        except (PeerLost, TimeoutError) as error:
-            self._count_dropped(caller, error)
-        else:
-            self.bytes_sent += sum(map(len, reply))
-
-    def _count_dropped(self, caller: bytes, error: Exception) -> None:
-        self.num_dropped_replies += 1
-        logger.info("reply_dropped node=%s caller=%s error=%r", self.node_id, caller.hex(), error)
+    def _send(self, caller: bytes, reply: bytes) -> None:
+        assert self._outbox is not None
+        self._outbox.send(caller, reply)

@@ -1,14 +1,17 @@
 """An asyncio ZMQ socket that is driven from its file descriptor.
 
-Consumes: readiness of the socket's FD. Waits for: a message to read, or room to write one.
-Unblocked by: ZMQ's I/O thread, which signals the FD. The FD is edge-triggered in effect: every
-send or receive may swallow the signal, so the waiting side is polled again after each of them.
+consumes     readiness of the socket's FD; every message goes to `on_message`, on the event loop
+waits for    room to write, where a peer's queue is full
+unblocked by ZMQ's I/O thread, which signals the FD. The FD is edge-triggered in effect: every send
+             or receive may swallow the signal, so the inbox is looked at again after each send.
+
+zmq.asyncio is not used: it does not yield while messages are ready, which starves the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
@@ -26,58 +29,45 @@ RECEIVES_PER_TURN: Final = 32
 SEND_RETRY_S: Final = 0.01
 """A ROUTER is "writable" as long as any peer has room, so waiting for one full peer also polls."""
 
+ZERO_COPY_BYTES: Final = 64 << 10
+"""Smaller frames are copied into ZMQ's own memory, which costs less than tracking theirs."""
+
+# plain integers: pyzmq converts its enumerations on every call, which costs as much as the call
+_DONTWAIT: Final = int(zmq.DONTWAIT)
+_SEND_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+
 
 class AsyncSocket:
-    """One ZMQ socket on the running event loop; one task may receive, any number may send.
+    """One ZMQ socket on the running event loop.
 
     Args:
-        socket: configured and bound or connected; owned from here on.
+        socket: configured; bound or connected now or later; owned from here on. A ROUTER, or what
+            else gives messages of two parts or more.
+        on_message: gets every message, as one view per part. It must not raise.
         max_parts: parts kept of one message; further ones are read and thrown away, so that the
             decoder sees `max_parts + 1` and refuses the message.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], *, max_parts: int = 1024) -> None:
-        self._socket = socket
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[list[Frame]], None],
+        *,
+        max_parts: int = 1024,
+    ) -> None:
+        self.raw = socket
+        self._on_message = on_message
         self._max_parts = max_parts
         self._loop = asyncio.get_running_loop()
-        self._receiver: asyncio.Future[None] | None = None
         self._senders: list[asyncio.Future[None]] = []
-        self._received_this_turn = 0
+        self._is_looking = False
+        self._is_look_scheduled = False
         self._is_closed = False
         self._fd = socket.fileno()
         self._loop.add_reader(self._fd, self._on_signal)
-
-    async def recv_multipart(self) -> list[Frame]:
-        """The next message, as one view per part."""
-        if self._received_this_turn >= RECEIVES_PER_TURN:
-            self._received_this_turn = 0
-            await asyncio.sleep(0)
-        while True:
-            parts = self.recv_nowait()
-            if parts is not None:
-                self._received_this_turn += 1
-                return parts
-            self._received_this_turn = 0
-            self._receiver = self._loop.create_future()
-            try:
-                await self._receiver
-            finally:
-                self._receiver = None
-
-    def recv_nowait(self) -> list[Frame] | None:
-        """The next message, or None when there is none."""
-        try:
-            part = self._socket.recv(zmq.DONTWAIT, copy=False)
-        except zmq.Again:
-            return None
-        parts = [part.buffer]
-        while part.more:
-            part = self._socket.recv(zmq.DONTWAIT, copy=False)
-            if len(parts) <= self._max_parts:
-                parts.append(part.buffer)
-        if self._senders:
-            self._wake_senders()
-        return parts
+        self._look_soon()
 
     async def send_multipart(self, frames: Sequence[Buffer]) -> None:
         """Queues a message, waiting while the peer's queue is at its high-water mark.
@@ -104,8 +94,12 @@ class AsyncSocket:
         """
         if self._is_closed:
             raise PeerLost("the socket is closed")
+        send = self.raw.send
         try:
-            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
+            for frame in frames[:-1]:
+                send(frame, _SEND_MORE, len(frame) < ZERO_COPY_BYTES)
+            last = frames[-1]
+            send(last, _DONTWAIT, len(last) < ZERO_COPY_BYTES)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -113,36 +107,81 @@ class AsyncSocket:
                 raise PeerLost("the peer has disconnected") from None
             raise
         finally:
-            self._wake_receiver()  # sent or not, the attempt may have swallowed its signal
+            # sent or not, the attempt may have swallowed the signal of a message that came in
+            if not self._is_looking and not self._is_look_scheduled and self._has_arrived():
+                self._look_soon()
         return True
+
+    def receive_ready(self) -> None:
+        """Hands over every message that is there now."""
+        while (frames := self._recv_nowait()) is not None:
+            self._on_message(frames)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Closes the socket; messages not sent after `linger_s` are dropped.
 
-        A waiting sender gets PeerLost; a waiting receiver must be cancelled by its owner.
+        A waiting sender gets PeerLost.
         """
         if self._is_closed:
             return
         self._is_closed = True
         self._loop.remove_reader(self._fd)
         self._wake_senders()
-        self._socket.close(linger=round(linger_s * 1000))
+        self.raw.close(linger=round(linger_s * 1000))
 
     def _on_signal(self) -> None:
-        if self._events() & zmq.POLLOUT:
+        self._look()
+        if self._senders:
             self._wake_senders()
-        self._wake_receiver()
 
-    def _wake_receiver(self) -> None:
-        receiver = self._receiver
-        if receiver is not None and not receiver.done() and self._events() & zmq.POLLIN:
-            receiver.set_result(None)
+    def _look_soon(self) -> None:
+        self._is_look_scheduled = True
+        self._loop.call_soon(self._scheduled_look)
 
-    def _events(self) -> int:
-        """What is possible now; asking resets the FD's signal."""
-        events = self._socket.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        return events
+    def _scheduled_look(self) -> None:
+        self._is_look_scheduled = False
+        self._look()
+
+    def _look(self) -> None:
+        """Takes what is there, within the turn's limit; goes on in the next turn if it is more."""
+        self._is_looking = True
+        is_empty = False
+        try:
+            for number in range(RECEIVES_PER_TURN):
+                # one message is the rule: asking costs less than the error of an empty inbox
+                if self._is_closed or (number == 1 and not self._has_arrived()):
+                    is_empty = True
+                    break
+                frames = self._recv_nowait()
+                if frames is None:
+                    is_empty = True
+                    break
+                self._on_message(frames)
+        finally:  # also where `on_message` breaks its promise: the rest must not be forgotten
+            self._is_looking = False
+            if not is_empty and not self._is_look_scheduled and not self._is_closed:
+                self._look_soon()
+
+    def _recv_nowait(self) -> list[Frame] | None:
+        if self._is_closed:
+            return None
+        receive = self.raw.recv
+        try:
+            parts = [memoryview(receive(_DONTWAIT))]  # a routing id: copying it costs least
+        except zmq.Again:
+            return None
+        while True:
+            part = receive(_DONTWAIT, False)
+            if len(parts) <= self._max_parts:
+                parts.append(part.buffer)
+            if not part.more:
+                break
+        if self._senders:
+            self._wake_senders()
+        return parts
+
+    def _has_arrived(self) -> bool:
+        return bool(self.raw.get(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
     def _wake_senders(self) -> None:
         senders, self._senders = self._senders, []

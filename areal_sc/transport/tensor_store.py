@@ -1,117 +1,141 @@
 """Each worker's tensor store: shards that are written once, read by peers, and swept.
 
+    put      reserve bytes -> copy -> seal (numbered) -> read by anyone
+    sweep    what the controller's mark does not name is freed; its memory comes back once it is
+             read by nobody
+
 A shard holds some fields, each a packed 1-D tensor with its own or the common row lengths, in one
-buffer. It is immutable once sealed, and lives until the controller's mark no longer names it.
+block of memory. It is immutable once sealed. Shards of an earlier incarnation of the worker that
+its memory outlived are adopted: they keep their ids, and live until they are named live no more.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
 from areal_sc.errors import MetadataError, ShardGone, StoreFull
-from areal_sc.metadata import TensorMetadata
 from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
-from areal_sc.transport.tensor_bytes import copy_to_bytes, dtype_name, dtype_named
+from areal_sc.transport.shard_layout import SealedField, ShardLayout
+from areal_sc.transport.tensor_bytes import copy_to_bytes
 
-_ALIGNMENT: Final = 64
-"""Fields start on cache lines, so that any dtype may be viewed in place."""
+
+class StoreBlock(Protocol):
+    """The memory of one shard. Called from any thread."""
+
+    @property
+    def memory(self) -> memoryview:
+        """As many bytes as were asked for, to be written until the block is sealed."""
+        ...
+
+    def seal(self, sequence: int, layout: ShardLayout) -> None:
+        """Makes the shard visible outside of the process, whole, where others can see it."""
+        ...
+
+    def free(self) -> None:
+        """Gives the block back, sealed or not; views of it that are being sent stay readable."""
+        ...
 
 
 class StoreBackend(Protocol):
     """Where the bytes of shards live. Called from any thread."""
 
-    def allocate(self, num_bytes: int) -> memoryview:
-        """A writable buffer of bytes."""
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of freed shards whose memory is not back yet, because somebody reads it."""
         ...
 
-    def seal(self, buffer: memoryview) -> memoryview:
-        """The read-only form of a buffer that is complete."""
+    def allocate(self, num_bytes: int) -> StoreBlock:
+        """A new block.
+
+        Raises: StoreFull: there is no memory for it.
+        """
         ...
 
-    def free(self, buffer: memoryview) -> None:
-        """Gives back a buffer, sealed or not; views of it that are being sent stay readable."""
+    def reclaim(self) -> None:
+        """Takes back the memory of freed shards that nobody reads any more."""
         ...
+
+    def end_sweep(self) -> None:
+        """Reclaims, and returns to the system what was not needed lately."""
+        ...
+
+    def adopt(self) -> Sequence[AdoptedShard]:
+        """Sealed shards of dead predecessors, each of them once."""
+        ...
+
+    def close(self) -> None:
+        """Gives up all memory that no view is left of."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedShard:
+    """A shard that an earlier incarnation sealed."""
+
+    incarnation: str
+    sequence: int
+    layout: ShardLayout
+    block: StoreBlock
 
 
 class HeapBackend:
     """Ordinary memory of the process; freed when the last view of it is dropped."""
 
-    def allocate(self, num_bytes: int) -> memoryview:
-        return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    retired_bytes = 0
 
-    def seal(self, buffer: memoryview) -> memoryview:
-        return buffer.toreadonly()
+    def allocate(self, num_bytes: int) -> StoreBlock:
+        return _HeapBlock(torch.empty(num_bytes, dtype=torch.uint8).numpy().data)
 
-    def free(self, buffer: memoryview) -> None:
+    def reclaim(self) -> None:
         """Nothing to do: the garbage collector counts the views."""
+
+    def end_sweep(self) -> None:
+        """Nothing to do."""
+
+    def adopt(self) -> Sequence[AdoptedShard]:
+        """None: such memory ends with its process."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class SealedField:
-    """One field of a sealed shard.
+class _HeapBlock:
+    memory: memoryview
 
-    Attributes:
-        dtype: name of the values' dtype.
-        row_lengths: values in each row.
-        row_bounds: first byte of each row within `values`, and the end; ascending.
-        values: read-only bytes of the packed rows.
-    """
+    def seal(self, sequence: int, layout: ShardLayout) -> None:
+        """Nobody else can see it."""
 
-    dtype: str
-    row_lengths: tuple[int, ...]
-    row_bounds: tuple[int, ...]
-    values: memoryview
-
-    @property
-    def numel(self) -> int:
-        return sum(self.row_lengths)
-
-    @property
-    def metadata(self) -> TensorMetadata:
-        return TensorMetadata((self.numel,), self.dtype)
-
-    def slices(self, rows: Iterable[int] | None = None) -> list[memoryview]:
-        """The bytes of the rows, in the given order; consecutive rows come as one slice.
-
-        Raises: MetadataError: a row is out of range.
-        """
-        if rows is None:
-            return [self.values] if len(self.values) else []
-        found = []
-        for _, run in groupby(enumerate(rows), lambda item: item[1] - item[0]):
-            run_rows = [row for _, row in run]
-            first, last = run_rows[0], run_rows[-1]
-            if first < 0 or last >= len(self.row_lengths):
-                raise MetadataError(
-                    f"the shard has rows 0..{len(self.row_lengths) - 1}, not {first}..{last}"
-                )
-            part = self.values[self.row_bounds[first] : self.row_bounds[last + 1]]
-            if len(part):
-                found.append(part)
-        return found
+    def free(self) -> None:
+        """Nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    buffer: memoryview
+    block: StoreBlock
     num_bytes: int
     fields: dict[str, SealedField]
 
 
 class TensorStore:
-    """The shards of one incarnation of a worker. Safe to use from several threads.
+    """The shards of one incarnation of a worker, and those it adopted. Safe across threads.
 
     Args:
         node_id: the worker's name, for messages.
-        incarnation: this life of it; the prefix of all shard ids.
-        max_bytes: limit of all buffers together.
-        backend: where the bytes live.
+        incarnation: this life of it; the prefix of the ids of all shards that it seals.
+        max_bytes: limit of all shards together.
+        backend: where the bytes live; closed with the store.
+
+    Attributes:
+        num_sealed: shards that were ever sealed here.
+        num_swept: shards that a sweep has dropped.
+        swept_bytes: bytes of those.
     """
 
     def __init__(
@@ -125,11 +149,16 @@ class TensorStore:
         self.node_id = node_id
         self.incarnation = incarnation
         self.max_bytes = max_bytes
+        self.num_sealed = 0
+        self.num_swept = 0
+        self.swept_bytes = 0
         self._backend: StoreBackend = backend or HeapBackend()
         self._lock = threading.Lock()
+        self._sealing = threading.Lock()
         self._shards: dict[int, _Shard] = {}
+        self._adopted: dict[str, _Shard] = {}
         self._last_sequence = 0
-        self._reserved_bytes = 0
+        self._held_bytes = 0
 
     @property
     def last_sequence(self) -> int:
@@ -139,12 +168,17 @@ class TensorStore:
     @property
     def num_shards(self) -> int:
         """Shards that can be read."""
-        return len(self._shards)
+        return len(self._shards) + len(self._adopted)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards, those being written included."""
-        return self._reserved_bytes
+        """Bytes of all shards: being written, readable, adopted, and gone but still read."""
+        return self._held_bytes + self._backend.retired_bytes
+
+    @property
+    def mapped_retired_bytes(self) -> int:
+        """Bytes of shards that are gone, but that somebody still reads."""
+        return self._backend.retired_bytes
 
     def put(
         self,
@@ -159,28 +193,40 @@ class TensorStore:
 
         Raises:
             MetadataError: a tensor is not 1-D, or its size is not that of its rows.
-            StoreFull: the shard does not fit under `max_bytes`.
+            StoreFull: the shard does not fit under `max_bytes`, or there is no memory for it.
         """
-        lengths: dict[str, tuple[int, ...]]
-        if isinstance(row_lengths, Mapping):
-            lengths = {name: tuple(row_lengths.get(name, ())) for name in fields}
-        else:
-            lengths = dict.fromkeys(fields, tuple(row_lengths))
-        for name, values in fields.items():
-            _check_packed(name, values, lengths[name])
-        sizes = [values.numel() * values.element_size() for values in fields.values()]
-        starts = list(accumulate(map(_aligned, sizes), initial=0))
-        sealed = self._write(fields.values(), starts, sizes)
-        held = {
-            name: _sealed_field(values.dtype, lengths[name], sealed[start : start + size])
-            for (name, values), start, size in zip(fields.items(), starts, sizes, strict=False)
-        }
-        with self._lock:
-            # numbered when sealed: a number below `last_sequence` is never still being written
-            self._last_sequence += 1
-            sequence = self._last_sequence
-            self._shards[sequence] = _Shard(sealed, starts[-1], held)
+        layout = ShardLayout.of(fields, row_lengths)
+        self._reserve(layout.num_bytes)
+        try:
+            block = self._backend.allocate(layout.num_bytes)
+            try:
+                _copy(fields.values(), layout, block.memory)
+                sequence = self._seal(block, layout)
+            except BaseException:
+                block.free()
+                raise
+        except BaseException:
+            with self._lock:
+                self._held_bytes -= layout.num_bytes
+            raise
         return make_shard_id(self.incarnation, sequence)
+
+    def adopt(self) -> int:
+        """Takes over what dead incarnations of this worker have sealed; returns how many shards.
+
+        They are kept until a sweep says which of them are live, even if they exceed `max_bytes`.
+
+        Raises: TransportError: their memory cannot be mapped.
+        """
+        found = self._backend.adopt()
+        with self._lock:
+            for adopted in found:
+                layout = adopted.layout
+                fields = layout.over(adopted.block.memory.toreadonly())
+                shard_id = make_shard_id(adopted.incarnation, adopted.sequence)
+                self._adopted[shard_id] = _Shard(adopted.block, layout.num_bytes, fields)
+                self._held_bytes += layout.num_bytes
+        return len(found)
 
     def describe(self, shard_id: str) -> dict[str, SealedField]:
         """The fields of a shard.
@@ -188,17 +234,20 @@ class TensorStore:
         Raises: ShardGone: this store does not hold it (any more).
         """
         incarnation, sequence = parse_shard_id(shard_id)
-        if incarnation != self.incarnation:
-            raise ShardGone(
-                f"shard {shard_id} on {self.node_id} is gone: the worker was restarted "
-                f"(its incarnation is {self.incarnation} now)"
-            )
         with self._lock:
-            shard = self._shards.get(sequence)
-        if shard is None:
-            why = "it was swept" if sequence <= self._last_sequence else "it was never sealed"
-            raise ShardGone(f"shard {shard_id} on {self.node_id} is gone: {why}")
-        return shard.fields
+            if incarnation == self.incarnation:
+                shard = self._shards.get(sequence)
+            else:
+                shard = self._adopted.get(make_shard_id(incarnation, sequence))
+        if shard is not None:
+            return shard.fields
+        if incarnation != self.incarnation:
+            why = f"the worker was restarted (its incarnation is {self.incarnation} now)"
+        elif sequence <= self._last_sequence:
+            why = "it was swept"
+        else:
+            why = "it was never sealed"
+        raise ShardGone(f"shard {shard_id} on {self.node_id} is gone: {why}")
 
     def field(self, shard_id: str, name: str) -> SealedField:
         """One field of a shard.
@@ -222,10 +271,17 @@ class TensorStore:
         """Drops one shard; nothing happens when it is already gone."""
         incarnation, sequence = parse_shard_id(shard_id)
         if incarnation == self.incarnation:
-            with self._lock:
-                self._drop(sequence)
+            self._drop([sequence], [])
+        else:
+            self._drop([], [make_shard_id(incarnation, sequence)])
 
-    def sweep(self, live: Iterable[int], acknowledged: int, dead: Iterable[int] = ()) -> int:
+    def sweep(
+        self,
+        live: Iterable[int],
+        acknowledged: int,
+        dead: Iterable[int] = (),
+        adopted_live: Collection[str] | None = None,
+    ) -> int:
         """Drops every shard up to `acknowledged` that is not live; returns how many.
 
         Args:
@@ -233,67 +289,77 @@ class TensorStore:
             acknowledged: all shards up to this number are known to whoever made `live`; younger
                 ones may still be on their way to it, and are kept.
             dead: sequence numbers that are dropped whatever their age.
+            adopted_live: ids of the adopted shards that are still referenced; None keeps all.
         """
         kept, named = set(live), set(dead)
+        kept_ids = None if adopted_live is None else set(adopted_live)
         with self._lock:
-            unreferenced = [
-                n for n in self._shards if n in named or (n <= acknowledged and n not in kept)
-            ]
-            for sequence in unreferenced:
-                self._drop(sequence)
-        return len(unreferenced)
+            own = [n for n in self._shards if n in named or (n <= acknowledged and n not in kept)]
+            adopted = [] if kept_ids is None else [n for n in self._adopted if n not in kept_ids]
+        num_dropped, dropped_bytes = self._drop(own, adopted)
+        self._backend.end_sweep()
+        with self._lock:
+            self.num_swept += num_dropped
+            self.swept_bytes += dropped_bytes
+        return num_dropped
 
-    def _write(
-        self, tensors: Iterable[torch.Tensor], starts: Sequence[int], sizes: Sequence[int]
-    ) -> memoryview:
-        """A sealed buffer with the tensors at their starts; `starts` ends with its whole size."""
-        num_bytes = starts[-1]
-        self._reserve(num_bytes)
-        buffer: memoryview | None = None
-        try:
-            buffer = self._backend.allocate(num_bytes)
-            for values, start, size in zip(tensors, starts, sizes, strict=False):
-                copy_to_bytes(values, buffer[start : start + size])
-            return self._backend.seal(buffer)
-        except BaseException:
-            if buffer is not None:
-                self._backend.free(buffer)
+    def close(self) -> None:
+        """Drops all shards, and gives up their memory."""
+        with self._lock:
+            self._shards, self._adopted, self._held_bytes = {}, {}, 0
+        self._backend.close()
+
+    def _seal(self, block: StoreBlock, layout: ShardLayout) -> int:
+        """The shard's number, given in the order of sealing.
+
+        So a number below `last_sequence` is never still being written, and a mark that
+        acknowledges it knows the shard.
+        """
+        # a lock of its own: writing the ticket must not hold up those who read
+        with self._sealing:
+            sequence = self._last_sequence + 1
+            block.seal(sequence, layout)
+            fields = layout.over(block.memory.toreadonly())
             with self._lock:
-                self._reserved_bytes -= num_bytes
-            raise
+                self._last_sequence = sequence
+                self._shards[sequence] = _Shard(block, layout.num_bytes, fields)
+                self.num_sealed += 1
+        return sequence
 
     def _reserve(self, num_bytes: int) -> None:
-        with self._lock:
-            if self._reserved_bytes + num_bytes > self.max_bytes:
+        if not self._try_reserve(num_bytes):
+            self._backend.reclaim()
+            if not self._try_reserve(num_bytes):
                 raise StoreFull(
                     f"the tensor store of {self.node_id} is full: a shard of {num_bytes} bytes "
-                    f"does not fit beside the {self._reserved_bytes} bytes held, the limit is "
+                    f"does not fit beside the {self.num_bytes} bytes held, the limit is "
                     f"{self.max_bytes} bytes; raise the limit or keep fewer rows in flight"
                 )
-            self._reserved_bytes += num_bytes
 
-    def _drop(self, sequence: int) -> None:
-        shard = self._shards.pop(sequence, None)
-        if shard is not None:
-            self._reserved_bytes -= shard.num_bytes
-            self._backend.free(shard.buffer)
+    def _try_reserve(self, num_bytes: int) -> bool:
+        with self._lock:
+            if self.num_bytes + num_bytes > self.max_bytes:
+                return False
+            self._held_bytes += num_bytes
+            return True
+
+    def _drop(self, own: Iterable[int], adopted: Iterable[str]) -> tuple[int, int]:
+        """How many shards and bytes were dropped; somebody else may have dropped some."""
+        with self._lock:
+            found = [self._shards.pop(n, None) for n in own]
+            found += [self._adopted.pop(shard_id, None) for shard_id in adopted]
+            # the fields are let go here, so that only others' views keep a block from being reused
+            blocks = [(shard.block, shard.num_bytes) for shard in found if shard is not None]
+            del found
+        num_bytes = 0
+        for block, block_bytes in blocks:
+            block.free()
+            num_bytes += block_bytes
+        with self._lock:
+            self._held_bytes -= num_bytes
+        return len(blocks), num_bytes
 
 
-def _check_packed(name: str, values: torch.Tensor, lengths: tuple[int, ...]) -> None:
-    dtype_name(values.dtype)
-    if values.dim() != 1 or values.numel() != sum(lengths) or min(lengths, default=0) < 0:
-        raise MetadataError(
-            f"field {name!r}: {len(lengths)} rows with {sum(lengths)} values need a tensor of "
-            f"shape ({sum(lengths)},), got {tuple(values.shape)}"
-        )
-
-
-def _sealed_field(dtype: torch.dtype, lengths: tuple[int, ...], values: memoryview) -> SealedField:
-    name = dtype_name(dtype)
-    itemsize = dtype_named(name).itemsize
-    bounds = tuple(accumulate((n * itemsize for n in lengths), initial=0))
-    return SealedField(name, lengths, bounds, values)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def _copy(tensors: Iterable[torch.Tensor], layout: ShardLayout, memory: memoryview) -> None:
+    for values, field in zip(tensors, layout.fields.values(), strict=True):
+        copy_to_bytes(values, memory[field.start : field.stop])

@@ -1,8 +1,8 @@
-"""What every worker process does beside its engine: serve RPC, keep a store, notice orphanhood.
+"""What every worker process does beside its engine: serve RPC, keep a store, send heartbeats.
 
 consumes     calls of the controllers, and of other workers that pull from its store
-waits for    `shutdown`, or `orphan_timeout_s` without a `ping`
-unblocked by the controllers' heartbeat, which is the worker's lease on life
+waits for    `shutdown`, or the word of its heartbeat thread that no controller is there any more
+unblocked by the controllers, who by asking for heartbeats also renew the lease on its life
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from typing import Any, TypeVar
 from areal_sc.config.schema import TransportConfig
 from areal_sc.engines.base import EngineHandle
 from areal_sc.engines.handles import handle_from_plain
-from areal_sc.transport.pull import Puller, pull_handlers
+from areal_sc.transport.arena_folder import ArenaFolder
+from areal_sc.transport.beat_board import BeatBoard, this_node
+from areal_sc.transport.beats import BeatServer
+from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.interface import Interface
+from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.plane import DataPlane, keep_message_memory
 from areal_sc.transport.rpc import ZmqTransport
 from areal_sc.transport.rpc_server import Handler, RpcServer
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.workers.run_memory import OFF, beats_folder
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 from areal_sc.workflows.sources import SourceReader
 
@@ -45,19 +51,22 @@ class Worker:
         self.transport_config = TransportConfig(**spec.transport)
         self.sources = SourceReader(Path(spec.run_dir))
         self.handle: EngineHandle = handle_from_plain(spec.engine, spec.engine_config)
-        self.store = TensorStore(spec.name, spec.incarnation, max_bytes=spec.store_bytes)
-        self.transport = ZmqTransport()
-        self.puller = Puller(
-            self.transport,
-            local_store=self.store,
-            chunk_bytes=self.transport_config.chunk_bytes,
-            max_inflight_chunks=self.transport_config.max_inflight_chunks,
-            timeout_s=self.transport_config.pull_timeout_s,
+        self.keys = RunKeys.from_environment(os.environ) or RunKeys.read(spec.keys_path)
+        self.transport = ZmqTransport(authenticator=CurveAuthenticator(self.keys, spec.name))
+        self._interface = Interface.of(self.transport_config.bind)
+        self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)
+        self.plane = DataPlane(
+            spec.name,
+            spec.incarnation,
+            self.transport_config,
+            store_bytes=spec.store_bytes,
+            transport=self.transport,
+            interface=self._interface,
+            arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
         )
         self.address = ""
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._done = asyncio.Event()
-        self._last_ping_s = 0.0
 
     def methods(self) -> dict[str, Method]:
         """RPC methods by name; subclasses add theirs."""
@@ -69,29 +78,40 @@ class Worker:
         }
 
     async def serve(self) -> None:
-        """Binds the socket, reports, and serves until the end."""
-        handlers: dict[str, Handler] = {
-            name: _without_frames(method) for name, method in self.methods().items()
-        }
-        handlers.update(pull_handlers(self.store))
+        """Binds the sockets, reports, and serves until the end."""
+        keep_message_memory()
+        handlers: dict[str, Handler] = {**self.methods(), **await self.plane.start()}
         server = RpcServer(
             handlers,
             node_id=self.spec.name,
             incarnation=self.spec.incarnation,
-            bind=f"tcp://{self.transport_config.bind}",
+            bind=self._interface.bind,
+            authenticator=CurveAuthenticator(self.keys, self.spec.name),
         )
-        self.address = await server.start()
-        self._report()
-        self._last_ping_s = asyncio.get_running_loop().time()
-        logger.info("serving address=%s incarnation=%s", self.address, self.spec.incarnation)
+        beats = BeatServer(
+            BeatBoard(beats_folder(self._run_memory)),
+            name=self.spec.name,
+            incarnation=self.spec.incarnation,
+            bind=self._interface.bind,
+            authenticator=CurveAuthenticator(self.keys, self.spec.name),
+            interval_s=self.spec.heartbeat_interval_s,
+            orphan_timeout_s=self.spec.orphan_timeout_s,
+            on_orphaned=self._done.set,
+        )
         try:
-            await self._wait_for_end()
+            self.address = self._interface.reachable(await server.start())
+            self._report(self._interface.reachable(await beats.start()))
+            logger.info("serving address=%s incarnation=%s", self.address, self.spec.incarnation)
+            await self._done.wait()
         finally:
             await self.close()
             await server.close()
-            await self.puller.close()
+            await self.plane.close()
             await self.transport.close()
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
+            # Last: until then the worker is alive, and a clean-up that hangs is noticed.
+            await beats.close()
+            self._run_memory.close()
 
     async def close(self) -> None:
         """Ends the engine."""
@@ -101,52 +121,34 @@ class Worker:
         return await asyncio.get_running_loop().run_in_executor(self._engine_thread, function)
 
     async def ping(self, args: dict[str, Any]) -> None:
-        """Renews the worker's lease on life."""
-        self._last_ping_s = asyncio.get_running_loop().time()
+        """Tells that the worker answers calls."""
 
     async def sweep(self, args: dict[str, Any]) -> dict[str, int]:
         """Forgets the shards in `dead`, and those up to `acknowledged` that are not in `live`."""
         live, dead = ([int(n) for n in args.get(name, ())] for name in ("live", "dead"))
-        self.store.sweep(live, int(args["acknowledged"]), dead)
-        return {"last_sequence": self.store.last_sequence}
+        self.plane.store.sweep(live, int(args["acknowledged"]), dead)
+        return {"last_sequence": self.plane.store.last_sequence}
 
     async def stats(self, args: dict[str, Any]) -> dict[str, float]:
-        """Counters of the store and the plane."""
-        return {
-            "store_bytes": self.store.num_bytes,
-            "store_shards": self.store.num_shards,
-            "pulled_bytes": self.puller.pulled_bytes,
-            "local_bytes": self.puller.local_bytes,
-        }
+        """Counters of the data plane; see `DataPlane.stats`."""
+        return self.plane.stats()
 
     async def shutdown(self, args: dict[str, Any]) -> None:
         """Ends the worker after the reply."""
         asyncio.get_running_loop().call_later(0.05, self._done.set)
 
-    def _report(self) -> None:
-        report = WorkerReport(self.spec.name, self.spec.incarnation, self.address, os.getpid())
+    def _report(self, beat_address: str) -> None:
+        report = WorkerReport(
+            name=self.spec.name,
+            incarnation=self.spec.incarnation,
+            address=self.address,
+            beat_address=beat_address,
+            pid=os.getpid(),
+            node=this_node(),
+            store_room_bytes=self.plane.room_bytes,
+        )
         path = self.spec.report_path
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{self.spec.incarnation}")
         temporary.write_text(json.dumps(asdict(report)))
         temporary.rename(path)
-
-    async def _wait_for_end(self) -> None:
-        loop = asyncio.get_running_loop()
-        while not self._done.is_set():
-            left_s = self._last_ping_s + self.spec.orphan_timeout_s - loop.time()
-            if left_s <= 0:
-                logger.error("no controller was heard for %g s; ending", self.spec.orphan_timeout_s)
-                return
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._done.wait()
-            except TimeoutError:
-                continue
-
-
-def _without_frames(method: Method) -> Handler:
-    async def handler(args: dict[str, Any], frames: list[Any]) -> Any:
-        return await method(args)
-
-    return handler

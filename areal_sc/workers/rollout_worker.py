@@ -28,6 +28,7 @@ from areal_sc.metadata import (
     RowMetadata,
     ShardMetadata,
     TensorMetadata,
+    WeightsReference,
 )
 from areal_sc.workers.base import Method, Worker
 from areal_sc.workers.fork_client import fork_server_child
@@ -130,13 +131,16 @@ class RolloutWorker(Worker):
 
     async def update_weights(self, args: dict[str, Any]) -> None:
         """Pulls the ranks' shards and gives the engine the whole parameters."""
-        parts = await asyncio.gather(
-            *(self.puller.pull_shard(*map(str, shard)) for shard in args["shards"])
+        weights = WeightsReference(
+            int(args["version"]),
+            tuple((str(node), str(addr), str(shard)) for node, addr, shard in args["shards"]),
         )
-        names = parts[0].keys()
-        whole = ((name, torch.cat([part[name] for part in parts])) for name in names)
-        await self.engine.update_weights(int(args["version"]), whole)
-        logger.info("policy_version=%d", args["version"])
+        whole = [
+            (name, parts[0] if len(parts) == 1 else torch.cat(parts))
+            async for name, parts in self.plane.puller.pull_weights(weights)
+        ]
+        await self.engine.update_weights(weights.version, whole)
+        logger.info("policy_version=%d", weights.version)
 
     async def pause(self, args: dict[str, Any]) -> None:
         await self.engine.pause()
@@ -210,7 +214,7 @@ class RolloutWorker(Worker):
         shard = ShardMetadata(
             node_id=self.spec.name,
             node_addr=self.address,
-            shard_id=self.store.put(fields, lengths),
+            shard_id=self.plane.store.put(fields, lengths),
             batch_size=len(lengths),
             offset=0,
             fields={

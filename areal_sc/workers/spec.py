@@ -15,30 +15,41 @@ class WorkerSpec:
     Attributes:
         role: `train` or `rollout`.
         index: number of the worker within its role.
+        run_id: names this start of the script; the run's folder in shared memory has this name.
         incarnation: names this life of the worker; calls meant for an earlier one are refused.
         engine: name of the engine's handle.
         engine_config: the handle's config as a plain dict.
         run_dir: absolute path of the run folder.
+        memory_root: folder on the worker's node below which the run keeps its shared memory.
         transport: the `transport` section as a plain dict.
         store_bytes: limit of the tensor store.
-        orphan_timeout_s: without a heartbeat for so long the worker exits.
+        heartbeat_interval_s: between two beats of the worker.
+        orphan_timeout_s: when its node has heard no controller for so long the worker exits.
         environment: variables set before the engine is built, e.g. CUDA_VISIBLE_DEVICES.
     """
 
     role: str
     index: int
+    run_id: str
     incarnation: str
     engine: str
     engine_config: dict[str, Any]
     run_dir: str
+    memory_root: str
     transport: dict[str, Any]
     store_bytes: int
+    heartbeat_interval_s: float
     orphan_timeout_s: float
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"{self.role}/{self.index}"
+
+    @property
+    def keys_path(self) -> Path:
+        """Where the run's keys are, if not in the environment."""
+        return keys_path(Path(self.run_dir))
 
     @property
     def log_path(self) -> Path:
@@ -53,14 +64,29 @@ class WorkerSpec:
         return asdict(self)
 
 
+def keys_path(run_dir: Path) -> Path:
+    """The file of a run's keys; readable by its owner alone."""
+    return run_dir / "keys.json"
+
+
 @dataclass(frozen=True)
 class WorkerReport:
-    """Written by a worker once its socket is bound."""
+    """Written by a worker once its sockets are bound.
+
+    Attributes:
+        address: of its control socket.
+        beat_address: of its heartbeat socket.
+        node: names its node, as `this_node` does.
+        store_room_bytes: what the stores of its node may hold together; 0: not known.
+    """
 
     name: str
     incarnation: str
     address: str
+    beat_address: str
     pid: int
+    node: str
+    store_room_bytes: int = 0
 
     @classmethod
     def read(cls, path: Path, incarnation: str) -> WorkerReport | None:

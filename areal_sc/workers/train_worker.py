@@ -64,18 +64,20 @@ class TrainWorker(Worker):
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
         """Seals `proximal_logprobs` of the batch's rows."""
         batch = BatchMetadata.from_wire(args["batch"])
-        rows = await self.puller.pull(batch)
+        rows = await self.plane.puller.pull(batch)
         logprobs = await self.compute(lambda: self.engine.compute_logprobs(rows))
         if not rows.num_rows:
             return self._shard_reply("")
-        return self._shard_reply(self.store.put({"proximal_logprobs": logprobs}, rows.lengths))
+        return self._shard_reply(
+            self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
+        )
 
     async def ppo_update(self, args: dict[str, Any]) -> dict[str, float]:
         """One optimizer update per minibatch."""
 
         async def update() -> dict[str, float]:
             batches = [BatchMetadata.from_wire(wire) for wire in args["minibatches"]]
-            minibatches = [await self.puller.pull(batch) for batch in batches]
+            minibatches = [await self.plane.puller.pull(batch) for batch in batches]
             min_token_version = batches[0].min_token_version
             return await self.compute(
                 lambda: self.engine.ppo_update(
@@ -107,7 +109,7 @@ class TrainWorker(Worker):
     async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
         """Seals this rank's part of every parameter; the policy version becomes `version`."""
         shards = await self.compute(lambda: list(self.engine.export_weights()))
-        shard_id = self.store.put(
+        shard_id = self.plane.store.put(
             {shard.name: shard.values for shard in shards},
             {shard.name: [shard.values.numel()] for shard in shards},
         )
@@ -140,7 +142,7 @@ class TrainWorker(Worker):
             "node_id": self.spec.name,
             "node_addr": self.address,
             "shard_id": shard_id,
-            "sequence": self.store.last_sequence,
+            "sequence": self.plane.store.last_sequence,
         }
 
     async def _once(

@@ -17,6 +17,7 @@ import torch
 
 from areal_sc.errors import ShardGone
 from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata, concat
+from areal_sc.transport.bulk_client import BulkClient
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc import ZmqTransport
 
@@ -85,19 +86,20 @@ async def test_rows_come_from_processes_until_one_is_killed(two_owners: list[Own
     batches = [await asyncio.to_thread(owner.batch) for owner in two_owners]
     transport = ZmqTransport()
     # 13,101 tokens of 6 bytes are 20 chunks
-    puller = Puller(transport, chunk_bytes=4_096, max_inflight_chunks=4, timeout_s=250)
+    bulk = BulkClient(transport, puller="train/0", chunk_bytes=4_096, max_inflight_chunks=4)
+    puller = Puller(bulk, timeout_s=250)
 
     pulled = await puller.pull(batches[0])
     values = owner_module().values_of(steady.node_id)
     assert torch.equal(pulled.fields["input_ids"], values)
     assert torch.equal(pulled.fields["behavior_logprobs"], values.to(torch.bfloat16))
-    before = puller.pulled_bytes
+    before = bulk.received_bytes
 
     both = concat(batches, batch_id="both", global_step=0)
     pull = asyncio.create_task(puller.pull(both))
     async with asyncio.timeout(60):
         # all of the first owner's rows, and three chunks of the second one's
-        while puller.pulled_bytes < 2 * before + 3 * 4_096:  # noqa: ASYNC110 - no event
+        while bulk.received_bytes < 2 * before + 3 * 4_096:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
     assert not pull.done()
     doomed.end()

@@ -1,8 +1,9 @@
-"""Lazy pull over real sockets; owners in this process, each with its own store and server."""
+"""Lazy pull over real sockets; owners in this process, each with its own store and servers."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,10 +13,21 @@ import pytest
 import torch
 
 from areal_sc.errors import MetadataError, ProtocolError, RpcTimeout, ShardGone
-from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata, concat
+from areal_sc.metadata import (
+    BatchMetadata,
+    RowMetadata,
+    ShardMetadata,
+    TensorMetadata,
+    WeightsReference,
+    concat,
+)
+from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.bulk_server import DESCRIBE, READ, BulkServer
+from areal_sc.transport.bulk_wire import Sealer
+from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.transport.pull import DESCRIBE, READ, Puller, pull_handlers
-from areal_sc.transport.rpc import Connection, Frame, Frames, RpcServer, ZmqTransport
+from areal_sc.transport.pull import Puller
+from areal_sc.transport.rpc import RpcServer, ZmqTransport
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
 from areal_sc.transport.tensor_store import TensorStore
 
@@ -23,25 +35,20 @@ from areal_sc.transport.tensor_store import TensorStore
 class Owner:
     """A store that is served, and the metadata of what is put into it."""
 
-    def __init__(self, number: int, incarnation: str = "life1") -> None:
+    def __init__(self, number: int, incarnation: str = "life1", **bulk_options: Any) -> None:
         self.node_id = f"rollout/{number}"
         self.store = TensorStore(self.node_id, incarnation, max_bytes=1 << 28)
-        self.max_running_reads = 0
-        self._running_reads = 0
-        self._handlers = pull_handlers(self.store)
-        self.server = RpcServer(
-            {**self._handlers, READ: self._read}, node_id=self.node_id, incarnation=incarnation
-        )
+        self.bulk = BulkServer(self.store, **bulk_options)
+        self.server = RpcServer(self.bulk.handlers(), node_id=self.node_id, incarnation=incarnation)
         self.address = ""
 
-    async def _read(self, args: dict[str, Any], frames: list[Frame]) -> Any:
-        self._running_reads += 1
-        self.max_running_reads = max(self.max_running_reads, self._running_reads)
-        await asyncio.sleep(0)
-        try:
-            return await self._handlers[READ](args, frames)
-        finally:
-            self._running_reads -= 1
+    async def start(self) -> None:
+        await self.bulk.start()
+        self.address = await self.server.start()
+
+    async def close(self) -> None:
+        await self.server.close()
+        await self.bulk.close()
 
     def put(
         self, fields: dict[str, torch.Tensor], lengths: Sequence[int], first_group: int = 0
@@ -66,21 +73,23 @@ class Owner:
 
 
 @asynccontextmanager
-async def owners(count: int) -> AsyncIterator[list[Owner]]:
-    made = [Owner(number) for number in range(count)]
+async def owners(count: int, **bulk_options: Any) -> AsyncIterator[list[Owner]]:
+    made = [Owner(number, **bulk_options) for number in range(count)]
     for owner in made:
-        owner.address = await owner.server.start()
+        await owner.start()
     try:
         yield made
     finally:
         for owner in made:
-            await owner.server.close()
+            await owner.close()
 
 
 @asynccontextmanager
 async def pulling(**options: Any) -> AsyncIterator[Puller]:
     transport = ZmqTransport()
-    puller = Puller(transport, **{"timeout_s": 20.0, **options})
+    own = {name: options.pop(name) for name in ("local_store", "timeout_s") if name in options}
+    bulk = BulkClient(transport, puller="train/0", **options)
+    puller = Puller(bulk, **{"timeout_s": 20.0, **own})
     try:
         yield puller
     finally:
@@ -113,10 +122,14 @@ async def spread_batch(made: list[Owner], lengths: list[list[int]]) -> BatchMeta
     return concat(batches, batch_id="all", global_step=1)
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["authenticated", "encrypted"])
 @pytest.mark.parametrize("name", DTYPE_NAMES)
-async def test_every_dtype_arrives_bit_by_bit(name: str) -> None:
+async def test_every_dtype_arrives_bit_by_bit(name: str, is_encrypted: bool) -> None:
     values = torch.arange(-50, 50).to(torch.float32).to(dtype_named(name))
-    async with owners(1) as [owner], pulling(chunk_bytes=64) as puller:
+    async with (
+        owners(1, is_encrypted=is_encrypted) as [owner],
+        pulling(chunk_bytes=64, is_encrypted=is_encrypted) as puller,
+    ):
         pulled = await puller.pull(owner.put({"x": values}, [30, 70]))
     assert pulled.fields["x"].dtype == values.dtype
     assert torch.equal(pulled.fields["x"].view(torch.uint8), values.view(torch.uint8))
@@ -135,8 +148,6 @@ async def test_rows_of_very_different_lengths_come_from_many_owners_in_batch_ord
         assert torch.equal(pulled.fields["loss_mask"], pulled.fields["input_ids"] % 2 == 0)
         assert puller.pulled_bytes == sum(flat) * (4 + 1)
         assert puller.local_bytes == 0
-        # receiver credits
-        assert 1 <= max(owner.max_running_reads for owner in made) <= 3
 
 
 async def test_only_the_asked_columns_and_rows_move() -> None:
@@ -177,7 +188,7 @@ async def test_own_rows_are_read_without_a_socket() -> None:
         pulled = await puller.pull(batch)
         assert rows_of(pulled, "input_ids") == [token_values(i, n) for i, n in enumerate((3, 4, 5))]
         assert (puller.local_bytes, puller.pulled_bytes) == (7 * 5, 5 * 5)
-        assert made[0].server.bytes_received == 0
+        assert made[0].bulk.num_reads == 0
         made[0].store.sweep([], made[0].store.last_sequence)
         with pytest.raises(ShardGone, match="swept"):
             await puller.pull(batch)
@@ -208,26 +219,70 @@ async def test_advantages_come_when_all_rows_have_one() -> None:
         assert (await puller.pull(partial)).advantages is None
 
 
-async def test_whole_shards_of_weights_are_pulled_flat() -> None:
-    weights = {
-        "embed.weight": torch.randn(5_000, generator=torch.Generator().manual_seed(0)),
+def weights_of(rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "embed.weight": torch.randn(5_000, generator=generator),
         "bias": torch.zeros(0),
-        "norm.weight": torch.ones(7, dtype=torch.bfloat16),
+        "head.weight": torch.randn(3_000, generator=generator),
+        "norm.weight": torch.full((7,), float(rank), dtype=torch.bfloat16),
     }
-    async with owners(1) as [owner], pulling(chunk_bytes=999, local_store=None) as puller:
+
+
+def seal_weights(made: Sequence[Owner], version: int) -> WeightsReference:
+    """Every owner is a rank, with its own part of every parameter."""
+    shards = []
+    for rank, owner in enumerate(made):
+        weights = weights_of(rank + version)
         shard_id = owner.store.put(weights, {n: [w.numel()] for n, w in weights.items()})
-        over_the_wire = await puller.pull_shard(owner.node_id, owner.address, shard_id)
-        assert puller.pulled_bytes == 20_000 + 14
-        own = Puller(ZmqTransport(), local_store=owner.store)
-        directly = await own.pull_shard(owner.node_id, owner.address, shard_id)
-        assert own.local_bytes == 20_000 + 14
-        await own._transport.close()
-        for pulled in (over_the_wire, directly):
-            assert pulled.keys() == weights.keys()
-            assert all(torch.equal(pulled[name], weights[name]) for name in weights)
-        owner.store.remove(shard_id)
-        with pytest.raises(ShardGone, match=f"{shard_id} on rollout/0 is gone: it was swept"):
-            await puller.pull_shard(owner.node_id, owner.address, shard_id)
+        shards.append((owner.node_id, owner.address, shard_id))
+    return WeightsReference(version, tuple(shards))
+
+
+async def test_weights_come_in_parts_of_ranks_and_in_buckets() -> None:
+    async with owners(2) as made, pulling(chunk_bytes=999) as puller:
+        reference = seal_weights(made, 5)
+        before = 0
+        async for name, parts in puller.pull_weights(reference, max_bucket_bytes=1 << 15):
+            assert all(torch.equal(p, weights_of(5 + rank)[name]) for rank, p in enumerate(parts))
+            # no bucket is asked for before the one before it was taken
+            assert puller.pulled_bytes - before <= 40_000
+            before = puller.pulled_bytes
+        assert before == 2 * (20_000 + 12_000 + 14)
+        own = Puller(BulkClient(ZmqTransport(), puller="x"), local_store=made[0].store)
+        one_rank = WeightsReference(5, reference.shards[:1])
+        directly = {name: parts[0] async for name, parts in own.pull_weights(one_rank)}
+        assert list(directly) == list(weights_of(5))
+        assert own.local_bytes == 20_000 + 12_000 + 14
+
+
+async def test_several_workers_pull_weights_and_a_late_one_gets_the_newest() -> None:
+    async with owners(2) as made, pulling() as first, pulling() as second:
+
+        async def embedding(puller: Puller, weights: WeightsReference) -> torch.Tensor:
+            pulled = {name: parts async for name, parts in puller.pull_weights(weights)}
+            return torch.cat(pulled["embed.weight"])
+
+        old, new = seal_weights(made, 0), seal_weights(made, 1)
+        expected = torch.cat([weights_of(1)["embed.weight"], weights_of(2)["embed.weight"]])
+        both = await asyncio.gather(embedding(first, new), embedding(second, new))
+        assert all(torch.equal(pulled, expected) for pulled in both)
+        for owner, (_, _, shard_id) in zip(made, old.shards, strict=True):
+            owner.store.remove(shard_id)
+        async with pulling() as late:
+            assert torch.equal(await embedding(late, new), expected)
+            with pytest.raises(ShardGone, match=r"life1\.1 on rollout/0 is gone: it was swept"):
+                await embedding(late, old)
+
+
+async def test_ranks_with_other_parameters_are_refused() -> None:
+    async with owners(2) as made, pulling() as puller:
+        reference = seal_weights(made, 0)
+        other = made[1].store.put({"w": torch.zeros(3)}, [3])
+        mixed = (reference.shards[0], (made[1].node_id, made[1].address, other))
+        with pytest.raises(ProtocolError, match="rollout/1 holds other parameters than rollout/0"):
+            async for _ in puller.pull_weights(WeightsReference(0, mixed)):
+                pass
 
 
 async def test_missing_shards_name_shard_and_owner() -> None:
@@ -239,8 +294,6 @@ async def test_missing_shards_name_shard_and_owner() -> None:
         earlier = replace(batch, shards=(replace(batch.shards[0], shard_id="life0.1"),))
         with pytest.raises(ShardGone, match=r"life0\.1 on rollout/0 is gone .*restarted"):
             await puller.pull(earlier)
-        with pytest.raises(ShardGone, match=r"life0\.1 on rollout/0 is gone .*restarted"):
-            await puller.pull_shard(owner.node_id, owner.address, "life0.1")
 
 
 async def test_sizes_that_differ_from_the_metadata_are_refused() -> None:
@@ -251,7 +304,7 @@ async def test_sizes_that_differ_from_the_metadata_are_refused() -> None:
             batch,
             shards=(replace(batch.shards[0], fields={"input_ids": TensorMetadata((8,), "int64")}),),
         )
-        own = Puller(ZmqTransport(), local_store=owner.store)
+        own = Puller(BulkClient(ZmqTransport(), puller="x"), local_store=owner.store)
         for puller_of in (puller, own):
             with pytest.raises(
                 ProtocolError,
@@ -261,131 +314,269 @@ async def test_sizes_that_differ_from_the_metadata_are_refused() -> None:
                 await puller_of.pull(swapped)
             with pytest.raises(ProtocolError):
                 await puller_of.pull(as_int64)
-        await own._transport.close()
         mixed = concat([batch, as_int64], batch_id="mixed", global_step=0)
         with pytest.raises(MetadataError, match="holds int64, others hold int32"):
             await puller.pull(mixed)
 
 
+class Asking:
+    """A member of the run that asks for what it likes."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.replies: asyncio.Queue[list[memoryview]] = asyncio.Queue()
+        self.lost = asyncio.Event()
+        grant = owner.bulk.open_session("test")
+        self.requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
+        self._answers = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
+        self._hub = PeerHub(max_frame_bytes=1 << 24, max_frames=1024)
+        self.link = self._hub.connect(grant.address, self)
+
+    def on_message(self, frames: list[memoryview]) -> None:
+        self.replies.put_nowait(frames)
+
+    def on_connected(self) -> None: ...
+
+    def on_lost(self, reason: str) -> None:
+        self.lost.set()
+
+    async def ask(self, sequence: int, body: Any) -> tuple[list[Any], bytes]:
+        self.link.send_nowait([self.requests.seal_header(sequence, body)])
+        async with asyncio.timeout(20):
+            frames = await self.replies.get()
+        answer = self._answers.open_header(frames[0], sequence)
+        payload = self._answers.open_payload(sequence, frames[1:], answer.pop())
+        return answer, b"".join(payload)
+
+    async def close(self) -> None:
+        await self._hub.close()
+
+
+GOOD = [READ, [["life1.1", "input_ids", 0, 12, [0]]]]
+
+
 @pytest.mark.parametrize(
-    "args",
+    "body",
     [
-        {},
-        {"segments": [], "start": 0, "stop": 1},
-        {"segments": [["life1.1", "input_ids", [0]]], "start": 0, "stop": 13},
-        {"segments": [["life1.1", "input_ids", [0]]], "start": -1, "stop": 3},
-        {"segments": [["life1.1", "input_ids", [0]]], "start": 3, "stop": 2},
-        {"segments": [["life1.1", "input_ids", [0]]], "start": 0, "stop": 1 << 40},
-        {"segments": [["life1.1", "input_ids", 0, 1 << 60]], "start": 0, "stop": 3},
-        {"segments": [["life1.1", "input_ids", -1, 1]], "start": 0, "stop": 3},
-        {"segments": [["life1.1", "input_ids", [-1]]], "start": 0, "stop": 3},
-        {"segments": [["life1.1", "input_ids", ["0"]]], "start": 0, "stop": 3},
-        {"segments": [[1, 2]], "start": 0, "stop": 3},
+        None,
+        [],
+        [READ],
+        [7, []],
+        [READ, [[1, 2]]],
+        [READ, [["life1.1", "input_ids", 0, 13, [0]]]],
+        [READ, [["life1.1", "input_ids", -1, 3, [0]]]],
+        [READ, [["life1.1", "input_ids", 3, -1, [0]]]],
+        [READ, [["life1.1", "input_ids", 0, 1 << 60, [0]]]],
+        [READ, [["life1.1", "input_ids", 0, 3, 0, 1 << 60]]],
+        [READ, [["life1.1", "input_ids", 0, 3, -1, 1]]],
+        [READ, [["life1.1", "input_ids", 0, 3, [-1]]]],
+        [READ, [["life1.1", "input_ids", 0, 3, [1]]]],
+        [READ, [["life1.1", "input_ids", 0, 3, ["0"]]]],
+        [READ, [["life1.1", "labels", 0, 3, [0]]]],
+        [READ, [["../../etc/passwd", "x", 0, 3, [0]]]],
+        [READ, [["life0.1", "input_ids", 0, 12, [0]]]],
+        [DESCRIBE, "life1.2"],
+        [DESCRIBE, 5],
     ],
     ids=repr,
 )
-async def test_an_owner_refuses_windows_that_no_correct_puller_asks(args: dict[str, Any]) -> None:
+async def test_an_owner_answers_what_no_correct_puller_asks_with_an_error(body: Any) -> None:
     async with owners(1) as [owner]:
         owner.put({"input_ids": ids_of(0, [3])}, [3])
-        transport = ZmqTransport()
-        connection = transport.connect(owner.address, owner.node_id, "life1")
-        with pytest.raises(ProtocolError):
-            await connection.call_frames(READ, args, timeout_s=20)
-        good = {"segments": [["life1.1", "input_ids", [0]]], "start": 0, "stop": 12}
-        _, frames = await connection.call_frames(READ, good, timeout_s=20)
-        assert b"".join(frames) == ids_of(0, [3]).numpy().tobytes()
-        await transport.close()
+        asking = Asking(owner)
+        answer, payload = await asking.ask(1, body)
+        assert answer[0] == 1
+        assert payload == b""
+        answer, payload = await asking.ask(2, GOOD)
+        assert (answer, payload) == ([0, [["int32", [3]]]], ids_of(0, [3]).numpy().tobytes())
+        await asking.close()
+
+
+async def test_strangers_replays_and_captured_sessions_get_nothing() -> None:
+    async with owners(1) as [owner]:
+        owner.put({"input_ids": ids_of(0, [3])}, [3])
+        member = Asking(owner)
+        await member.ask(5, GOOD)
+        request = member.requests.seal_header(6, GOOD)
+        flipped = bytearray(request)
+        flipped[40] ^= 1
+        other_version = bytearray(request)
+        other_version[3] ^= 7
+        for frames in [
+            [member.requests.seal_header(5, GOOD)],  # replayed
+            [member.requests.seal_header(4, GOOD)],
+            [bytes(flipped)],
+            [bytes(other_version)],
+            [request[:30]],
+            [request, b"more"],
+            [b""],
+            [os.urandom(200)],
+        ]:
+            before = owner.bulk.num_refused
+            member.link.send_nowait(frames)
+            await until(lambda before=before: owner.bulk.num_refused == before + 1)
+        assert member.replies.empty()
+        # the session's number, even with its key, is of no use on another connection
+        thief = Asking(owner)
+        thief.link.send_nowait([request])
+        await until(lambda: owner.bulk.num_refused == before + 2)
+        # a connection that announces too large a frame is ended before it is allocated
+        thief.link.send_nowait([bytes(1 << 20)])
+        async with asyncio.timeout(20):
+            await thief.lost.wait()
+        await thief.close()
+        assert (await member.ask(6, GOOD))[0][0] == 0
+        await member.close()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - counters have no event
+            await asyncio.sleep(0.001)
+
+
+class Forging(BulkServer):
+    """An owner whose answers are changed on their way."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.forge: Any = None
+
+    def _send(self, session_id: bytes, session: Any, frames: Sequence[Any]) -> None:
+        super()._send(session_id, session, self.forge(list(frames)) if self.forge else frames)
+
+
+def flip(frame: Any) -> bytes:
+    flipped = bytearray(frame)
+    flipped[len(flipped) // 2] ^= 4
+    return bytes(flipped)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["authenticated", "encrypted"])
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda frames: [*frames[:2], flip(frames[2])],
+        lambda frames: [frames[0], flip(frames[1]), frames[2]],
+        lambda frames: frames[:2],
+        lambda frames: [*frames, b"more"],
+        lambda frames: [*frames[:2], frames[2][:-1]],
+    ],
+    ids=["payload bit", "header bit", "no payload", "more payload", "truncated payload"],
+)
+async def test_changed_chunks_are_never_handed_out(forge: Any, is_encrypted: bool) -> None:
+    async with owners(1, is_encrypted=is_encrypted) as [owner]:
+        await owner.bulk.close()
+        owner.bulk = Forging(owner.store, is_encrypted=is_encrypted)
+        await owner.bulk.start()
+        owner.server._handlers.update(owner.bulk.handlers())
+        batch = owner.put({"input_ids": ids_of(0, [100])}, [100])
+        async with pulling(is_encrypted=is_encrypted, timeout_s=20) as puller:
+            owner.bulk.forge = forge
+            with pytest.raises(ProtocolError, match="tag|expected 400 bytes"):
+                await puller.pull(batch)
+            assert puller._bulk.num_refused == 1
+            owner.bulk.forge = None
+            assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 100)]
+
+
+async def test_both_sides_have_to_agree_on_encryption() -> None:
+    async with owners(1, is_encrypted=True) as [owner], pulling() as puller:
+        batch = owner.put({"input_ids": ids_of(0, [3])}, [3])
+        with pytest.raises(ProtocolError, match=r"transport\.encrypt is False here and True on"):
+            await puller.pull(batch)
 
 
 @pytest.mark.parametrize(
-    "description", [None, [1], [["w", "float32"]], [["w", "float32", [-1]]], [["w", 1, [1]]]]
+    "description", [[1], [["w", "float32"]], [["w", "float32", [-1]]], [["w", 1, [1]]]]
 )
 async def test_a_puller_refuses_descriptions_of_no_correct_owner(description: Any) -> None:
-    async def describe(args: dict[str, Any], frames: list[Frame]) -> Any:
-        return description
-
-    server = RpcServer({DESCRIBE: describe}, node_id="train/0", incarnation="life1")
-    address = await server.start()
-    async with pulling() as puller:
-        with pytest.raises(ProtocolError, match=r"shard life1\.1 on train/0: expected name"):
-            await puller.pull_shard("train/0", address, "life1.1")
-    await server.close()
+    async with owners(1) as [owner], pulling() as puller:
+        owner.bulk._describe = lambda shard_id: [0, description]  # type: ignore[method-assign]
+        with pytest.raises(ProtocolError, match=r"shard life1\.1 on rollout/0: expected name"):
+            async for _ in puller.pull_weights(
+                WeightsReference(0, ((owner.node_id, owner.address, "life1.1"),))
+            ):
+                pass
 
 
 async def test_a_silent_owner_ends_the_pull_at_its_deadline() -> None:
-    asked = asyncio.Event()
-
-    async def read(args: dict[str, Any], frames: list[Frame]) -> Frames:
-        asked.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async with owners(1) as [owner]:
+    async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [3])}, [3])
-        server = RpcServer({READ: read}, node_id="rollout/0", incarnation="life1")
-        silent = replace(batch.shards[0], node_addr=await server.start())
-        async with pulling(timeout_s=0.3) as puller:
-            with pytest.raises(
-                RpcTimeout, match=r"life1\.1 on rollout/0, field 'input_ids'.*0\.3 s"
-            ):
-                await puller.pull(replace(batch, shards=(silent,)))
-        assert asked.is_set()
-        await server.close()
+        owner.bulk._on_message = lambda frames: None  # type: ignore[method-assign]
+        owner.bulk._socket._on_message = lambda frames: None  # type: ignore[union-attr]
+        with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not pulled by its deadline"):
+            await puller.pull(batch)
 
 
-async def test_concurrent_pulls_share_the_credits_of_an_owner() -> None:
-    async with owners(1) as [owner], pulling(chunk_bytes=400, max_inflight_chunks=2) as puller:
+async def test_concurrent_pulls_share_credits_and_requests() -> None:
+    async with (
+        owners(1) as [owner],
+        pulling(chunk_bytes=4000, max_inflight_chunks=2) as puller,
+    ):
         batch = await spread_batch([owner], [[1000, 1000]])
+        waiting: list[int] = []
+        serve = owner.bulk._answer
+
+        def answer(body: Any) -> Any:
+            waiting.append(puller._bulk._owners[next(iter(puller._bulk._owners))]._num_chunks)
+            return serve(body)
+
+        owner.bulk._answer = answer  # type: ignore[method-assign]
         pulls = await asyncio.gather(*(puller.pull(batch, ["input_ids"]) for _ in range(5)))
-        assert owner.max_running_reads <= 2
         for pulled in pulls:
             assert rows_of(pulled, "input_ids") == [token_values(0, 1000), token_values(1, 1000)]
+        assert max(waiting) == 2
+        # forty pulls of one row each, of 4 bytes a token: ten fit into a request
+        small = await spread_batch([owner], [[100] * 40])
+        before = owner.bulk.num_reads
+        pulls = await asyncio.gather(*(puller.pull(small, ["input_ids"], [i]) for i in range(40)))
+        assert [rows_of(p, "input_ids")[0] for p in pulls] == [
+            token_values(i, 100) for i in range(40)
+        ]
+        assert owner.bulk.num_reads - before == 4
+
+
+async def test_a_pull_that_fails_does_not_fail_its_neighbours() -> None:
+    async with owners(1) as [owner], pulling() as puller:
+        good = owner.put({"input_ids": ids_of(0, [30, 40])}, [30, 40])
+        swept = owner.put({"input_ids": ids_of(0, [50])}, [50])
+        wrong = replace(good, rows=good.rows[::-1])
+        owner.store.remove(swept.shards[0].shard_id)
+        results = await asyncio.gather(
+            *(puller.pull(batch) for batch in (good, swept, good, wrong, good)),
+            return_exceptions=True,
+        )
+        assert [type(result) for result in results] == [
+            PackedRows,
+            ShardGone,
+            PackedRows,
+            ProtocolError,
+            PackedRows,
+        ]
+        for result in results[::2]:
+            assert rows_of(result, "input_ids") == [token_values(0, 30), token_values(1, 40)]
+
+
+async def test_a_small_pull_does_not_wait_for_the_end_of_a_large_one() -> None:
+    async with (
+        owners(1) as [owner],
+        pulling(chunk_bytes=4096, max_inflight_chunks=2) as puller,
+    ):
+        large = await spread_batch([owner], [[1_000_000]])
+        small = await spread_batch([owner], [[10]])
+        pulls = [asyncio.create_task(puller.pull(batch)) for batch in (large, small)]
+        done, _ = await asyncio.wait(pulls, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {pulls[1]}
+        assert rows_of(await pulls[0], "input_ids") == [token_values(0, 1_000_000)]
 
 
 async def test_a_cancelled_pull_leaves_nothing_running() -> None:
     async with owners(1) as [owner], pulling(chunk_bytes=100) as puller:
         batch = await spread_batch([owner], [[10_000]])
         pull = asyncio.create_task(puller.pull(batch))
-        async with asyncio.timeout(20):
-            while not puller.pulled_bytes:  # noqa: ASYNC110 - progress has no event
-                await asyncio.sleep(0)
+        await until(lambda: owner.bulk.num_reads > 3)
         pull.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pull
         pulled = await puller.pull(batch)
         assert rows_of(pulled, "input_ids") == [token_values(0, 10_000)]
-
-
-async def test_another_transport_may_take_the_place_of_zmq() -> None:
-    class DirectConnection:
-        """Calls the owner's handlers without a wire."""
-
-        node_id = "rollout/0"
-        bytes_sent = bytes_received = 0
-
-        def __init__(self, owner: Owner) -> None:
-            self._owner = owner
-
-        async def call(self, method: str, args: dict[str, Any], **_: Any) -> Any:
-            return await self._owner._handlers[method](args, [])
-
-        async def call_frames(
-            self, method: str, args: dict[str, Any], **_: Any
-        ) -> tuple[Any, list[Frame]]:
-            answer = await self._owner._handlers[method](args, [])
-            return answer.header, [memoryview(buffer) for buffer in answer.buffers]
-
-        def fail_pending(self, error: Exception) -> None: ...
-
-        async def close(self) -> None: ...
-
-    class DirectTransport:
-        def connect(self, address: str, node_id: str, incarnation: str) -> Connection:
-            return DirectConnection(owner)
-
-        async def close(self) -> None: ...
-
-    owner = Owner(0)
-    batch = await spread_batch([owner], [[3, 400]])
-    pulled = await Puller(DirectTransport(), chunk_bytes=64).pull(batch)
-    assert rows_of(pulled, "input_ids") == [token_values(0, 3), token_values(1, 400)]

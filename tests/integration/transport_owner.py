@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
 
 import torch
 
-from areal_sc.transport.pull import READ, pull_handlers
-from areal_sc.transport.rpc import Frame, RpcServer
+from areal_sc.transport.bulk_server import BulkServer
+from areal_sc.transport.rpc import RpcServer
+from areal_sc.transport.socket import Frame
 from areal_sc.transport.tensor_store import TensorStore
 
 LENGTHS = [100, 10_000, 1, 0, 3_000]
@@ -27,29 +27,32 @@ def values_of(node_id: str) -> torch.Tensor:
     return torch.arange(start, start + sum(LENGTHS), dtype=torch.int32)
 
 
+class StallingServer(BulkServer):
+    """Answers `stall_after` requests, or all when that is negative."""
+
+    stall_after = -1
+
+    def _on_message(self, frames: list[Frame]) -> None:
+        if self.num_reads != self.stall_after:
+            super()._on_message(frames)
+
+
 async def main(node_id: str, incarnation: str, stall_after: int) -> None:
     store = TensorStore(node_id, incarnation, max_bytes=1 << 24)
     values = values_of(node_id)
     shard_id = store.put(
         {"input_ids": values, "behavior_logprobs": values.to(torch.bfloat16)}, LENGTHS
     )
-    handlers = pull_handlers(store)
-    serve_read = handlers[READ]
-    num_reads = 0
-
-    async def read(args: dict[str, Any], frames: list[Frame]) -> Any:
-        nonlocal num_reads
-        num_reads += 1
-        if num_reads > stall_after >= 0:
-            await asyncio.Event().wait()
-        return await serve_read(args, frames)
-
-    server = RpcServer({**handlers, READ: read}, node_id=node_id, incarnation=incarnation)
+    bulk = StallingServer(store)
+    bulk.stall_after = stall_after
+    await bulk.start()
+    server = RpcServer(bulk.handlers(), node_id=node_id, incarnation=incarnation)
     address = await server.start()
     sys.stdout.write(json.dumps({"address": address, "shard_id": shard_id}) + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
     await server.close()
+    await bulk.close()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from simulation.workers import (
 )
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.errors import PeerLost
+from areal_sc.errors import ArealError, PeerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
@@ -87,19 +88,30 @@ class SimulatedCluster:
         spec = WorkerSpec(
             role=request.role,
             index=request.index,
+            run_id="simulated",
             incarnation=incarnation,
             engine=request.engine,
             engine_config=request.engine_config,
             run_dir=self.config.run_dir,
+            memory_root=self.config.run_dir,
             transport=asdict(self.config.transport),
             store_bytes=request.store_bytes,
+            heartbeat_interval_s=self.config.heartbeat_interval_s,
             orphan_timeout_s=self.config.orphan_timeout_s,
         )
-        report = WorkerReport(worker.name, incarnation, worker.address, 10_000 + len(self.workers))
+        report = WorkerReport(
+            name=worker.name,
+            incarnation=incarnation,
+            address=worker.address,
+            beat_address=worker.beat_address,
+            pid=10_000 + len(self.workers),
+            node=worker.node,
+        )
         return RunningWorker(spec, report)
 
-    async def exit_status(self, worker: RunningWorker) -> str | None:
-        return self.workers[worker.name].exit_status
+    async def exit_statuses(self, workers: Sequence[RunningWorker]) -> dict[str, str]:
+        statuses = {worker.name: self.workers[worker.name].exit_status for worker in workers}
+        return {name: status for name, status in statuses.items() if status is not None}
 
     async def stop(self, workers: list[RunningWorker]) -> None:
         for worker in workers:
@@ -121,6 +133,9 @@ class SimulatedCluster:
     @property
     def train_workers(self) -> list[SimulatedTrainWorker]:
         return [w for w in self.workers.values() if isinstance(w, SimulatedTrainWorker)]
+
+    def workers_on(self, node: str) -> list[SimulatedWorker]:
+        return [worker for worker in self.workers.values() if worker.node == node]
 
     def new_id(self) -> str:
         """Deterministic, of the length of real ids."""
@@ -167,10 +182,26 @@ class SimulatedTransport:
 
     def connect(self, address: str, node_id: str, incarnation: str) -> SimulatedConnection:
         worker = self._cluster.workers[node_id]
-        assert worker.address == address
-        connection = SimulatedConnection(worker, incarnation, self._cluster.behavior.latency_s)
+        assert address in (worker.address, worker.beat_address)
+        connection = SimulatedConnection(
+            worker,
+            incarnation,
+            self._cluster.behavior.latency_s,
+            is_heartbeat=address == worker.beat_address,
+        )
         worker.connections.append(connection)
         return connection
+
+    async def call_all(
+        self, calls: Sequence[tuple[Any, dict[str, Any]]], method: str, *, timeout_s: float
+    ) -> list[Any | ArealError]:
+        async def outcome(connection: SimulatedConnection, args: dict[str, Any]) -> Any:
+            try:
+                return await connection.call(method, args, timeout_s=timeout_s)
+            except ArealError as error:
+                return error
+
+        return list(await asyncio.gather(*(outcome(*call) for call in calls)))
 
     async def close(self) -> None:
         """Nothing is left to close: connections are closed by their users."""

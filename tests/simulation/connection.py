@@ -9,29 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_sc.errors import PeerLost, RpcTimeout
-from areal_sc.transport.codec import Cancel, Failure, FrameLimits, Reply, Request, decode, encode
+from areal_sc.transport.codec import Cancel, Failure, MessageLimits, Reply, Request, decode, encode
 from areal_sc.transport.remote_errors import error_of, failure_of
 
 if TYPE_CHECKING:
     from simulation.workers import SimulatedWorker
 
-LIMITS = FrameLimits()
+LIMITS = MessageLimits()
 
 
 class SimulatedConnection:
-    """One controller's connection to one worker."""
+    """One controller's connection to one worker.
 
-    def __init__(self, worker: SimulatedWorker, incarnation: str, latency_s: float) -> None:
+    Args:
+        is_heartbeat: it leads to the socket of the worker's heartbeat thread.
+    """
+
+    def __init__(
+        self,
+        worker: SimulatedWorker,
+        incarnation: str,
+        latency_s: float,
+        *,
+        is_heartbeat: bool = False,
+    ) -> None:
         self.node_id = worker.name
         self.bytes_sent = 0
         self.bytes_received = 0
         self._worker = worker
         self._incarnation = incarnation
         self._latency_s = latency_s
+        self._is_heartbeat = is_heartbeat
         self._pending: set[asyncio.Future[Reply | Failure]] = set()
         self._executions: set[asyncio.Task[None]] = set()
         self._ids = itertools.count()
@@ -39,24 +50,11 @@ class SimulatedConnection:
     async def call(
         self, method: str, args: dict[str, Any], *, timeout_s: float, request_id: str | None = None
     ) -> Any:
-        value, _ = await self.call_frames(method, args, timeout_s=timeout_s, request_id=request_id)
-        return value
-
-    async def call_frames(
-        self,
-        method: str,
-        args: dict[str, Any],
-        *,
-        timeout_s: float,
-        frames: Sequence[Any] = (),
-        request_id: str | None = None,
-    ) -> tuple[Any, list[Any]]:
-        assert not frames, "controllers send no payload"
         request_id = request_id or f"{next(self._ids):032x}"
         wire = encode(Request(request_id, self._incarnation, method, args), LIMITS)
         if self._worker.exit_status is not None:
             raise self._peer_lost()
-        self.bytes_sent += sum(map(len, wire))
+        self.bytes_sent += len(wire)
         answer: asyncio.Future[Reply | Failure] = asyncio.get_running_loop().create_future()
         self._pending.add(answer)
         execution = self._execute(wire, answer)
@@ -74,7 +72,7 @@ class SimulatedConnection:
             self._pending.discard(answer)
         if isinstance(message, Failure):
             raise error_of(message, node_id=self.node_id, method=method)
-        return message.value, []
+        return message.value
 
     def fail_pending(self, error: Exception) -> None:
         for answer in self._pending:
@@ -96,35 +94,35 @@ class SimulatedConnection:
     def _cancel(self, request_id: str, execution: asyncio.Task[None]) -> None:
         """Tells the worker that nobody waits any more; it is still at work until that arrives."""
         if not execution.done() and self._worker.exit_status is None:
-            self.bytes_sent += sum(map(len, encode(Cancel(request_id, self._incarnation), LIMITS)))
+            self.bytes_sent += len(encode(Cancel(request_id, self._incarnation), LIMITS))
             asyncio.get_running_loop().call_later(self._latency_s, execution.cancel)
 
-    def _execute(
-        self, wire: Sequence[Any], answer: asyncio.Future[Reply | Failure]
-    ) -> asyncio.Task[None]:
+    def _execute(self, wire: bytes, answer: asyncio.Future[Reply | Failure]) -> asyncio.Task[None]:
         execution = asyncio.create_task(self._run(wire, answer), name=f"method of {self.node_id}")
         self._executions.add(execution)
         execution.add_done_callback(self._executions.discard)
         return execution
 
-    async def _run(self, wire: Sequence[Any], answer: asyncio.Future[Reply | Failure]) -> None:
+    async def _run(self, wire: bytes, answer: asyncio.Future[Reply | Failure]) -> None:
         await asyncio.sleep(self._latency_s)
-        request = decode([memoryview(frame) for frame in wire], LIMITS)
+        request = decode([memoryview(wire)], LIMITS)
         assert isinstance(request, Request)
-        if self._worker.is_hung:
+        worker = self._worker
+        if worker.is_hung or (worker.is_blocked and not self._is_heartbeat):
             await asyncio.get_running_loop().create_future()
         reply: Reply | Failure
         try:
-            handler = self._worker.methods[request.method]
+            methods = {"beat": worker.beats_of_node} if self._is_heartbeat else worker.methods
+            handler = methods[request.method]
             reply = Reply(request.request_id, await handler(request.args))
         except Exception as error:
             reply = failure_of(error, request.request_id)
-        frames = encode(reply, LIMITS)
-        cluster = self._worker.cluster
+        frame = encode(reply, LIMITS)
+        cluster = worker.cluster
         delay_s = cluster.behavior.reply_delay_s if request.method == "run_group" else 0.0
         await asyncio.sleep(self._latency_s + cluster.draw(delay_s))
-        self.bytes_received += sum(map(len, frames))
+        self.bytes_received += len(frame)
         if not answer.done():
-            message = decode([memoryview(frame) for frame in frames], LIMITS)
+            message = decode([memoryview(frame)], LIMITS)
             assert isinstance(message, Reply | Failure)
             answer.set_result(message)

@@ -22,6 +22,7 @@ from areal_sc.metadata import (
     TensorMetadata,
 )
 from areal_sc.schedulers.base import LaunchRequest
+from areal_sc.transport.beat_board import Beat
 from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 4
 WEIGHTS_BYTES = 1
+WORKERS_OF_A_ROLE_A_NODE = 2
 
 
 class SimulatedStore:
@@ -65,7 +67,7 @@ class SimulatedStore:
             raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
 
     def sweep(self, args: dict[str, Any]) -> None:
-        live, dead = set(args["live"]), set(args.get("dead", ()))
+        live, dead = set(args.get("live", ())), set(args.get("dead", ()))
         for n in list(self.sizes):
             if n in dead or (n <= args["acknowledged"] and n not in live):
                 del self.sizes[n]
@@ -80,7 +82,8 @@ class SimulatedWorker:
 
     Attributes:
         exit_status: how its process ended; None while it lives.
-        is_hung: it lives, and answers nothing.
+        is_hung: it lives, and does nothing, as when it is stopped.
+        is_blocked: its heartbeat thread lives, and its event loop does not turn.
     """
 
     def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
@@ -88,11 +91,14 @@ class SimulatedWorker:
         self.config = request.engine_config
         self.name = f"{request.role}/{request.index}"
         self.incarnation = incarnation
+        self.node = f"node-{request.index // WORKERS_OF_A_ROLE_A_NODE}"
         self.address = f"sim://{self.name}/{incarnation}"
+        self.beat_address = f"sim-beats://{self.name}/{incarnation}"
         self.store = SimulatedStore(self.name, incarnation, request.store_bytes)
         self.version = 0
         self.exit_status: str | None = None
-        self.is_hung = False
+        self._last_beat_s: float | None = None
+        self._last_turn_s: float | None = None
         self.connections: list[SimulatedConnection] = []
         self.methods: dict[str, Handler] = {
             "ping": self.ping,
@@ -101,6 +107,33 @@ class SimulatedWorker:
             "sweep": self.sweep,
             "stats": self.stats,
         }
+
+    @property
+    def is_hung(self) -> bool:
+        return self._last_beat_s is not None
+
+    @is_hung.setter
+    def is_hung(self, is_hung: bool) -> None:
+        self._last_beat_s = self.cluster.now_s if is_hung else None
+
+    @property
+    def is_blocked(self) -> bool:
+        return self._last_turn_s is not None
+
+    @is_blocked.setter
+    def is_blocked(self, is_blocked: bool) -> None:
+        self._last_turn_s = self.cluster.now_s if is_blocked else None
+
+    @property
+    def beat(self) -> Beat:
+        """What it has on the board of its node."""
+        now_s = self.cluster.now_s
+        beat_s = now_s if self._last_beat_s is None else self._last_beat_s
+        turn_s = beat_s if self._last_turn_s is None else self._last_turn_s
+        return Beat(self.name, self.incarnation, 1, now_s - beat_s, now_s - turn_s)
+
+    async def beats_of_node(self, args: dict[str, Any]) -> list[list[Any]]:
+        return [worker.beat.to_wire() for worker in self.cluster.workers_on(self.node)]
 
     async def ping(self, args: dict[str, Any]) -> None:
         return None
@@ -122,6 +155,7 @@ class SimulatedWorker:
         """The process ends: nothing that it still did is ever answered."""
         if self.exit_status is None:
             self.exit_status = exit_status
+            self.is_hung = True
             for connection in self.connections:
                 connection.lose_peer()
 

@@ -5,25 +5,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.errors import ProtocolError
-from areal_sc.transport.pull_plan import Owner, Segment, chunks_of, segment_of
+from areal_sc.transport.pull_plan import Owner, Part, Piece, Segment, SegmentCursor, fill
 
 OWNER = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
 
 
-def segment(lengths: list[int], destination: bytearray, first_row: int = 0) -> Segment:
-    rows = range(first_row, first_row + len(lengths))
-    return segment_of("life1.1", "ids", rows, "uint8", lengths, memoryview(destination))
+def segment(lengths: list[int], destination: bytearray, rows: object = None) -> Segment:
+    its_rows = range(len(lengths)) if rows is None else rows
+    piece = Piece(OWNER, "life1.1", "ids", its_rows, "uint8", lengths)  # type: ignore[arg-type]
+    return Segment.create(piece, memoryview(destination))
+
+
+def parts_of(cursor: SegmentCursor, max_bytes: int, max_rows: int) -> list[list[Part]]:
+    taken = []
+    while not cursor.is_done:
+        taken.append(cursor.take(max_bytes, max_rows))
+    return taken
 
 
 @given(
     st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=6), max_size=5),
     st.integers(1, 20),
+    st.integers(1, 4),
     st.data(),
 )
-def test_chunks_carry_every_byte_to_its_place(
-    all_lengths: list[list[int]], chunk_bytes: int, data: st.DataObject
+def test_parts_carry_every_byte_to_its_place(
+    all_lengths: list[list[int]], max_bytes: int, max_rows: int, data: st.DataObject
 ) -> None:
-    # row r of segment s holds distinct bytes, so a misplaced one is seen
+    # every byte is another one than its neighbours, so a misplaced one is seen
     rows_of: list[list[bytes]] = []
     count = 0
     for lengths in all_lengths:
@@ -32,57 +41,52 @@ def test_chunks_carry_every_byte_to_its_place(
     segments = [segment(n, target) for n, target in zip(all_lengths, targets, strict=True)]
     index = {id(s): i for i, s in enumerate(segments)}
 
-    chunks = list(chunks_of(segments, chunk_bytes))
+    for parts in parts_of(SegmentCursor(segments), max_bytes, max_rows):
+        assert 0 < sum(len(part.destination) for part in parts) <= max_bytes
+        assert sum(part.stop - part.first for part in parts) <= max_rows
+        sent = b""
+        for part in parts:
+            asked = rows_of[index[id(part.segment)]][part.first : part.stop]
+            sent += b"".join(asked)[part.skip : part.skip + len(part.destination)]
+        cut = data.draw(st.integers(0, len(sent)))
+        fill(parts, [memoryview(sent[:cut]), memoryview(sent[cut:])])
 
-    assert all(chunk.num_bytes == chunk_bytes for chunk in chunks[:-1])
-    for chunk in chunks:
-        rows = [
-            rows_of[index[id(part.segment)]][row]
-            for part in chunk.parts
-            for row in part.segment.rows[part.first : part.stop]
-        ]
-        window = b"".join(rows)[chunk.start : chunk.start + chunk.num_bytes]
-        cut = data.draw(st.integers(0, len(window)))
-        frames = [memoryview(window[:cut]), memoryview(window[cut:])]
-        held = [["uint8", list(p.segment.lengths[p.first : p.stop])] for p in chunk.parts]
-        chunk.check(OWNER, held, frames)
-        chunk.fill(frames)
     assert targets == [bytearray(b"".join(rows)) for rows in rows_of]
 
 
+def test_parts_are_as_large_as_they_may_be() -> None:
+    (first, second) = parts_of(SegmentCursor([segment([5, 5, 5], bytearray(15))]), 10, 9)
+    assert [len(part.destination) for part in first + second] == [10, 5]
+
+
 def test_empty_rows_ask_for_nothing() -> None:
-    assert list(chunks_of([segment([0, 0], bytearray())], 8)) == []
+    assert SegmentCursor([segment([0, 0], bytearray())]).is_done
 
 
 def test_consecutive_rows_are_named_by_first_and_count() -> None:
-    target = memoryview(bytearray(3))
-    run = segment_of("life1.1", "ids", (4, 5, 6), "uint8", (1, 1, 1), target)
-    mixed = segment_of("life1.1", "ids", (6, 4, 5), "uint8", (1, 1, 1), target)
-    (chunk,) = chunks_of([run, mixed], 100)
-    assert chunk.to_wire() == [["life1.1", "ids", 4, 3], ["life1.1", "ids", [6, 4, 5]]]
+    run = segment([1, 1, 1], bytearray(3), (4, 5, 6))
+    mixed = segment([1, 1, 1], bytearray(3), (6, 4, 5))
+    (parts,) = parts_of(SegmentCursor([run, mixed]), 100, 100)
+    assert [part.to_wire() for part in parts] == [
+        ["life1.1", "ids", 0, 3, 4, 3],
+        ["life1.1", "ids", 0, 3, [6, 4, 5]],
+    ]
+    assert run.piece.is_run
+    assert not mixed.piece.is_run
 
 
 @pytest.mark.parametrize(
-    ("held", "num_bytes", "message"),
+    ("held", "message"),
     [
-        (
-            [["uint8", [2, 4]]],
-            5,
-            r"expected uint8 rows of \[2, 3\] values, got uint8 rows of \[2, 4",
-        ),
-        ([["int8", [2, 3]]], 5, r"expected uint8 .* got int8"),
-        ([["uint8", [2]]], 5, "expected a dtype and row lengths"),
-        ([["uint8"]], 5, "expected a dtype and row lengths"),
-        ([["uint8", 5]], 5, "expected a dtype and row lengths"),
-        ([], 5, "expected 1 segments"),
-        (None, 5, "expected 1 segments"),
-        ([["uint8", [2, 3]]], 4, "expected 5 bytes, got 4"),
-        ([["uint8", [2, 3]]], 6, "expected 5 bytes, got 6"),
+        (["uint8", [2, 4]], r"expected uint8 rows of \[2, 3\] values, got uint8 rows of \[2, 4"),
+        (["int8", [2, 3]], r"expected uint8 .* got int8"),
+        (["uint8", [2]], "expected a dtype and row lengths"),
+        (["uint8"], "expected a dtype and row lengths"),
+        (["uint8", 5], "expected a dtype and row lengths"),
+        (None, "expected a dtype and row lengths"),
     ],
 )
-def test_answers_that_differ_from_the_metadata_are_refused(
-    held: object, num_bytes: int, message: str
-) -> None:
-    (chunk,) = chunks_of([segment([2, 3], bytearray(5))], 100)
+def test_rows_that_differ_from_the_metadata_are_refused(held: object, message: str) -> None:
+    ((part,),) = parts_of(SegmentCursor([segment([2, 3], bytearray(5))]), 100, 100)
     with pytest.raises(ProtocolError, match=rf"life1\.1 on rollout/0, field 'ids': {message}"):
-        chunk.check(OWNER, held, [memoryview(bytes(num_bytes))])
+        part.check(held)

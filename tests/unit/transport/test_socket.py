@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
 
 from areal_sc.errors import PeerLost
-from areal_sc.transport.socket import AsyncSocket
+from areal_sc.transport.socket import RECEIVES_PER_TURN, AsyncSocket, Frame
 
 Context = zmq.Context[zmq.Socket[bytes]]
+
+LEFT, RIGHT = b"left", b"right"
 
 
 @pytest.fixture
@@ -20,107 +23,208 @@ def context() -> Iterator[Context]:
         yield made
 
 
-def tcp_pair(
-    context: Context, high_water_mark: int = 1000, max_parts: int = 1024
+class Inbox:
+    """Messages as they came, each without its sender."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[bytes]] = []
+
+    def put(self, frames: list[Frame]) -> None:
+        self.messages.append([bytes(frame) for frame in frames[1:]])
+
+    async def holds(self, count: int) -> list[list[bytes]]:
+        await until(lambda: len(self.messages) >= count)
+        return self.messages
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - nobody could set an event
+            await asyncio.sleep(0.001)
+
+
+async def pair(
+    context: Context,
+    on_left: Callable[[list[Frame]], None],
+    on_right: Callable[[list[Frame]], None],
+    *,
+    high_water_mark: int = 1000,
+    max_parts: int = 1024,
 ) -> tuple[AsyncSocket, AsyncSocket]:
-    """Two connected sockets that queue `high_water_mark` messages and little in the kernel."""
-    sockets = [context.socket(zmq.DEALER) for _ in range(2)]
-    for socket in sockets:
+    """Two connected ROUTERs that queue few messages, and little in the kernel.
+
+    Each reaches the other by its name: `LEFT` or `RIGHT`.
+    """
+    left, right = (context.socket(zmq.ROUTER) for _ in range(2))
+    for socket, own, other in ((left, LEFT, RIGHT), (right, RIGHT, LEFT)):
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTING_ID, own)
+        socket.setsockopt(zmq.CONNECT_ROUTING_ID, other)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.RCVHWM, high_water_mark)
         socket.setsockopt(zmq.SNDBUF, 1 << 14)
         socket.setsockopt(zmq.RCVBUF, 1 << 14)
-    sockets[0].bind("tcp://127.0.0.1:0")
-    sockets[1].connect(sockets[0].getsockopt_string(zmq.LAST_ENDPOINT))
-    return AsyncSocket(sockets[0]), AsyncSocket(sockets[1], max_parts=max_parts)
+    left.bind("tcp://127.0.0.1:0")
+    right.connect(left.getsockopt_string(zmq.LAST_ENDPOINT))
+    sockets = AsyncSocket(left, on_left), AsyncSocket(right, on_right, max_parts=max_parts)
+    async with asyncio.timeout(20):
+        while True:  # until the left one knows the name of the right one
+            try:
+                sockets[0].send_nowait([RIGHT, b"connected"])
+                return sockets
+            except PeerLost:
+                await asyncio.sleep(0.001)
+
+
+def ignore(frames: list[Frame]) -> None:
+    """The message is of no interest."""
 
 
 async def test_a_sender_waits_at_the_high_water_mark_and_nothing_is_lost(context: Context) -> None:
-    left, right = tcp_pair(context, high_water_mark=2)
+    received: list[int] = []
+    left, right = await pair(context, ignore, ignore, high_water_mark=2)
+    asyncio.get_running_loop().remove_reader(right._fd)  # it does not read
     payload = bytes(1 << 16)
     num_sent = 0
 
     async def send_all() -> None:
         nonlocal num_sent
         for i in range(100):
-            await left.send_multipart([str(i).encode(), payload])
+            await left.send_multipart([RIGHT, str(i).encode(), payload])
             num_sent += 1
 
     sending = asyncio.create_task(send_all())
-    assert bytes((await right.recv_multipart())[0]) == b"0"
-    while left.send_nowait([b"probe"]):  # noqa: ASYNC110 - until the queue is full
-        await asyncio.sleep(0)
+    await until(lambda: not left.send_nowait([RIGHT, b"probe"]))
     assert num_sent < 100  # it waits for the receiver
-    received = []
-    while len(received) < 99:
-        parts = await right.recv_multipart()
-        if len(parts) == 2:
-            received.append(int(bytes(parts[0])))
+
+    def take(frames: list[Frame]) -> None:
+        if len(frames) == 3:
+            received.append(int(bytes(frames[1])))
+
+    right._on_message = take
+    asyncio.get_running_loop().add_reader(right._fd, right._on_signal)
+    right._look_soon()
     await sending
-    assert received == list(range(1, 100))
+    await until(lambda: len(received) == 100)
+    assert received == list(range(100))
     left.close()
     right.close()
 
 
 async def test_both_directions_make_progress_at_once(context: Context) -> None:
     """A send may swallow the signal of an arrival; the receiver must see it all the same."""
-    left, right = tcp_pair(context)
+    at_left, at_right = Inbox(), Inbox()
+    left, right = await pair(context, at_left.put, at_right.put)
+    await at_right.holds(1)
+    at_right.messages.clear()
 
-    async def talk(socket: AsyncSocket) -> int:
-        async def send() -> None:
-            for i in range(2000):
-                await socket.send_multipart([str(i).encode()])
-
-        sending = asyncio.create_task(send())
+    async def send(socket: AsyncSocket, name: bytes) -> None:
         for i in range(2000):
-            assert bytes((await socket.recv_multipart())[0]) == str(i).encode()
-        await sending
-        return 2000
+            await socket.send_multipart([name, str(i).encode()])
 
     async with asyncio.timeout(60):
-        assert await asyncio.gather(talk(left), talk(right)) == [2000, 2000]
+        await asyncio.gather(send(left, RIGHT), send(right, LEFT))
+        expected = [[str(i).encode()] for i in range(2000)]
+        assert await at_left.holds(2000) == expected
+        assert await at_right.holds(2000) == expected
     left.close()
     right.close()
 
 
-async def test_a_send_that_swallows_the_signal_of_an_arrival_still_wakes_the_receiver(
+async def test_a_send_that_swallows_the_signal_of_an_arrival_still_sees_it(
     context: Context,
 ) -> None:
-    left, right = tcp_pair(context)
-    await right.send_multipart([b"first"])
-    await left.recv_multipart()
-    for _ in range(20):
-        receiving = asyncio.create_task(left.recv_multipart())
-        await asyncio.sleep(0)
-        right.send_nowait([b"arrival"])
+    at_left = Inbox()
+    left, right = await pair(context, at_left.put, ignore)
+    for i in range(20):
+        right.send_nowait([LEFT, b"arrival"])
         assert select.select([left._fd], [], [], 20)[0]
         time.sleep(0.002)  # noqa: ASYNC251 - ZMQ looks at its signals once in a millisecond
-        assert left.send_nowait([b"answer"])
-        async with asyncio.timeout(20):
-            assert bytes((await receiving)[0]) == b"arrival"
+        assert left.send_nowait([RIGHT, b"answer"])
+        await at_left.holds(i + 1)
     left.close()
     right.close()
 
 
-async def test_a_send_that_fails_and_swallows_the_signal_still_wakes_the_receiver(
+async def test_a_send_that_fails_and_swallows_the_signal_still_sees_the_arrival(
     context: Context,
 ) -> None:
-    left, right = tcp_pair(context, high_water_mark=1)
-    await left.send_multipart([b"connected"])
-    await right.recv_multipart()
+    at_left = Inbox()
+    left, right = await pair(context, at_left.put, ignore, high_water_mark=1)
+    asyncio.get_running_loop().remove_reader(right._fd)  # it does not read
     payload = bytes(1 << 20)
-    while left.send_nowait([payload]):  # noqa: ASYNC110 - until the queue is full
+    while left.send_nowait([RIGHT, payload]):  # noqa: ASYNC110 - until the queue is full
         await asyncio.sleep(0.01)
-    for _ in range(20):
-        receiving = asyncio.create_task(left.recv_multipart())
-        await asyncio.sleep(0)
-        right.send_nowait([b"arrival"])
+    for i in range(20):
+        right.send_nowait([LEFT, b"arrival"])
         assert select.select([left._fd], [], [], 20)[0]
         time.sleep(0.002)  # noqa: ASYNC251 - ZMQ looks at its signals once in a millisecond
-        while left.send_nowait([payload]):  # the last attempt fails
+        while left.send_nowait([RIGHT, payload]):  # the last attempt fails
             pass
-        async with asyncio.timeout(20):
-            assert bytes((await receiving)[0]) == b"arrival"
+        await at_left.holds(i + 1)
+    left.close()
+    right.close()
+
+
+async def test_what_a_message_makes_one_send_does_not_hide_the_next_message(
+    context: Context,
+) -> None:
+    """A server answers from within `on_message`, where the inbox is being looked at already."""
+    at_right = Inbox()
+    num_asked = 0
+
+    def answer(frames: list[Frame]) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        time.sleep(0.002)  # ZMQ looks at its signals once in a millisecond
+        left.send_nowait([RIGHT, *frames[1:]])
+
+    left, right = await pair(context, answer, at_right.put)
+    for i in range(100):
+        right.send_nowait([LEFT, str(i).encode()])
+    answers = await at_right.holds(101)
+    assert answers[1:] == [[str(i).encode()] for i in range(100)]
+    assert num_asked == 100
+    left.close()
+    right.close()
+
+
+async def test_an_error_in_on_message_leaves_the_rest_of_the_inbox(
+    context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_right = Inbox()
+
+    def sometimes(frames: list[Frame]) -> None:
+        at_right.put(frames)
+        if len(at_right.messages) % 3 == 0:
+            raise RuntimeError("a bug in on_message")
+
+    left, right = await pair(context, ignore, sometimes)
+    with caplog.at_level(logging.CRITICAL, "asyncio"):
+        for i in range(100):
+            left.send_nowait([RIGHT, str(i).encode()])
+        received = await at_right.holds(101)
+    assert received[1:] == [[str(i).encode()] for i in range(100)]
+    left.close()
+    right.close()
+
+
+async def test_a_full_inbox_leaves_the_loop_its_turns(context: Context) -> None:
+    in_turn: list[int] = []
+
+    def count(frames: list[Frame]) -> None:
+        in_turn[-1] += 1
+
+    left, right = await pair(context, ignore, count)
+    for _ in range(900):
+        left.send_nowait([RIGHT, b"x"])
+    assert select.select([right._fd], [], [], 20)[0]
+    in_turn.append(0)
+    async with asyncio.timeout(20):
+        while sum(in_turn) < 901:
+            await asyncio.sleep(0)
+            in_turn.append(0)
+    assert max(in_turn) <= 2 * RECEIVES_PER_TURN  # a signal may come beside the look that is due
     left.close()
     right.close()
 
@@ -129,14 +233,14 @@ async def test_a_router_says_that_its_peer_is_gone(context: Context) -> None:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.bind("tcp://127.0.0.1:0")
-    socket = AsyncSocket(router)
+    socket = AsyncSocket(router, ignore)
     with pytest.raises(PeerLost, match="the peer has disconnected"):
         await socket.send_multipart([b"nobody", b"hello"])
     socket.close()
 
 
 async def test_closing_ends_a_waiting_sender(context: Context) -> None:
-    alone = AsyncSocket(context.socket(zmq.DEALER))  # no peer, so no room
+    alone = AsyncSocket(context.socket(zmq.DEALER), ignore)  # no peer, so no room
     sending = asyncio.create_task(alone.send_multipart([b"hello"]))
     await asyncio.sleep(0)
     assert not sending.done()
@@ -146,11 +250,24 @@ async def test_closing_ends_a_waiting_sender(context: Context) -> None:
         await sending
 
 
+async def test_a_socket_may_be_closed_by_the_message_it_gives(context: Context) -> None:
+    received = 0
+
+    def close(frames: list[Frame]) -> None:
+        nonlocal received
+        received += 1
+        right.close()
+
+    left, right = await pair(context, ignore, close)
+    await until(lambda: received == 1)
+    left.close()
+
+
 async def test_parts_over_the_limit_are_read_and_thrown_away(context: Context) -> None:
-    left, few = tcp_pair(context, max_parts=2)
-    await left.send_multipart([b"part"] * 50)
-    await left.send_multipart([b"next"])
-    assert [bytes(part) for part in await few.recv_multipart()] == [b"part"] * 3
-    assert [bytes(part) for part in await few.recv_multipart()] == [b"next"]
-    few.close()
+    few = Inbox()
+    left, right = await pair(context, ignore, few.put, max_parts=2)
+    await left.send_multipart([RIGHT, *[b"part"] * 50])
+    await left.send_multipart([RIGHT, b"next"])
+    assert await few.holds(3) == [[b"connected"], [b"part"] * 2, [b"next"]]
+    right.close()
     left.close()

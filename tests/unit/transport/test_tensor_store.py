@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.errors import MetadataError, ShardGone, StoreFull
-from areal_sc.transport.tensor_store import HeapBackend, TensorStore
+from areal_sc.transport.shard_layout import ShardLayout
+from areal_sc.transport.tensor_store import AdoptedShard, HeapBackend, TensorStore
 
 
 def store_of(max_bytes: int = 1 << 20) -> TensorStore:
@@ -123,17 +124,25 @@ def test_bytes_being_sent_outlive_their_shard() -> None:
     assert int32s([view]) == [0, 1, 2, 3]
 
 
-class FailingBackend(HeapBackend):
-    """Memory that runs out once it was promised."""
+class FailingBlock:
+    """Memory that is lost when it is sealed."""
 
-    def __init__(self) -> None:
-        self.freed = 0
+    def __init__(self, backend: FailingBackend, num_bytes: int) -> None:
+        self.memory = memoryview(bytearray(num_bytes))
+        self._backend = backend
 
-    def seal(self, buffer: memoryview) -> memoryview:
+    def seal(self, sequence: int, layout: ShardLayout) -> None:
         raise OSError("no space")
 
-    def free(self, buffer: memoryview) -> None:
-        self.freed += 1
+    def free(self) -> None:
+        self._backend.num_freed += 1
+
+
+class FailingBackend(HeapBackend):
+    num_freed = 0
+
+    def allocate(self, num_bytes: int) -> FailingBlock:
+        return FailingBlock(self, num_bytes)
 
 
 def test_a_put_that_fails_leaves_nothing_behind() -> None:
@@ -141,7 +150,85 @@ def test_a_put_that_fails_leaves_nothing_behind() -> None:
     store = TensorStore("rollout/0", "life1", max_bytes=1000, backend=backend)
     with pytest.raises(OSError, match="no space"):
         store.put({"x": torch.zeros(9)}, [9])
-    assert (store.num_bytes, store.num_shards, store.last_sequence, backend.freed) == (0, 0, 0, 1)
+    assert (store.num_bytes, store.num_shards, store.last_sequence) == (0, 0, 0)
+    assert (store.num_sealed, backend.num_freed) == (0, 1)
+
+
+class RetiringBackend(HeapBackend):
+    """Memory that comes back one `reclaim` after it was freed."""
+
+    def __init__(self) -> None:
+        self.retired_bytes = 0
+
+    def allocate(self, num_bytes: int) -> RetiringBlock:
+        return RetiringBlock(self, num_bytes)
+
+    def reclaim(self) -> None:
+        self.retired_bytes = 0
+
+
+class RetiringBlock:
+    def __init__(self, backend: RetiringBackend, num_bytes: int) -> None:
+        self.memory = memoryview(bytearray(num_bytes))
+        self._backend = backend
+
+    def seal(self, sequence: int, layout: ShardLayout) -> None:
+        pass
+
+    def free(self) -> None:
+        self._backend.retired_bytes += len(self.memory)
+
+
+def test_memory_that_is_still_read_counts_until_it_is_back() -> None:
+    store = TensorStore("rollout/0", "life1", max_bytes=1000, backend=RetiringBackend())
+    store.put({"x": torch.zeros(800, dtype=torch.uint8)}, [800])
+    assert store.sweep([], 1) == 1
+    assert (store.num_shards, store.num_bytes, store.mapped_retired_bytes) == (0, 832, 832)
+    # a put that needs the room looks whether it is back
+    store.put({"x": torch.zeros(800, dtype=torch.uint8)}, [800])
+    assert (store.num_shards, store.num_bytes, store.mapped_retired_bytes) == (1, 832, 0)
+
+
+def test_counters_tell_what_was_sealed_and_swept() -> None:
+    store = store_of()
+    shards = [store.put({"x": torch.zeros(n, dtype=torch.uint8)}, [n]) for n in (10, 100, 200)]
+    store.remove(shards[0])
+    assert store.sweep([3], acknowledged=3) == 1
+    assert (store.num_sealed, store.num_swept, store.swept_bytes) == (3, 1, 128)
+    store.close()
+    assert (store.num_shards, store.num_bytes) == (0, 0)
+
+
+class PredecessorBackend(HeapBackend):
+    """Has found shards 3 and 5 of an earlier life."""
+
+    def adopt(self) -> list[AdoptedShard]:
+        found = []
+        for sequence in (3, 5):
+            values = torch.tensor([sequence, 0], dtype=torch.int32)
+            layout = ShardLayout.of({"x": values}, [1, 1])
+            block = self.allocate(layout.num_bytes)
+            block.memory[:8] = values.view(torch.uint8).numpy().data
+            found.append(AdoptedShard("life0", sequence, layout, block))
+        return found
+
+
+def test_adopted_shards_keep_their_ids_until_they_are_live_no_more() -> None:
+    store = TensorStore("rollout/0", "life1", max_bytes=1000, backend=PredecessorBackend())
+    own = store.put({"x": torch.zeros(1, dtype=torch.int32)}, [1])
+    assert store.adopt() == 2
+    assert (store.num_shards, store.num_bytes, store.last_sequence) == (3, 192, 1)
+    assert int32s(store.read("life0.5", "x")) == [5, 0]
+    # sequence numbers are those of the own shards, whatever happened to be adopted
+    assert store.sweep([], acknowledged=0, dead=[3, 5]) == 0
+    assert store.sweep([1], acknowledged=9) == 0
+    assert store.sweep([1], acknowledged=9, adopted_live=["life0.5", own]) == 1
+    assert int32s(store.read("life0.5", "x", [0])) == [5]
+    with pytest.raises(ShardGone, match=r"life0\.3 on rollout/0 is gone.*restarted"):
+        store.read("life0.3", "x")
+    store.remove("life0.5")
+    store.remove("life0.5")
+    assert (store.num_shards, store.num_bytes, store.num_swept) == (1, 64, 1)
 
 
 @given(

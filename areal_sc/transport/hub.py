@@ -1,0 +1,215 @@
+"""One ROUTER socket that connects to any number of servers, and tells the life of each.
+
+consumes     messages of all peers, and the life events of all connections (one monitor)
+waits for    nothing by itself; a sender waits for room in its peer's queue
+unblocked by the peers, and by ZMQ's I/O thread, which connects and reconnects in the background
+
+A socket per peer would cost a controller of thousands of workers as many file descriptors, reader
+callbacks and monitors. Here a peer is a routing id of our own choice (`CONNECT_ROUTING_ID`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from areal_sc.errors import TransportError
+from areal_sc.transport.endpoint import Authenticator, Context, configure_socket, monitor_of
+from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
+
+logger = logging.getLogger(__name__)
+
+REFUSALS_UNTIL_LOST: Final = 3
+"""Failed attempts (0.1 s and 0.2 s apart) before a peer that was never reached counts as gone. An
+address is only known once its server listens, so a refusal is not a matter of waiting longer."""
+
+_LIFE_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+
+
+class Peer(Protocol):
+    """What wants to know of one server; called on the event loop, and must not raise.
+
+    Its first messages may come before `on_connected`, none after `on_lost` until it is connected
+    again.
+    """
+
+    def on_message(self, frames: list[Frame]) -> None: ...
+
+    def on_connected(self) -> None: ...
+
+    def on_lost(self, reason: str) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """The way to one server.
+
+    Attributes:
+        address: of the server, as the user of the hub named it.
+        endpoint: the address in a spelling that no other link of the hub uses.
+        is_lost: why it is not reachable now; None while it is, or may still become so.
+    """
+
+    address: str
+    endpoint: str
+    peer: Peer
+    hub: PeerHub = field(repr=False)
+    routing_id: bytes = b""
+    is_lost: str | None = None
+    is_up: bool = False
+    was_up: bool = False
+    num_refusals: int = 0
+
+    def send_nowait(self, frames: Sequence[Buffer]) -> bool:
+        """Queues a message if there is room; tells whether it did.
+
+        Raises: PeerLost: the connection was closed here.
+        """
+        return self.hub.socket.send_nowait([self.routing_id, *frames])
+
+    async def send(self, frames: Sequence[Buffer]) -> None:
+        """Queues a message, waiting for room; raises as `send_nowait`."""
+        await self.hub.socket.send_multipart([self.routing_id, *frames])
+
+    def close(self) -> None:
+        """Ends the connection; the peer hears nothing more."""
+        self.hub.forget(self)
+
+
+class PeerHub:
+    """Connections to servers; must be made on a running event loop.
+
+    Args:
+        max_frame_bytes: of any frame that a peer sends; a larger one ends its connection.
+        max_frames: frames of one message; of a longer one, one more is handed over.
+        authenticator: prepares the socket, for servers that admit only members of the run.
+        context: shared ZMQ context; the hub's own one when None.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_frame_bytes: int,
+        max_frames: int,
+        authenticator: Authenticator | None = None,
+        context: Context | None = None,
+    ) -> None:
+        self._own_context: Context | None = None
+        if context is None:
+            context = self._own_context = zmq.Context()
+        raw = context.socket(zmq.ROUTER)
+        configure_socket(raw, max_frame_bytes)
+        raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        raw.setsockopt(zmq.RECONNECT_IVL, 100)
+        raw.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        if authenticator is not None:
+            authenticator.configure_client(raw)
+        self._monitor = AsyncSocket(monitor_of(context, raw, _LIFE_EVENTS), self._on_life_event)
+        self.socket = AsyncSocket(raw, self._on_message, max_parts=max_frames + 1)
+        self._routing_ids = itertools.count(1)
+        self._links: dict[bytes, Link] = {}
+        self._by_endpoint: dict[str, Link] = {}
+        self._is_closed = False
+
+    def connect(self, address: str, peer: Peer) -> Link:
+        """A link that is connected in the background; messages sent meanwhile wait in its queue.
+
+        Raises: TransportError: the address is not like tcp://10.0.0.1:5555, or the hub is closed.
+        """
+        host, port = _parsed(address)
+        if self._is_closed:
+            raise TransportError(f"cannot connect to {address}: this side is closed")
+        # Life events name no connection, only the endpoint as it was spelled: leading zeros of
+        # the port tell several links to one server apart.
+        spellings = (f"tcp://{host}:{port:0{width}d}" for width in itertools.count(1))
+        endpoint = next(text for text in spellings if text not in self._by_endpoint)
+        link = self._by_endpoint[endpoint] = Link(address, endpoint, peer, self)
+        self._open(link)
+        return link
+
+    def forget(self, link: Link) -> None:
+        """Ends one connection; see `Link.close`."""
+        if self._by_endpoint.get(link.endpoint) is not link:
+            return
+        del self._by_endpoint[link.endpoint]
+        del self._links[link.routing_id]
+        link.is_lost = "the connection was closed here"
+        self.socket.raw.disconnect(link.endpoint)
+
+    async def close(self) -> None:
+        """Ends all connections; peers are not told."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._links.clear()
+        self._by_endpoint.clear()
+        # Before its reader closes: ZMQ sends a last event, and would wait for room forever.
+        self.socket.raw.disable_monitor()
+        self._monitor.close()
+        self.socket.close()
+        if self._own_context is not None:
+            self._own_context.term()
+
+    def _open(self, link: Link) -> None:
+        self._links.pop(link.routing_id, None)
+        # A fresh id each time: the pipe of the connection before may still hold the old one.
+        link.routing_id = next(self._routing_ids).to_bytes(8, "big")
+        self._links[link.routing_id] = link
+        self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, link.routing_id)
+        self.socket.raw.connect(link.endpoint)
+
+    def _on_message(self, frames: list[Frame]) -> None:
+        link = self._links.get(bytes(frames[0]))
+        if link is not None:  # else: it came from a connection that was given up
+            link.peer.on_message(frames[1:])
+
+    def _on_life_event(self, frames: list[Frame]) -> None:
+        happened = parse_monitor_message([bytes(frame) for frame in frames])
+        link = self._by_endpoint.get(happened["endpoint"].decode())
+        if link is None:
+            return
+        match happened["event"]:
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                link.is_up = link.was_up = True
+                link.is_lost = None
+                link.peer.on_connected()
+            case zmq.EVENT_DISCONNECTED if link.is_up:
+                self._lose(link, "the connection ended")
+            case zmq.EVENT_DISCONNECTED:
+                self._lose(link, "the handshake failed: it ended, or has the keys of another run")
+            case zmq.EVENT_CLOSED if not link.was_up:
+                link.num_refusals += 1
+                if link.num_refusals == REFUSALS_UNTIL_LOST:
+                    self._lose(link, f"it refused the connection {REFUSALS_UNTIL_LOST} times")
+
+    def _lose(self, link: Link, reason: str) -> None:
+        # Replies that arrived before the end are still in the inbox.
+        self.socket.receive_ready()
+        if link.routing_id not in self._links:
+            return  # one of them closed the link
+        link.is_up, link.is_lost = False, reason
+        # A new connection instead of ZMQ's own reconnection, which would deliver the requests that
+        # are still queued; their calls fail now. (IMMEDIATE would drop them too, but ZMQ 4.3 then
+        # also loses the last of many replies that arrived before the end.)
+        self.socket.raw.disconnect(link.endpoint)
+        self._open(link)
+        link.peer.on_lost(reason)
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    """(host, port). Life events name addresses as ZMQ resolved them, so names are refused."""
+    try:
+        scheme, slashes, rest = address.partition("://")
+        host, _, port = rest.rpartition(":")
+        if scheme == "tcp" and slashes and port.isdecimal() and 0 < int(port) < 65536:
+            return str(ipaddress.IPv4Address(host)), int(port)
+    except ValueError:
+        pass
+    raise TransportError(f"expected an address like tcp://10.0.0.1:5555, got {address[:200]!r}")

@@ -1,0 +1,142 @@
+"""The data plane of one worker: its store, the socket that serves it, and pulls from others.
+
+with an arena      shards lie in shared memory; workers on this node map them
+without            shards lie in the process's own memory; everybody pulls over the socket
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Final
+
+from areal_sc.config.schema import TransportConfig
+from areal_sc.transport.arena import ArenaBackend
+from areal_sc.transport.arena_folder import ArenaFolder
+from areal_sc.transport.arena_map import ArenaMap
+from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.bulk_server import BulkServer
+from areal_sc.transport.interface import Interface
+from areal_sc.transport.pull import Puller
+from areal_sc.transport.rpc import Handler, Transport
+from areal_sc.transport.tensor_store import TensorStore
+
+ROOM_SHARE: Final = 0.8
+"""Of the free shared memory; published weights and other programs live there, too."""
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+
+
+class DataPlane:
+    """`start`, on the worker's event loop, comes before the first pull.
+
+    Args:
+        node_id, incarnation: of the worker.
+        config: the `transport` section.
+        store_bytes: limit of the store.
+        transport: control connections to other workers.
+        interface: where the bulk socket listens.
+        arenas: this run's folder in shared memory; None: every shard travels.
+
+    Attributes:
+        store: the worker's own shards.
+        puller: gets the rows and weights that lie elsewhere.
+        room_bytes: what all stores of the node may take together, beside `store_bytes`; 0: there
+            is no such limit.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        incarnation: str,
+        config: TransportConfig,
+        *,
+        store_bytes: int,
+        transport: Transport,
+        interface: Interface | None = None,
+        arenas: ArenaFolder | None = None,
+    ) -> None:
+        backend = None if arenas is None else ArenaBackend(arenas, node_id, incarnation)
+        self.room_bytes = 0 if arenas is None else _room_bytes(arenas)
+        self.store = TensorStore(node_id, incarnation, max_bytes=store_bytes, backend=backend)
+        self._server = BulkServer(
+            self.store,
+            interface=interface or Interface.of(config.bind),
+            is_encrypted=config.encrypt,
+            reply_timeout_s=config.stalled_peer_timeout_s,
+        )
+        self._bulk = BulkClient(
+            transport,
+            puller=f"{node_id} ({incarnation})",
+            chunk_bytes=config.chunk_bytes,
+            max_inflight_chunks=config.max_inflight_chunks,
+            is_encrypted=config.encrypt,
+        )
+        self._arena_map = None if arenas is None else ArenaMap(arenas)
+        self.puller = Puller(
+            self._bulk,
+            local_store=self.store,
+            arenas=self._arena_map,
+            timeout_s=config.pull_timeout_s,
+        )
+
+    async def start(self) -> dict[str, Handler]:
+        """Binds the bulk socket; returns the RPC methods by which peers get to it.
+
+        Raises: TransportError: the interface cannot be bound.
+        """
+        self.store.adopt()
+        await self._server.start()
+        return self._server.handlers()
+
+    def stats(self) -> dict[str, float]:
+        """What is held now, and counters since the start.
+
+        `store_bytes` and `store_shards` are held; `swept_...` were forgotten; `pulled_bytes` came
+        from elsewhere, `mapped_bytes` from other workers' memory on this node, `local_bytes` from
+        the own store; `served_bytes` went out in answer to `bulk_requests`; `bulk_refused` counts
+        frames that no member of the run sent.
+        """
+        return {
+            "store_bytes": self.store.num_bytes,
+            "store_shards": self.store.num_shards,
+            "swept_shards": self.store.num_swept,
+            "swept_bytes": self.store.swept_bytes,
+            "pulled_bytes": self.puller.pulled_bytes,
+            "mapped_bytes": self.puller.mapped_bytes,
+            "local_bytes": self.puller.local_bytes,
+            "served_bytes": self._server.sent_bytes,
+            "bulk_requests": self._server.num_reads,
+            "bulk_refused": self._server.num_refused + self._bulk.num_refused,
+        }
+
+    async def close(self) -> None:
+        """Ends pulls and serving; the worker's shards go with it."""
+        await self.puller.close()
+        await self._server.close()
+        if self._arena_map is not None:
+            self._arena_map.close()
+        self.store.close()
+
+
+def _room_bytes(arenas: ArenaFolder) -> int:
+    """What the shared memory of this node can still hold, some of it left to others."""
+    space = os.statvfs(arenas.path)
+    return int(ROOM_SHARE * space.f_bavail * space.f_frsize)
+
+
+def keep_message_memory() -> None:
+    """Makes malloc keep what received messages lay in, instead of giving it back to the system.
+
+    ZMQ allocates each incoming chunk anew. By default glibc maps and unmaps it, so every chunk
+    costs a page fault every 4 KiB: a third of the receiver's time. Both thresholds have to be set;
+    with the second alone the first freezes at 128 KiB. Other C libraries are left alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 256 << 20)

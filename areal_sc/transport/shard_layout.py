@@ -1,0 +1,230 @@
+"""What lies where in a shard, and the ticket by which other processes find it.
+
+A shard is one block of bytes: its fields one after the other, each a packed 1-D tensor that starts
+on a cache line. A ticket says in which segment of an arena the block lies, and its layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any, Final
+
+import msgpack
+import torch
+
+from areal_sc.errors import MetadataError, ProtocolError
+from areal_sc.metadata import TensorMetadata
+from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
+
+TICKET_VERSION: Final = 1
+_FIELD_ALIGNMENT: Final = 64
+"""A cache line: any dtype may be viewed in place, and no two fields share a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedField:
+    """One field of a sealed shard.
+
+    Attributes:
+        dtype: name of the values' dtype.
+        row_lengths: values in each row.
+        row_bounds: first byte of each row within `values`, and the end; ascending.
+        values: read-only bytes of the packed rows.
+    """
+
+    dtype: str
+    row_lengths: tuple[int, ...]
+    row_bounds: tuple[int, ...]
+    values: memoryview
+
+    @property
+    def numel(self) -> int:
+        return sum(self.row_lengths)
+
+    @property
+    def metadata(self) -> TensorMetadata:
+        return TensorMetadata((self.numel,), self.dtype)
+
+    def slices(self, rows: Iterable[int] | None = None) -> list[memoryview]:
+        """The bytes of the rows, in the given order; consecutive rows come as one slice.
+
+        Raises: MetadataError: a row is out of range.
+        """
+        if rows is None:
+            return [self.values] if len(self.values) else []
+        found = []
+        for _, run in groupby(enumerate(rows), lambda item: item[1] - item[0]):
+            run_rows = [row for _, row in run]
+            first, last = run_rows[0], run_rows[-1]
+            if first < 0 or last >= len(self.row_lengths):
+                raise MetadataError(
+                    f"the shard has rows 0..{len(self.row_lengths) - 1}, not {first}..{last}"
+                )
+            part = self.values[self.row_bounds[first] : self.row_bounds[last + 1]]
+            if len(part):
+                found.append(part)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLayout:
+    """Where one field lies.
+
+    Attributes:
+        dtype: name of the values' dtype.
+        row_lengths: values in each row.
+        row_bounds: first byte of each row within the field, and the end; ascending.
+        start: the field's first byte within the shard.
+    """
+
+    dtype: str
+    row_lengths: tuple[int, ...]
+    row_bounds: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Byte after the field's last, within the shard."""
+        return self.start + self.row_bounds[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """Where all fields lie.
+
+    Attributes:
+        num_bytes: of the shard, the gaps before cache lines included.
+        fields: by name, in the order in which they lie.
+    """
+
+    num_bytes: int
+    fields: Mapping[str, FieldLayout]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        row_lengths: Mapping[str, Sequence[int]] | Sequence[int],
+    ) -> ShardLayout:
+        """The layout of a shard that will hold these tensors.
+
+        Args:
+            tensors: name -> [T], T = sum of the field's row lengths.
+            row_lengths: of each field, or common to all.
+        Raises: MetadataError: a tensor is not 1-D, or its size is not that of its rows.
+        """
+        common = None if isinstance(row_lengths, Mapping) else tuple(row_lengths)
+        fields = {}
+        position = 0
+        for name, values in tensors.items():
+            if isinstance(row_lengths, Mapping):
+                lengths = tuple(row_lengths.get(name, ()))
+            else:
+                assert common is not None
+                lengths = common
+            dtype = dtype_name(values.dtype)
+            if values.dim() != 1 or min(lengths, default=0) < 0 or values.numel() != sum(lengths):
+                raise MetadataError(
+                    f"field {name!r}: {len(lengths)} rows with {sum(lengths)} values need a "
+                    f"tensor of shape ({sum(lengths)},), got {tuple(values.shape)}"
+                )
+            field = FieldLayout(dtype, lengths, _row_bounds(dtype, lengths), position)
+            fields[name] = field
+            position = _aligned(field.stop)
+        return cls(position, fields)
+
+    def over(self, block: memoryview) -> dict[str, SealedField]:
+        """The fields in a block that holds a shard of this layout."""
+        return {
+            name: SealedField(
+                field.dtype, field.row_lengths, field.row_bounds, block[field.start : field.stop]
+            )
+            for name, field in self.fields.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Says where a sealed shard lies in its arena.
+
+    Attributes:
+        segment: number of the segment file.
+        start: the block's first byte within it.
+        span: bytes of the block; the shard fills its beginning.
+    """
+
+    segment: int
+    start: int
+    span: int
+    layout: ShardLayout
+
+    def to_bytes(self) -> bytes:
+        """Row lengths that fields have in common are written once."""
+        rows: dict[tuple[int, ...], int] = {}
+        fields = [
+            [name, field.dtype, field.start, rows.setdefault(field.row_lengths, len(rows))]
+            for name, field in self.layout.fields.items()
+        ]
+        place = [self.segment, self.start, self.span]
+        content = [TICKET_VERSION, *place, self.layout.num_bytes, list(rows), fields]
+        packed: bytes = msgpack.packb(content)
+        return packed
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Ticket:
+        """Inverse of `to_bytes`; whatever it returns, all fields lie within the block.
+
+        Raises: ProtocolError: the bytes are not a ticket of this version.
+        """
+        try:
+            unpacked = msgpack.unpackb(content)
+        except (ValueError, msgpack.exceptions.UnpackException) as error:
+            raise ProtocolError(f"a ticket of {len(content)} bytes is not msgpack") from error
+        match unpacked:
+            case [version, *_] if version != TICKET_VERSION:
+                raise ProtocolError(
+                    f"expected a ticket of version {TICKET_VERSION}, got {version!r}"
+                )
+            case [_, int(segment), int(start), int(span), int(num_bytes), [*rows], [*fields]] if (
+                min(segment, start, num_bytes) >= 0 and num_bytes <= span
+            ):
+                lengths = [_row_lengths(row) for row in rows]
+                found = dict(_field_layout(entry, lengths, num_bytes) for entry in fields)
+                return cls(segment, start, span, ShardLayout(num_bytes, found))
+        raise ProtocolError(f"a ticket of {len(content)} bytes is malformed")
+
+
+def _field_layout(
+    entry: Any, lengths: Sequence[tuple[int, ...]], num_bytes: int
+) -> tuple[str, FieldLayout]:
+    match entry:
+        case [str(name), str(dtype), int(start), int(row)] if 0 <= row < len(lengths):
+            try:
+                bounds = _row_bounds(dtype, lengths[row])
+            except MetadataError as error:
+                raise ProtocolError(f"field {name!r} of a ticket: {error}") from error
+            field = FieldLayout(dtype, lengths[row], bounds, start)
+            if start >= 0 and start % _FIELD_ALIGNMENT == 0 and field.stop <= num_bytes:
+                return name, field
+    raise ProtocolError(f"a field of a ticket lies outside its shard of {num_bytes} bytes")
+
+
+def _row_lengths(row: Any) -> tuple[int, ...]:
+    if not isinstance(row, list) or not all(map(_is_count, row)):
+        raise ProtocolError("the row lengths of a ticket are not counts")
+    return tuple(row)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _row_bounds(dtype: str, lengths: Sequence[int]) -> tuple[int, ...]:
+    itemsize = dtype_named(dtype).itemsize
+    return tuple(accumulate((length * itemsize for length in lengths), initial=0))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT

@@ -1,0 +1,134 @@
+"""AReaL's RTensor: its `/data` blueprint in one process, `RTensor.localize` in another.
+
+Run as `python areal_peer.py server|client`, under the peers' environment. The server is started as
+AReaL's own `run_server` does it (Werkzeug, one thread a connection). Its package imports the whole
+trainer; here the parent packages are empty, and the modules used are the installed ones unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from planes_payloads import PAYLOADS
+from planes_role import Handlers, serve
+
+
+def skip_package_imports() -> None:
+    """Makes the parent packages of AReaL's transport importable without running them."""
+    spec = importlib.util.find_spec("areal")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    root = Path(next(iter(spec.submodule_search_locations)))
+    for name in ("areal", "areal.infra", "areal.infra.rpc.guard"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = package
+
+
+def server_role() -> Handlers:
+    from areal.infra.rpc import rtensor
+    from areal.infra.rpc.guard.data_blueprint import data_bp
+    from flask import Flask
+    from werkzeug.serving import make_server
+
+    app = Flask("areal")
+    app.register_blueprint(data_bp)
+    sent = {"bytes": 0}
+    inner = app.wsgi_app
+
+    def count_bytes(environ: Any, start_response: Any) -> Iterable[bytes]:
+        for part in inner(environ, start_response):
+            sent["bytes"] += len(part)
+            yield part
+
+    app.wsgi_app = count_bytes  # type: ignore[method-assign]
+    server = make_server("127.0.0.1", 0, app, threaded=True)
+    address = f"127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def prepare(payload: str) -> dict[str, Any]:
+        """Stores the payload: a tensor a field and shard, or a row where single rows are asked."""
+        made = PAYLOADS[payload]()
+        tensors = [torch.from_numpy(values) for shard in made.shards for values in shard.values()]
+        if payload == "rows":
+            tensors = list(tensors[0].split(made.lengths[0]))
+        stored = rtensor.RTensor.remotize(tensors, node_addr=address)
+        return {
+            "shards": [
+                [r.shard.shard_id, list(r.data.shape), str(r.data.dtype).removeprefix("torch.")]
+                for r in stored
+            ],
+            "address": address,
+        }
+
+    return {"prepare": prepare, "bytes_sent": lambda: sent["bytes"]}
+
+
+def client_role() -> Handlers:
+    from areal.infra.rpc.rtensor import RTensor, TensorShardInfo, clear_fetch_buffer
+
+    known: dict[str, dict[str, Any]] = {}
+
+    def handles(payload: str) -> list[RTensor]:
+        address = known[payload]["address"]
+        return [
+            RTensor(
+                TensorShardInfo(shard_id, address),
+                torch.empty(shape, dtype=getattr(torch, dtype), device="meta"),
+            )
+            for shard_id, shape, dtype in known[payload]["shards"]
+        ]
+
+    def fetch(wanted: list[RTensor]) -> list[torch.Tensor]:
+        tensors = RTensor.localize(wanted)
+        clear_fetch_buffer()
+        return tensors
+
+    def prepare(payload: str, stored: dict[str, Any]) -> None:
+        known[payload] = stored
+        fetched = fetch(handles(payload))
+        made = [values for shard in PAYLOADS[payload]().shards for values in shard.values()]
+        if payload == "rows":
+            fetched = [torch.cat(fetched)]
+        for got, expected in zip(fetched, made, strict=True):
+            assert torch.equal(got, torch.from_numpy(expected)), "arrived changed"
+
+    def get(payload: str) -> float:
+        return _timed(lambda: fetch(handles(payload)))
+
+    def one_row(count: int) -> float:
+        rows = handles("rows")[:count]
+
+        def work() -> None:
+            for row in rows:
+                fetch([row])
+
+        return _timed(work)
+
+    return {
+        "prepare": prepare,
+        "get": get,
+        "one_row": one_row,
+        "version": lambda: importlib.metadata.version("areal"),
+    }
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    skip_package_imports()
+    serve({"server": server_role, "client": client_role}[sys.argv[1]]())

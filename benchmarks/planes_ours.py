@@ -1,0 +1,208 @@
+"""areal_sc's planes as the benchmark uses them; no other file of it names their classes.
+
+Like a controller it does not import torch; only `worker`, which a controller never calls, does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_sc.config.schema import SchedulerConfig, TransportConfig
+from areal_sc.controller.heartbeats import Heartbeats
+from areal_sc.ids import random_id
+from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata
+from areal_sc.schedulers.base import RunningWorker
+from areal_sc.transport.arena_folder import ArenaFolder, choose_root
+from areal_sc.transport.beat_board import Beat
+from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.rpc import Connection, RpcServer, ZmqTransport
+from areal_sc.workers.spec import WorkerReport, WorkerSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal_sc.transport.plane import DataPlane
+
+CALL_TIMEOUT_S = 60.0
+STORE_BYTES = 4 << 30
+
+
+@contextmanager
+def run() -> Iterator[Path]:
+    """The folder of a run, which all roles are given; nothing of it is left afterwards."""
+    with tempfile.TemporaryDirectory(prefix="areal-sc-planes-") as name:
+        folder = Path(name)
+        RunKeys.create().write(folder / "keys.json")
+        arenas = _arenas(folder)
+        try:
+            yield folder
+        finally:
+            arenas.remove()
+
+
+def authenticator(folder: Path) -> CurveAuthenticator:
+    return CurveAuthenticator(RunKeys.read(folder / "keys.json"), "benchmark")
+
+
+def _arenas(folder: Path) -> ArenaFolder:
+    root = choose_root("auto", 2 * STORE_BYTES, folder / "arenas")
+    return ArenaFolder(root, folder.name)
+
+
+class Worker:
+    """A worker's control socket and data plane.
+
+    Attributes:
+        plane: its store and puller.
+        address: of the control socket.
+    """
+
+    def __init__(self, node_id: str, plane: DataPlane, address: str) -> None:
+        self.node_id = node_id
+        self.plane = plane
+        self.address = address
+
+    def seal(
+        self, shards: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[Sequence[int]]
+    ) -> BatchMetadata:
+        """Puts the shards, each of packed rows, and describes them as one batch."""
+        pieces: list[ShardMetadata] = []
+        rows: list[RowMetadata] = []
+        for fields, row_lengths in zip(shards, lengths, strict=True):
+            pieces.append(
+                ShardMetadata(
+                    node_id=self.node_id,
+                    node_addr=self.address,
+                    shard_id=self.plane.store.put(fields, row_lengths),
+                    batch_size=len(row_lengths),
+                    offset=len(rows),
+                    fields={
+                        name: TensorMetadata(
+                            tuple(values.shape), str(values.dtype).removeprefix("torch.")
+                        )
+                        for name, values in fields.items()
+                    },
+                    shard_rows=tuple(range(len(row_lengths))),
+                )
+            )
+            rows += [RowMetadata(0, 0, length, 0.0, 0, ((0, length),)) for length in row_lengths]
+        return BatchMetadata(random_id(), 0, len(rows), tuple(pieces), tuple(rows))
+
+
+@asynccontextmanager
+async def worker(
+    node_id: str, folder: Path, *, encrypt: bool, shares_memory: bool, pools: bool = True
+) -> AsyncIterator[Worker]:
+    """A worker as a run starts it.
+
+    Args:
+        shares_memory: with the workers on this node; else every pull goes over TCP.
+        pools: destinations are used again.
+    """
+    from areal_sc.transport import pull
+    from areal_sc.transport.plane import DataPlane, keep_message_memory
+
+    keep_message_memory()
+    if not pools:
+        pull.IDLE_BUFFER_BYTES = 0  # type: ignore[misc]
+    incarnation = random_id()
+    async with AsyncExitStack() as stack:
+        transport = ZmqTransport(authenticator=authenticator(folder))
+        stack.push_async_callback(transport.close)
+        arenas = None
+        if shares_memory:
+            arenas = _arenas(folder)
+            stack.callback(arenas.close)
+        plane = DataPlane(
+            node_id,
+            incarnation,
+            TransportConfig(encrypt=encrypt),
+            store_bytes=STORE_BYTES,
+            transport=transport,
+            arenas=arenas,
+        )
+        stack.push_async_callback(plane.close)
+        server = rpc_server(node_id, incarnation, folder, await plane.start())
+        address = await server.start()
+        stack.push_async_callback(server.close)
+        yield Worker(node_id, plane, address)
+
+
+def rpc_server(
+    node_id: str, incarnation: str, folder: Path, handlers: Mapping[str, Callable[..., Any]]
+) -> RpcServer:
+    """A worker's control socket; `noop` answers at once."""
+    return RpcServer(
+        {"noop": _noop, **handlers},
+        node_id=node_id,
+        incarnation=incarnation,
+        authenticator=authenticator(folder),
+    )
+
+
+async def _noop(args: dict[str, Any]) -> None:
+    pass
+
+
+def beat_server(names: Sequence[str], incarnation: str, folder: Path) -> RpcServer:
+    """The heartbeat socket of a node whose workers are well."""
+
+    async def beat(args: dict[str, Any]) -> list[list[Any]]:
+        return [Beat(name, incarnation, 1, 0.1, 0.2).to_wire() for name in names]
+
+    return RpcServer(
+        {"beat": beat},
+        node_id=names[0],
+        incarnation=incarnation,
+        authenticator=authenticator(folder),
+    )
+
+
+def heartbeats(
+    transport: ZmqTransport,
+    workers: Sequence[Mapping[str, str]],
+    on_lost: Callable[[str, str], None],
+) -> Heartbeats:
+    """A controller's watch over the workers; `run` it as a task, then `close` it.
+
+    Args:
+        workers: of each `name`, `incarnation`, `address`, `beat_address`, `node`.
+    """
+    watch = Heartbeats(transport, SchedulerConfig(), on_lost)
+    for worker in workers:
+        role, _, index = worker["name"].partition("/")
+        spec = WorkerSpec(
+            role=role,
+            index=int(index),
+            run_id="benchmark",
+            incarnation=worker["incarnation"],
+            engine="",
+            engine_config={},
+            run_dir="",
+            memory_root="",
+            transport={},
+            store_bytes=0,
+            heartbeat_interval_s=SchedulerConfig.heartbeat_interval_s,
+            orphan_timeout_s=SchedulerConfig.orphan_timeout_s,
+        )
+        watch.watch(RunningWorker(spec, WorkerReport(pid=1, **worker)))
+    return watch
+
+
+async def call_all(
+    transport: ZmqTransport, connections: Sequence[Connection], method: str
+) -> list[Any]:
+    """Replies of all to the same call; raises the first failure."""
+    args: dict[str, Any] = {}
+    outcomes = await transport.call_all(
+        [(connection, args) for connection in connections], method, timeout_s=CALL_TIMEOUT_S
+    )
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes

@@ -1,0 +1,206 @@
+"""The owner of shards and the puller that wants them, each a role of planes_role.py.
+
+Run as `python planes_workers.py ROLE FOLDER`. Roles: `owner` (arena and bulk socket) and
+`owner-encrypted`; pullers that reach one over TCP (`tcp`: pooled destinations, `tcp-fresh`,
+`tcp-encrypted`) or through shared memory (`map`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from planes_limits import MAX_SHARD_BYTES, pattern
+from planes_ours import BatchMetadata, Worker, worker
+from planes_payloads import PAYLOADS
+from planes_role import Handlers, serve_async
+from planes_statistics import percentiles
+
+PULLERS = {
+    "tcp": {"encrypt": False, "shares_memory": False},
+    "tcp-fresh": {"encrypt": False, "shares_memory": False, "pools": False},
+    "tcp-encrypted": {"encrypt": True, "shares_memory": False},
+    "map": {"encrypt": False, "shares_memory": True},
+}
+
+
+def shard_of(num_bytes: int) -> torch.Tensor:
+    """[num_bytes / 4] float32: the pattern that all roles know."""
+    return torch.from_numpy(pattern(num_bytes)).view(torch.float32)
+
+
+def owner_handlers(owner: Worker) -> Handlers:
+    store = owner.plane.store
+
+    def seal_shards(num_bytes: int, count: int) -> list[Any]:
+        """One batch for each of `count` shards with one row of `num_bytes`."""
+        values = shard_of(num_bytes)
+        return [
+            owner.seal([{"values": values}], [[values.numel()]]).to_wire() for _ in range(count)
+        ]
+
+    def seal_payload(payload: str) -> list[Any]:
+        """The payload as one batch."""
+        made = PAYLOADS[payload]()
+        shards = [{k: torch.from_numpy(v) for k, v in shard.items()} for shard in made.shards]
+        return owner.seal(shards, made.lengths).to_wire()
+
+    def drop(wires: list[list[Any]]) -> None:
+        for wire in wires:
+            for shard in BatchMetadata.from_wire(wire).shards:
+                store.remove(shard.shard_id)
+
+    def put(num_bytes: int, count: int) -> float:
+        """Seconds for `count` puts; each shard is removed before the next one."""
+        values, seconds = shard_of(num_bytes), 0.0
+        for _ in range(count):
+            start = time.perf_counter()
+            shard_id = store.put({"values": values}, [values.numel()])
+            seconds += time.perf_counter() - start
+            store.remove(shard_id)
+        return seconds
+
+    def put_payload(payload: str) -> float:
+        made = PAYLOADS[payload]()
+        shards = [{k: torch.from_numpy(v) for k, v in shard.items()} for shard in made.shards]
+        start = time.perf_counter()
+        ids = [store.put(s, lengths) for s, lengths in zip(shards, made.lengths, strict=True)]
+        seconds = time.perf_counter() - start
+        for shard_id in ids:
+            store.remove(shard_id)
+        return seconds
+
+    return {
+        "seal_shards": seal_shards,
+        "seal_payload": seal_payload,
+        "drop": drop,
+        "put": put,
+        "put_payload": put_payload,
+        "control_socket": lambda: [owner.address, owner.node_id, store.incarnation],
+    }
+
+
+class PullerHandlers:
+    """Pulls of batches that were made known by a name."""
+
+    def __init__(self, puller: Worker) -> None:
+        self._puller = puller.plane.puller
+        self._batches: dict[str, BatchMetadata] = {}
+        self._rows: dict[str, list[BatchMetadata]] = {}
+        self._destination = np.zeros(MAX_SHARD_BYTES, np.uint8)
+
+    def handlers(self) -> Handlers:
+        return {
+            "know": self.know,
+            "pull": self.pull,
+            "pull_copied": self.pull_copied,
+            "first_pulls": self.first_pulls,
+            "one_row": self.one_row,
+            "latencies": self.latencies,
+            "pipelined": self.pipelined,
+        }
+
+    async def know(self, name: str, wire: list[Any], payload: str | None = None) -> None:
+        """Pulls it once and compares every byte with what the owner was told to put."""
+        batch = self._batches[name] = BatchMetadata.from_wire(wire)
+        rows = await self._puller.pull(batch)
+        if payload is None:
+            expected = {"values": shard_of(rows.fields["values"].numel() * 4)}
+        else:
+            shards = PAYLOADS[payload]().shards
+            expected = {
+                field: torch.cat([torch.from_numpy(shard[field]) for shard in shards])
+                for field in shards[0]
+            }
+        for field, values in expected.items():
+            if not torch.equal(rows.fields[field].view(torch.uint8), values.view(torch.uint8)):
+                raise ValueError(f"{name}: {field} arrived changed")
+
+    async def pull(self, name: str, count: int = 1) -> float:
+        """Seconds for `count` pulls, one after the other."""
+        batch = self._batches[name]
+        start = time.perf_counter()
+        for _ in range(count):
+            await self._puller.pull(batch)
+        return time.perf_counter() - start
+
+    async def pull_copied(self, name: str, count: int = 1) -> float:
+        """The same; the one field is copied out to a warm place where it lies in shared memory."""
+        batch = self._batches[name]
+        start = time.perf_counter()
+        for _ in range(count):
+            self._copy_out((await self._puller.pull(batch)).fields["values"])
+        return time.perf_counter() - start
+
+    async def first_pulls(self, wires: list[list[Any]]) -> list[list[float]]:
+        """[seconds of the pull, of copying out] for each shard, never pulled before."""
+        measured = []
+        for wire in wires:
+            batch = BatchMetadata.from_wire(wire)
+            start = time.perf_counter()
+            values = (await self._puller.pull(batch)).fields["values"]
+            pulled = time.perf_counter()
+            self._copy_out(values)
+            measured.append([pulled - start, time.perf_counter() - pulled])
+        return measured
+
+    async def one_row(self, name: str, count: int) -> float:
+        """Seconds for `count` pulls of one row each, one after the other."""
+        rows = self._single_rows(name)
+        start = time.perf_counter()
+        for number in range(count):
+            await self._puller.pull(rows[number % len(rows)])
+        return time.perf_counter() - start
+
+    async def latencies(self, name: str, count: int) -> dict[str, float]:
+        """Of pulls of one row, one at a time."""
+        rows, seconds = self._single_rows(name), []
+        for number in range(count):
+            start = time.perf_counter()
+            await self._puller.pull(rows[number % len(rows)])
+            seconds.append(time.perf_counter() - start)
+        return percentiles(seconds)
+
+    async def pipelined(self, name: str, count: int, max_inflight: int) -> float:
+        """Seconds for `count` pulls of one row each, `max_inflight` at a time."""
+        rows = self._single_rows(name)
+        wanted = iter(range(count))
+
+        async def pull_next(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                await self._puller.pull(rows[number % len(rows)])
+
+        start = time.perf_counter()
+        await asyncio.gather(*(pull_next(wanted) for _ in range(max_inflight)))
+        return time.perf_counter() - start
+
+    def _single_rows(self, name: str) -> list[BatchMetadata]:
+        if name not in self._rows:
+            batch = self._batches[name]
+            self._rows[name] = [batch.take([row]) for row in range(batch.total_batch_size)]
+        return self._rows[name]
+
+    def _copy_out(self, values: torch.Tensor) -> None:
+        source = values.view(torch.uint8).numpy()
+        np.copyto(self._destination[: source.size], source)
+
+
+async def main(role: str, folder: Path) -> None:
+    if role.startswith("owner"):
+        is_encrypted = role == "owner-encrypted"
+        async with worker(f"{role}/0", folder, encrypt=is_encrypted, shares_memory=True) as owner:
+            await serve_async(owner_handlers(owner))
+    else:
+        async with worker(f"{role}/0", folder, **PULLERS[role]) as puller:
+            await serve_async(PullerHandlers(puller).handlers())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))

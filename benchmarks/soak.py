@@ -1,0 +1,119 @@
+"""Does anything grow? The main job for minutes on end, watched from outside.
+
+    python benchmarks/soak.py --minutes 10 --json soak.json
+
+Samples the resident memory of the script and of every process below it, and the tensor stores'
+bytes from `metrics.jsonl`. What is reported is growth: the mean of the last quarter of the run over
+that of the second quarter; the first one is warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import report
+from process_cpu import process_tree
+
+SAMPLE_EVERY_S = 2.0
+STEPS_A_MINUTE = 400
+"""More than the job makes: the time ends it, not the number of steps."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    arguments = parser.parse_args(argv)
+    minutes = 1.0 if arguments.quick else arguments.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        samples = _run(Path(folder) / "run", minutes)
+        steps = _steps(Path(folder) / "run" / "metrics.jsonl")
+    rows = [
+        [name, f"{sizes[0]:.0f}", f"{max(sizes):.0f}", f"{sizes[-1]:.0f}", _growth(sizes)]
+        for name, sizes in samples.items()
+    ]
+    stores = [step["counters"]["store_bytes"] / 1e6 for step in steps]
+    rows.append(["tensor stores", f"{stores[0]:.1f}", f"{max(stores):.1f}", f"{stores[-1]:.1f}",
+                 _growth(stores)])  # fmt: skip
+    num_rows = sum(step["num_rows"] for step in steps)
+    report.print_table(
+        "Memory over a long run",
+        {"minutes": minutes, "steps": len(steps), "rows": num_rows},
+        ["what (MB)", "first", "most", "last", "last quarter over the second"],
+        rows,
+    )
+    report.write(
+        {
+            "rows": (num_rows, "rows"),
+            "store_growth": (_growth(stores), "ratio"),
+            "resident_growth": (max(_growth(sizes) for sizes in samples.values()), "ratio"),
+            "bulk_refused": (steps[-1]["counters"]["bulk_refused"], "frames"),
+        },
+        arguments.json,
+    )
+
+
+def _run(run_dir: Path, minutes: float) -> dict[str, list[float]]:
+    """Resident megabytes of each process of the job, by role, over time."""
+    root = Path(__file__).resolve().parents[1]
+    command = [
+        *(sys.executable, str(root / "examples" / "letter_sort.py")),
+        *("--config", str(root / "configs" / "letter_sort.yaml")),
+        *(f"run_dir={run_dir}", f"total_steps={round(minutes * STEPS_A_MINUTE)}"),
+    ]
+    samples: dict[str, list[float]] = {}
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL) as job:
+        try:
+            _wait_for_first_step(job, run_dir / "metrics.jsonl")
+            ends = time.monotonic() + minutes * 60
+            while time.monotonic() < ends and job.poll() is None:
+                for name, size in _resident_megabytes(job.pid).items():
+                    samples.setdefault(name, []).append(size)
+                time.sleep(SAMPLE_EVERY_S)
+        finally:
+            job.terminate()
+    lasted = max(map(len, samples.values()))
+    return {name: sizes for name, sizes in samples.items() if len(sizes) > lasted / 2}
+
+
+def _wait_for_first_step(job: subprocess.Popen[bytes], metrics: Path) -> None:
+    give_up = time.monotonic() + 300
+    while not (metrics.exists() and metrics.stat().st_size):
+        if job.poll() is not None or time.monotonic() > give_up:
+            raise RuntimeError(f"the job made no step; exit code {job.poll()}")
+        time.sleep(0.2)
+
+
+def _resident_megabytes(pid: int) -> Mapping[str, float]:
+    """Private and shared resident memory of the process tree's members."""
+    sizes = {}
+    for member in process_tree(pid):
+        try:
+            pages = int(Path(f"/proc/{member}/statm").read_text().split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        sizes[f"process {member}"] = pages * os.sysconf("SC_PAGESIZE") / 1e6
+    return sizes
+
+
+def _steps(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _growth(sizes: Sequence[float]) -> float:
+    quarter = max(1, len(sizes) // 4)
+    early = statistics.mean(sizes[quarter : 2 * quarter] or sizes)
+    return statistics.mean(sizes[-quarter:]) / early if early else 1.0
+
+
+if __name__ == "__main__":
+    main()

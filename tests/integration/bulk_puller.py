@@ -1,0 +1,57 @@
+"""A process that pulls one shard again and again, until it is stopped or killed.
+
+Run as `python bulk_puller.py GRANT MAX_INFLIGHT_CHUNKS`; the grant is a JSON list with the keys in
+hexadecimal.
+Prints one line after the first pull.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import torch
+
+from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.pull_plan import Owner, Piece, Segment
+
+NUM_BYTES = 64 << 20
+
+
+class Granted:
+    """A transport whose only call gives the grant."""
+
+    def __init__(self, grant: list[Any]) -> None:
+        self.grant = grant
+
+    def connect(self, *address: str) -> Granted:
+        return self
+
+    async def call(self, method: str, args: dict[str, Any], *, timeout_s: float) -> list[Any]:
+        return self.grant
+
+    async def close(self) -> None: ...
+
+
+async def main(grant: list[Any], max_inflight_chunks: int) -> None:
+    owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
+    client = BulkClient(
+        Granted(grant),  # type: ignore[arg-type]
+        puller="stopped",
+        max_inflight_chunks=max_inflight_chunks,
+    )
+    target = memoryview(bytearray(NUM_BYTES))
+    piece = Piece(owner, "life1.1", "x", [0], "uint8", [NUM_BYTES])
+    while True:
+        deadline = asyncio.get_running_loop().time() + 60
+        await client.fetch(owner, [Segment.create(piece, target)], deadline)
+        sys.stdout.write("pulled\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    address, *keys, is_encrypted = json.loads(sys.argv[1])
+    asyncio.run(main([address, *map(bytes.fromhex, keys), is_encrypted], int(sys.argv[2])))

@@ -1,0 +1,253 @@
+"""The bulk socket against strangers, liars and pullers that stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_sc.errors import ProtocolError
+from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.bulk_server import DESCRIBE, READ, BulkServer
+from areal_sc.transport.bulk_wire import MAX_REQUEST_BYTES, Sealer, parse_head
+from areal_sc.transport.hub import PeerHub
+from areal_sc.transport.pull_plan import Owner, Piece, Segment
+from areal_sc.transport.tensor_store import TensorStore
+
+PULLER_SCRIPT = Path(__file__).with_name("bulk_puller.py")
+NUM_BYTES = 64 << 20
+
+
+@asynccontextmanager
+async def serving(num_bytes: int, **options: Any) -> AsyncIterator[BulkServer]:
+    store = TensorStore("rollout/0", "life1", max_bytes=1 << 30)
+    values = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
+    store.put({"x": values}, [num_bytes])
+    server = BulkServer(store, **options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+class Granted:
+    """A transport whose only call gives a session of the server."""
+
+    def __init__(self, server: BulkServer) -> None:
+        self._server = server
+
+    def connect(self, *address: str) -> Granted:
+        return self
+
+    async def call(self, method: str, args: dict[str, Any], *, timeout_s: float) -> list[Any]:
+        return self._server.open_session("test").to_wire()
+
+    async def close(self) -> None: ...
+
+
+async def fetch(server: BulkServer, num_bytes: int) -> bytes:
+    """The shard's first bytes, as a member of the run gets them."""
+    client = BulkClient(Granted(server), puller="test")  # type: ignore[arg-type]
+    target = memoryview(bytearray(NUM_BYTES if num_bytes > 1000 else 1000))
+    owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
+    piece = Piece(owner, "life1.1", "x", [0], "uint8", [len(target)])
+    deadline = asyncio.get_running_loop().time() + 60
+    await client.fetch(owner, [Segment.create(piece, target)], deadline)
+    await client.close()
+    return bytes(target[:num_bytes])
+
+
+def expected(num_bytes: int) -> bytes:
+    return bytes(i % 256 for i in range(num_bytes))
+
+
+def memory_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / (1 << 20)
+
+
+async def until(condition: Any, limit_s: float = 30) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - counters have no event
+            await asyncio.sleep(0.01)
+
+
+def mutated(request: Any, rng: random.Random) -> Any:
+    """The request with something at a random place of it changed, cut, doubled or nested."""
+    strange: list[Any] = [
+        None, True, -1, 0, 1 << 63, 2**64 - 1, 1.5, float("nan"), "", "x" * 300, b"\xff", [], {},
+        [[]], "life1.1", "life1.0", "life9.1", "life1.-1", "../x",
+    ]  # fmt: skip
+    if not isinstance(request, list) or not request or rng.random() < 0.3:
+        return rng.choice(strange)
+    changed = list(request)
+    place = rng.randrange(len(changed))
+    match rng.randrange(5):
+        case 0:
+            del changed[place]
+        case 1:
+            changed.insert(place, rng.choice(strange))
+        case 2:
+            changed *= 2
+        case 3:
+            changed[place] = [changed[place]]
+        case _:
+            changed[place] = mutated(changed[place], rng)
+    return changed
+
+
+REQUESTS: list[Any] = [
+    [READ, [["life1.1", "x", 0, 12, [0]]]],
+    [READ, [["life1.1", "x", 5, 100, 0, 1], ["life1.1", "x", 0, 0, [0, 0]]]],
+    [DESCRIBE, "life1.1"],
+]
+
+
+async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> None:
+    rng = random.Random(1)
+    async with serving(1000) as server:
+        before = memory_mib()
+        for _ in range(100_000):
+            answer, payload = server._answer(mutated(rng.choice(REQUESTS), rng))
+            assert answer[0] in (0, 1)
+            assert sum(map(len, payload)) <= 1000 * 4
+        grant = server.open_session("liar")
+        sealer = Sealer(grant.session_id, grant.request_key, False)
+        hub = PeerHub(max_frame_bytes=1 << 20, max_frames=64)
+        replies: list[Any] = []
+
+        class Liar:
+            def on_message(self, frames: list[Any]) -> None:
+                replies.append(frames)
+
+            def on_connected(self) -> None: ...
+
+            def on_lost(self, reason: str) -> None: ...
+
+        link = hub.connect(grant.address, Liar())
+        for sequence in range(1, 3001):
+            body = mutated(rng.choice(REQUESTS), rng)
+            await link.send([sealer.seal_header(sequence, body)])
+            if sequence % 50 == 0:  # it reads its answers: whoever does not is dropped
+                await until(lambda sequence=sequence: len(replies) == sequence)
+        await hub.close()
+        assert memory_mib() - before < 100
+        assert await fetch(server, 256) == expected(256)
+
+
+async def test_changed_frames_are_refused_before_they_are_read() -> None:
+    rng = random.Random(2)
+    grant_key, session = os.urandom(32), bytes(range(16))
+    sealer = Sealer(session, grant_key, False)
+    valid = [sealer.seal_header(7, request) for request in REQUESTS]
+    for number in range(100_000):
+        frame = bytearray(rng.choice(valid))
+        match number % 4:
+            case 0:
+                frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+            case 1:
+                del frame[rng.randrange(len(frame)) :]
+            case 2:
+                frame[rng.randrange(len(frame)) :] = rng.randbytes(rng.randrange(60))
+            case _:
+                frame += rng.randbytes(rng.randrange(1, 5))
+        if bytes(frame) in valid:
+            continue
+        with pytest.raises(ProtocolError):
+            # the session's number is not looked at: it is covered by the tag, too
+            sealer.open_header(
+                memoryview(frame), parse_head(memoryview(frame), MAX_REQUEST_BYTES)[1]
+            )
+
+
+async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
+    rng = random.Random(3)
+    greeting = (
+        bytes([255, 0, 0, 0, 0, 0, 0, 0, 1, 127, 3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)
+    )
+    ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    async with serving(1000) as server:
+        host, port = server._address.removeprefix("tcp://").split(":")
+        before = memory_mib()
+
+        def throw() -> int:
+            answered = 0
+            for number in range(200):
+                with socket.create_connection((host, int(port)), timeout=5) as stranger:
+                    opening = greeting + ready if number % 2 else b""
+                    try:
+                        stranger.sendall(opening)
+                        for _ in range(10):
+                            # 50 frames each: 100,000 in all
+                            frames = [rng.randbytes(rng.randrange(1, 200)) for _ in range(50)]
+                            stranger.sendall(b"".join(bytes([0, len(f)]) + f for f in frames))
+                        if number % 7 == 0:  # announces 2^62 bytes
+                            stranger.sendall(b"\x02" + (1 << 62).to_bytes(8, "big") + b"x")
+                        stranger.settimeout(0.01)
+                        answered += len(stranger.recv(1 << 16)) > 200  # more than a handshake
+                    except OSError:
+                        pass
+            return answered
+
+        assert await asyncio.to_thread(throw) == 0
+        assert server.num_refused > 1_000  # the rest went down with its connection
+        assert server.num_reads == 0
+        assert memory_mib() - before < 100
+        assert await fetch(server, 256) == expected(256)
+
+
+@pytest.mark.parametrize("max_inflight_chunks", [2, 64], ids=["idle socket", "full socket"])
+async def test_a_stopped_puller_is_dropped_and_blocks_nobody(max_inflight_chunks: int) -> None:
+    async with serving(NUM_BYTES, reply_timeout_s=3.0) as server:
+        grant = server.open_session("stopped")
+        keys = [grant.session_id, grant.request_key, grant.reply_key]
+        arguments = json.dumps([grant.address, *(key.hex() for key in keys), False])
+        with subprocess.Popen(  # noqa: ASYNC220 - it is only started here
+            [sys.executable, str(PULLER_SCRIPT), arguments, str(max_inflight_chunks)],
+            stdout=subprocess.PIPE,
+        ) as puller:
+            try:
+                assert puller.stdout is not None
+                line = await asyncio.to_thread(puller.stdout.readline)
+                assert line == b"pulled\n"
+                puller.send_signal(signal.SIGSTOP)
+                # the others are served as if it were not there
+                for _ in range(3):
+                    assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
+                # its connection is given up, and the queue of replies with it
+                await until(lambda: num_connections(server) == 0, 30)
+            finally:
+                puller.kill()
+
+
+def num_connections(server: BulkServer) -> int:
+    """Established connections to the server's port, as the kernel lists them."""
+    port = int(server._address.rpartition(":")[2])
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    wanted = f"0100007F:{port:04X}"
+    return sum(1 for line in lines if line.split()[1] == wanted and line.split()[3] == "01")
+
+
+async def test_an_idle_server_uses_no_cpu_after_an_attack() -> None:
+    async with serving(1000) as server:
+        for _ in range(100):
+            server._on_message([memoryview(b"id"), memoryview(os.urandom(100))])
+        before = time.process_time()
+        await asyncio.sleep(0.2)
+        assert time.process_time() - before < 0.1
+        assert server.num_refused == 100

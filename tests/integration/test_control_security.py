@@ -1,0 +1,316 @@
+"""The control plane is closed to strangers: nothing is served, everything is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from areal_sc.config.plain import to_plain
+from areal_sc.config.schema import Device, GRPOConfig
+from areal_sc.controller.runtime import Runtime
+from areal_sc.errors import TransportError, WorkerStartError
+from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.schedulers.factory import make_scheduler
+from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.keys import KEYS_VARIABLE, RunKeys
+from areal_sc.transport.rpc import Authenticator, RpcServer, ZmqTransport
+
+LIMIT_S = 30.0
+NO_SERVICE_S = 1.0
+"""How long a stranger tries; members are served within a few milliseconds."""
+
+
+@pytest.fixture(scope="module")
+def keys() -> RunKeys:
+    return RunKeys.create()
+
+
+class Service:
+    """A server of a run.
+
+    Attributes:
+        served: arguments of the calls whose handler ran.
+    """
+
+    def __init__(self, keys: RunKeys) -> None:
+        self.served: list[dict[str, Any]] = []
+        self.authenticator = CurveAuthenticator(keys, "train/0")
+        self.server = RpcServer(
+            {"work": self._work},
+            node_id="train/0",
+            incarnation="a1",
+            authenticator=self.authenticator,
+        )
+        self.address = ""
+
+    async def _work(self, args: dict[str, Any]) -> str:
+        self.served.append(args)
+        return "done"
+
+
+@asynccontextmanager
+async def service(keys: RunKeys) -> AsyncIterator[Service]:
+    serving = Service(keys)
+    serving.address = await serving.server.start()
+    try:
+        yield serving
+    finally:
+        await serving.server.close()
+
+
+@asynccontextmanager
+async def transport(authenticator: Authenticator | None) -> AsyncIterator[ZmqTransport]:
+    made = ZmqTransport(authenticator=authenticator)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def call(
+    serving: Service, authenticator: Authenticator | None, who: str, timeout_s: float = LIMIT_S
+) -> Any:
+    async with transport(authenticator) as made:
+        connection = made.connect(serving.address, "train/0", "a1")
+        return await connection.call("work", {"who": who}, timeout_s=timeout_s)
+
+
+class Stranger:
+    """An `Authenticator` for callers that configures them as it was told."""
+
+    def __init__(self, configure: Callable[[zmq.Socket[bytes]], None]) -> None:
+        self.configure_client = configure
+
+    def configure_server(self, context: Any, socket: zmq.Socket[bytes]) -> Any:
+        raise NotImplementedError
+
+
+def with_keys(server_public: bytes, client: RunKeys) -> Stranger:
+    def configure(socket: zmq.Socket[bytes]) -> None:
+        socket.curve_serverkey = server_public
+        socket.curve_publickey = client.client_public
+        socket.curve_secretkey = client.client_secret
+
+    return Stranger(configure)
+
+
+def borrowed_public_key(keys: RunKeys) -> Stranger:
+    """Shows the admitted public key without having its secret."""
+
+    def configure(socket: zmq.Socket[bytes]) -> None:
+        socket.curve_serverkey = keys.server_public
+        socket.curve_publickey = keys.client_public
+        socket.curve_secretkey = RunKeys.create().client_secret
+
+    return Stranger(configure)
+
+
+STRANGERS: dict[str, Callable[[RunKeys], Authenticator | None]] = {
+    "no key": lambda keys: None,
+    "keys of another run": lambda keys: CurveAuthenticator(RunKeys.create(), "stranger"),
+    "a wrong server key": lambda keys: with_keys(RunKeys.create().server_public, keys),
+    "an unlisted client key": lambda keys: with_keys(keys.server_public, RunKeys.create()),
+    "a client key without its secret": borrowed_public_key,
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+async def test_strangers_are_not_served(
+    keys: RunKeys, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service(keys) as serving:
+        with pytest.raises(TransportError):
+            await call(serving, STRANGERS[name](keys), "stranger", NO_SERVICE_S)
+        assert serving.authenticator.num_refused >= 1
+        # the server lives, for those who may
+        member = CurveAuthenticator(keys, "controller")
+        assert await call(serving, member, "member") == "done"
+        assert serving.served == [{"who": "member"}]
+    refused = [r for r in caplog.records if "refused_connection node=train/0" in r.getMessage()]
+    assert len(refused) == 1, "a stranger that tries again and again is one line"
+
+
+async def test_members_are_served_while_strangers_try(keys: RunKeys) -> None:
+    async with service(keys) as serving:
+        strangers = [
+            asyncio.create_task(call(serving, make(keys), "stranger", 3 * NO_SERVICE_S))
+            for make in STRANGERS.values()
+        ]
+        async with transport(CurveAuthenticator(keys, "controller")) as made:
+            connection = made.connect(serving.address, "train/0", "a1")
+            while not all(stranger.done() for stranger in strangers):
+                await connection.call("work", {"who": "member"}, timeout_s=LIMIT_S)
+        for stranger in strangers:
+            assert isinstance(stranger.exception(), TransportError)
+        assert {args["who"] for args in serving.served} == {"member"}
+        assert serving.authenticator.num_refused >= len(STRANGERS)
+
+
+async def test_a_member_does_not_talk_to_a_server_of_another_run(keys: RunKeys) -> None:
+    """Whoever took over the address of a worker learns nothing of what it is told."""
+    for impostor_keys in (RunKeys.create(), None):
+        authenticator = impostor_keys and CurveAuthenticator(impostor_keys, "impostor")
+        served: list[Any] = []
+        impostor = RpcServer(
+            {"work": served.append},
+            node_id="train/0",
+            incarnation="a1",
+            authenticator=authenticator,
+        )
+        address = await impostor.start()
+        try:
+            async with transport(CurveAuthenticator(keys, "controller")) as made:
+                connection = made.connect(address, "train/0", "a1")
+                with pytest.raises(TransportError):
+                    await connection.call("work", {"who": "member"}, timeout_s=NO_SERVICE_S)
+        finally:
+            await impostor.close()
+        assert served == []
+
+
+async def test_random_bytes_at_the_port_change_nothing(keys: RunKeys) -> None:
+    async with service(keys) as serving:
+        port = int(serving.address.rpartition(":")[2])
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(54, b"\0") + bytes(32)
+        for number in range(300):
+            noise = os.urandom(1 + 37 * number)
+            with socket.create_connection(("127.0.0.1", port), LIMIT_S) as stranger:
+                try:
+                    stranger.sendall(noise if number % 2 else greeting + noise)
+                except OSError:
+                    continue  # the server has ended the connection
+        give_up = time.monotonic() + LIMIT_S
+        while serving.authenticator.num_refused < 300:
+            assert time.monotonic() < give_up
+            await asyncio.sleep(0.01)
+        assert await call(serving, CurveAuthenticator(keys, "c"), "member") == "done"
+        assert serving.authenticator.num_refused == 300
+
+
+# ---------------------------------------------------------------------- workers
+
+
+@pytest.fixture(scope="module")
+def config(tiny_config: Callable[..., GRPOConfig]) -> GRPOConfig:
+    return tiny_config()
+
+
+@pytest.fixture
+def scheduler(config: GRPOConfig, tmp_path: Path) -> Any:
+    config.scheduler.run_dir = str(tmp_path)
+    scheduler = make_scheduler(config.scheduler)
+    yield scheduler
+    scheduler.close()
+
+
+def request(config: GRPOConfig, index: int = 0) -> LaunchRequest:
+    return LaunchRequest(
+        role="train",
+        index=index,
+        engine="FSDPPPOActor",
+        engine_config=to_plain(config.actor),
+        device=Device.cpu,
+        store_bytes=1 << 20,
+    )
+
+
+async def ping(worker: RunningWorker, authenticator: Authenticator | None, address: str) -> Any:
+    async with transport(authenticator) as made:
+        connection = made.connect(address, worker.name, worker.spec.incarnation)
+        method = "beat" if address == worker.report.beat_address else "ping"
+        return await connection.call(method, {}, timeout_s=NO_SERVICE_S)
+
+
+async def test_a_real_worker_serves_its_run_alone(
+    config: GRPOConfig, scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    keys_file = tmp_path / "keys.json"
+    assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
+    assert RunKeys.read(keys_file) == scheduler.keys
+    worker = await scheduler.launch(request(config))
+    for address in (worker.report.address, worker.report.beat_address):
+        assert address.startswith("tcp://127.0.0.1:"), "a local run listens on loopback only"
+        with pytest.raises(TransportError):
+            await ping(worker, None, address)
+        with pytest.raises(TransportError):
+            await ping(worker, CurveAuthenticator(RunKeys.create(), "stranger"), address)
+        await ping(worker, CurveAuthenticator(scheduler.keys, "controller"), address)
+    runtime = Runtime.create(scheduler.keys)
+    connection = runtime.transport.connect(
+        worker.report.address, worker.name, worker.spec.incarnation
+    )
+    assert await connection.call("ping", {}, timeout_s=LIMIT_S) is None
+    await runtime.transport.close()
+    assert "refused_connection node=train/0" in worker.spec.log_path.read_text()
+    for secret in (scheduler.keys.server_secret, scheduler.keys.client_secret):
+        assert_is_nowhere(secret.decode(), tmp_path, worker.report.pid, allowed=keys_file)
+    scheduler.close()
+    assert not keys_file.exists(), "nothing is left of the keys"
+
+
+def assert_is_nowhere(secret: str, run_dir: Path, pid: int, allowed: Path) -> None:
+    """Not on a command line, not in an environment, not in a log."""
+    for name in ("cmdline", "environ"):
+        for process in (pid, os.getpid()):
+            assert secret.encode() not in Path(f"/proc/{process}/{name}").read_bytes()
+    for file in run_dir.rglob("*"):
+        if file.is_file() and file != allowed:
+            assert secret not in file.read_text(errors="replace"), file
+
+
+async def test_each_start_has_keys_of_its_own(config: GRPOConfig, tmp_path: Path) -> None:
+    config.scheduler.run_dir = str(tmp_path)
+    schedulers = []
+    for _ in range(2):
+        scheduler = make_scheduler(config.scheduler)
+        schedulers.append(scheduler)
+        scheduler.close()
+    assert schedulers[0].keys != schedulers[1].keys
+
+
+async def test_a_worker_does_not_start_with_keys_that_others_can_read(
+    config: GRPOConfig, scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    (tmp_path / "keys.json").chmod(0o644)
+    with pytest.raises(WorkerStartError) as caught:
+        await scheduler.launch(request(config))
+    assert "expected mode 0600, got 0644" in "\n".join(caught.value.log_tail)
+
+
+def test_a_worker_takes_keys_from_the_environment_and_leaves_none_there(
+    keys: RunKeys, tmp_path: Path
+) -> None:
+    """What its children inherit is seen from a child."""
+    keys.write(tmp_path / "keys.json")
+    script = (
+        "import os, subprocess\n"
+        "from areal_sc.transport.keys import RunKeys\n"
+        "keys = RunKeys.from_environment(os.environ)\n"
+        "print(keys.server_public.decode())\n"
+        "print(subprocess.run(['env'], capture_output=True, text=True).stdout)\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {KEYS_VARIABLE: (tmp_path / "keys.json").read_text()},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert finished.stdout.startswith(keys.server_public.decode())
+    assert KEYS_VARIABLE not in finished.stdout
+    for secret in (keys.server_secret, keys.client_secret):
+        assert secret.decode() not in finished.stdout + finished.stderr

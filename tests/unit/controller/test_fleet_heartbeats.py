@@ -1,0 +1,275 @@
+"""How a fleet finds out who is alive, with simulated workers in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulation.behavior import Behavior
+from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.virtual_loop import run_virtual
+
+from areal_sc.config.schema import Device
+from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.runtime import Runtime
+from areal_sc.errors import WorkerLost, WorkerStartError
+from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+
+INTERVAL_S = 2.0
+LIMIT_S = 5 * INTERVAL_S + 2 * INTERVAL_S
+"""Five missed heartbeats, the interval that they began in, and the wait for the node's turn."""
+
+
+class CountingCluster(SimulatedCluster):
+    """Notes who is asked for heartbeats, and how often for the ends of processes.
+
+    Attributes:
+        asked: (time, worker) of each call.
+        num_polls: questions for ends of processes.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir, Behavior())
+        self.asked: list[tuple[float, str]] = []
+        self.num_polls = 0
+
+    async def exit_statuses(self, workers: list[RunningWorker]) -> dict[str, str]:
+        self.num_polls += 1
+        return await super().exit_statuses(workers)
+
+    def speaker(self, node: str) -> str:
+        """Who was asked last on a node."""
+        return next(name for _, name in reversed(self.asked) if self.workers[name].node == node)
+
+
+class WatchedFleet:
+    """A fleet of idle workers, two a node."""
+
+    def __init__(self, run_dir: Path, num_workers: int) -> None:
+        self.cluster = CountingCluster(run_dir)
+        self.lost: dict[str, tuple[float, WorkerLost]] = {}
+        runtime = Runtime(transport=SimulatedTransport(self.cluster))
+        self.fleet = Fleet(self.cluster, runtime, on_lost=self._note_lost)
+        self._num_workers = num_workers
+
+    def _note_lost(self, error: WorkerLost) -> None:
+        (name,) = (m.name for m in self.fleet.members if m.failure is error)
+        assert name not in self.lost, "told twice"
+        self.lost[name] = (self.cluster.now_s, error)
+
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[WatchedFleet]:
+        requests = [
+            LaunchRequest("rollout", index, "LocalGenerator", {}, Device.cpu, 1)
+            for index in range(self._num_workers)
+        ]
+        await self.fleet.launch(requests)
+        for worker in self.cluster.workers.values():
+            self._note_calls(worker)
+        try:
+            yield self
+        finally:
+            await self.fleet.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.sleep(1.0)
+        assert all(task.done() for task in left), f"tasks are left: {left}"
+
+    def _note_calls(self, worker: Any) -> None:
+        answer = worker.beats_of_node
+
+        async def noted(args: dict[str, Any]) -> Any:
+            self.cluster.asked.append((self.cluster.now_s, worker.name))
+            return await answer(args)
+
+        worker.beats_of_node = noted
+
+
+def test_one_worker_a_node_is_asked_once_an_interval_at_an_even_pace(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 16).started() as watched:
+            await asyncio.sleep(10.0)
+            began = watched.cluster.now_s
+            num_polls = watched.cluster.num_polls
+            watched.cluster.asked.clear()
+            await asyncio.sleep(100 * INTERVAL_S)
+            asked = watched.cluster.asked
+            assert Counter(watched.cluster.workers[name].node for _, name in asked) == {
+                f"node-{i}": 100 for i in range(8)
+            }
+            assert len({name for _, name in asked}) == 8, "the same one speaks as long as it can"
+            times = [began, *(time_s for time_s, _ in asked)]
+            gaps = [after - before for before, after in itertools.pairwise(times)]
+            assert max(gaps) < INTERVAL_S / 8 + 0.01
+            polls_s = (watched.cluster.num_polls - num_polls) * 0.25
+            assert polls_s == pytest.approx(100 * INTERVAL_S, rel=0.01)
+            assert not watched.lost
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_when_the_speaker_of_a_node_falls_silent_another_one_speaks(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 4).started() as watched:
+            await asyncio.sleep(10.0)
+            name = watched.cluster.speaker("node-0")
+            began = watched.cluster.now_s
+            if is_killed:
+                watched.cluster.workers[name].end("signal 9 (SIGKILL)")
+            else:
+                watched.cluster.workers[name].is_hung = True
+            await asyncio.sleep(100.0)
+            assert watched.lost.keys() == {name}
+            time_s, error = watched.lost[name]
+            assert time_s - began <= (1.0 if is_killed else LIMIT_S)
+            said = "signal 9" if is_killed else "missed 5 heartbeats of 2 s (its neighbours on node"
+            assert said in str(error)
+            assert watched.cluster.speaker("node-0") != name
+
+    run_virtual(scenario())
+
+
+def test_a_node_that_falls_silent_is_lost_with_all_its_workers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 6).started() as watched:
+            await asyncio.sleep(10.0)
+            began = watched.cluster.now_s
+            for worker in watched.cluster.workers_on("node-1"):
+                worker.is_hung = True
+            await asyncio.sleep(100.0)
+            assert watched.lost.keys() == {"rollout/2", "rollout/3"}
+            for time_s, error in watched.lost.values():
+                assert time_s - began <= LIMIT_S
+                assert "missed 5 heartbeats of 2 s (nobody else on node-1 can be heard)" in str(
+                    error
+                )
+
+    run_virtual(scenario())
+
+
+def test_a_node_that_is_silent_for_a_moment_is_not_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 4).started() as watched:
+            for _ in range(5):
+                for worker in watched.cluster.workers.values():
+                    worker.is_hung = True
+                await asyncio.sleep(7.0)
+                for worker in watched.cluster.workers.values():
+                    worker.is_hung = False
+                await asyncio.sleep(5.0)
+            assert not watched.lost
+
+    run_virtual(scenario())
+
+
+def test_a_blocked_event_loop_is_warned_of_and_then_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 2).started() as watched:
+            worker = watched.cluster.workers["rollout/1"]
+            for _ in range(3):
+                worker.is_blocked = True
+                await asyncio.sleep(30.0)
+                worker.is_blocked = False
+                await asyncio.sleep(10.0)
+            assert not watched.lost
+            warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+            assert len(warnings) == 3, "one each time"
+            assert "worker=rollout/1 event loop has not turned for 1" in warnings[0]
+            assert "blocking call in a workflow (its log" in warnings[0]
+            worker.is_blocked = True
+            began = watched.cluster.now_s
+            await asyncio.sleep(100.0)
+            assert watched.lost.keys() == {"rollout/1"}
+            time_s, error = watched.lost["rollout/1"]
+            assert 60.0 < time_s - began <= 60.0 + INTERVAL_S + 0.1
+            assert "rollout/1 hangs: its event loop has not turned for 6" in str(error)
+            assert "blocking call in a workflow" in str(error)
+
+    run_virtual(scenario())
+
+
+def test_a_call_in_flight_to_a_blocked_worker_ends_with_its_loss(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 2).started() as watched:
+            member = watched.fleet.members[1]
+            watched.cluster.workers[member.name].is_blocked = True
+            with pytest.raises(WorkerLost, match="rollout/1 hangs"):
+                await watched.fleet.call(member, "stats", {}, timeout_s=1000.0)
+            assert watched.cluster.now_s < 70.0
+
+    run_virtual(scenario())
+
+
+def test_the_loss_of_one_ends_a_call_of_all_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 4).started() as watched:
+            for worker in watched.cluster.workers.values():
+                worker.is_blocked = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(5.0, watched.cluster.workers["rollout/2"].end, "exit code 1")
+            with pytest.raises(WorkerLost, match="rollout/2 ended with exit code 1"):
+                await watched.fleet.call_all("stats", [{}] * 4, timeout_s=1000.0)
+            assert watched.cluster.now_s < 10.0
+
+    run_virtual(scenario())
+
+
+def test_what_is_no_board_counts_as_silence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 1).started() as watched:
+
+            async def nonsense(args: dict[str, Any]) -> Any:
+                return [["rollout/0", "no age"]]
+
+            watched.cluster.workers["rollout/0"].beats_of_node = nonsense
+            await asyncio.sleep(50.0)
+            assert watched.lost.keys() == {"rollout/0"}
+
+    run_virtual(scenario())
+
+
+def test_the_beat_of_an_earlier_life_is_none(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 2).started() as watched:
+            watched.cluster.workers["rollout/1"].incarnation = "another"
+            await asyncio.sleep(50.0)
+            assert watched.lost.keys() == {"rollout/1"}
+
+    run_virtual(scenario())
+
+
+def test_a_scheduler_that_does_not_answer_loses_the_workers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 2).started() as watched:
+
+            async def silent(workers: Any) -> dict[str, str]:
+                raise WorkerStartError("the fork server did not answer 'poll' within 60 s")
+
+            watched.cluster.exit_statuses = silent  # type: ignore[method-assign]
+            await asyncio.sleep(1.0)
+            assert watched.lost.keys() == {"rollout/0", "rollout/1"}
+            assert "cannot be watched: the fork server" in str(watched.lost["rollout/0"][1])
+
+    run_virtual(scenario())
+
+
+def test_heartbeats_cost_few_bytes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 16).started() as watched:
+            before = watched.fleet.num_bytes
+            await asyncio.sleep(100.0)
+            num_bytes = (watched.fleet.num_bytes - before) / (100.0 / INTERVAL_S) / 16
+            assert 0 < num_bytes < 200, "a worker and interval"
+
+    run_virtual(scenario())
