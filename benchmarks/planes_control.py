@@ -21,6 +21,7 @@ STEP_LENGTHS = (100, 1_000, 8_000, 128_000)
 STEP_ROWS = (64, 4096)
 USUAL_LENGTH, USUAL_ROWS = 8_000, 512
 NUM_STEPS = 3
+MIN_FAN_OUT_ROUNDS = 5
 NUM_BUSY_FAN_OUTS = 10
 
 _SCRIPT = Path(__file__).parent / "planes_controller.py"
@@ -31,7 +32,7 @@ class Calls:
     """What the rounds gave; sides `zmq` and `rpc`.
 
     Attributes:
-        p50_s, p99_s: of no-op calls, one at a time.
+        p50_s, p99_s: of no-op calls, one at a time, with no other worker.
         fan_out_cpu_s, fan_out_wall_s: number of workers -> of every round.
         steady, busy: heartbeats of all workers coming in; nothing else, or fan-outs beside them.
     """
@@ -53,8 +54,18 @@ class Steps:
 
 
 def measure_calls(zmq_puller: Role, folder: Path, rounds: int, count: int, watch_s: float) -> Calls:
-    """Starts 4,096 workers in a few processes, and a controller for all of them."""
+    """No-op calls of one worker, then a controller of 4,096 of them in a few processes."""
     found = Calls()
+    with ExitStack() as stack:
+        controller, host = _role(stack, folder, "controller"), _role(stack, folder, "host")
+        controller.call("connect", workers=host.call("start", first=0, count=1))
+        for _ in range(rounds):
+            for side, latencies in (
+                ("zmq", zmq_puller.call("latencies", num_bytes=PING_BYTES, count=count)),
+                ("rpc", controller.call("latencies", count=count)),
+            ):
+                found.p50_s[side].append(latencies["p50_s"])
+                found.p99_s[side].append(latencies["p99_s"])
     with ExitStack() as stack:
         controller = _role(stack, folder, "controller")
         hosts = [_role(stack, folder, "host") for _ in range(NUM_HOSTS)]
@@ -63,13 +74,7 @@ def measure_calls(zmq_puller: Role, folder: Path, rounds: int, count: int, watch
             host.begin("start", first=number * share, count=share)
         workers = [worker for host in hosts for worker in host.finish()]
         controller.call("connect", workers=workers)
-        for _ in range(rounds):
-            for side, latencies in (
-                ("zmq", zmq_puller.call("latencies", num_bytes=PING_BYTES, count=count)),
-                ("rpc", controller.call("latencies", count=count)),
-            ):
-                found.p50_s[side].append(latencies["p50_s"])
-                found.p99_s[side].append(latencies["p99_s"])
+        for _ in range(max(rounds, MIN_FAN_OUT_ROUNDS)):
             for num_workers in FAN_OUTS:
                 spent = controller.call("fan_out", num_workers=num_workers)
                 found.fan_out_cpu_s[num_workers].append(spent["cpu_s"])

@@ -172,8 +172,8 @@ class SingleRows:
 
 def measure_rows(sides: DataSides, rounds: int, count: int) -> SingleRows:
     """`count` requests of one row: first one at a time, then pipelined; sides in turn."""
-    wire = sides.owner_of("tcp").call("seal_payload", payload="rows")
-    sides.pullers["tcp"].call("know", name="rows", wire=wire, payload="rows")
+    sealed = sides.owner_of("tcp").call("put_payload", payload="rows")
+    sides.pullers["tcp"].call("know", name="rows", wire=sealed["wire"], payload="rows")
     found = SingleRows()
     ends: dict[str, tuple[Role, dict[str, Any]]] = {
         "zmq": (sides.limits["zmq"], {"num_bytes": ROW_BYTES}),

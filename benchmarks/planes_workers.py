@@ -45,11 +45,17 @@ def owner_handlers(owner: Worker) -> Handlers:
             owner.seal([{"values": values}], [[values.numel()]]).to_wire() for _ in range(count)
         ]
 
-    def seal_payload(payload: str) -> list[Any]:
-        """The payload as one batch."""
-        made = PAYLOADS[payload]()
-        shards = [{k: torch.from_numpy(v) for k, v in shard.items()} for shard in made.shards]
-        return owner.seal(shards, made.lengths).to_wire()
+    made = {name: make() for name, make in PAYLOADS.items()}
+
+    def put_payload(payload: str) -> dict[str, Any]:
+        """{"wire": the payload as one batch, "put_s"}."""
+        shards = [
+            {name: torch.from_numpy(values) for name, values in shard.items()}
+            for shard in made[payload].shards
+        ]
+        start = time.perf_counter()
+        batch = owner.seal(shards, made[payload].lengths)
+        return {"put_s": time.perf_counter() - start, "wire": batch.to_wire()}
 
     def drop(wires: list[list[Any]]) -> None:
         for wire in wires:
@@ -66,23 +72,11 @@ def owner_handlers(owner: Worker) -> Handlers:
             store.remove(shard_id)
         return seconds
 
-    def put_payload(payload: str) -> float:
-        made = PAYLOADS[payload]()
-        shards = [{k: torch.from_numpy(v) for k, v in shard.items()} for shard in made.shards]
-        start = time.perf_counter()
-        ids = [store.put(s, lengths) for s, lengths in zip(shards, made.lengths, strict=True)]
-        seconds = time.perf_counter() - start
-        for shard_id in ids:
-            store.remove(shard_id)
-        return seconds
-
     return {
         "seal_shards": seal_shards,
-        "seal_payload": seal_payload,
         "drop": drop,
         "put": put,
         "put_payload": put_payload,
-        "control_socket": lambda: [owner.address, owner.node_id, store.incarnation],
     }
 
 
@@ -92,7 +86,6 @@ class PullerHandlers:
     def __init__(self, puller: Worker) -> None:
         self._puller = puller.plane.puller
         self._batches: dict[str, BatchMetadata] = {}
-        self._rows: dict[str, list[BatchMetadata]] = {}
         self._destination = np.zeros(MAX_SHARD_BYTES, np.uint8)
 
     def handlers(self) -> Handlers:
@@ -101,6 +94,8 @@ class PullerHandlers:
             "pull": self.pull,
             "pull_copied": self.pull_copied,
             "first_pulls": self.first_pulls,
+            "pull_new": self.pull_new,
+            "map_new": self.map_new,
             "one_row": self.one_row,
             "latencies": self.latencies,
             "pipelined": self.pipelined,
@@ -150,9 +145,24 @@ class PullerHandlers:
             measured.append([pulled - start, time.perf_counter() - pulled])
         return measured
 
+    async def pull_new(self, wire: list[Any]) -> float:
+        """Seconds of pulling a batch that was never pulled before."""
+        batch = BatchMetadata.from_wire(wire)
+        start = time.perf_counter()
+        await self._puller.pull(batch)
+        return time.perf_counter() - start
+
+    async def map_new(self, wire: list[Any]) -> float:
+        """The same row by row, so that nothing need be joined: a view for each."""
+        rows = _single_rows(BatchMetadata.from_wire(wire))
+        start = time.perf_counter()
+        for row in rows:
+            await self._puller.pull(row)
+        return time.perf_counter() - start
+
     async def one_row(self, name: str, count: int) -> float:
         """Seconds for `count` pulls of one row each, one after the other."""
-        rows = self._single_rows(name)
+        rows = _single_rows(self._batches[name])
         start = time.perf_counter()
         for number in range(count):
             await self._puller.pull(rows[number % len(rows)])
@@ -160,7 +170,7 @@ class PullerHandlers:
 
     async def latencies(self, name: str, count: int) -> dict[str, float]:
         """Of pulls of one row, one at a time."""
-        rows, seconds = self._single_rows(name), []
+        rows, seconds = _single_rows(self._batches[name]), []
         for number in range(count):
             start = time.perf_counter()
             await self._puller.pull(rows[number % len(rows)])
@@ -169,7 +179,7 @@ class PullerHandlers:
 
     async def pipelined(self, name: str, count: int, max_inflight: int) -> float:
         """Seconds for `count` pulls of one row each, `max_inflight` at a time."""
-        rows = self._single_rows(name)
+        rows = _single_rows(self._batches[name])
         wanted = iter(range(count))
 
         async def pull_next(numbers: Iterator[int]) -> None:
@@ -180,15 +190,13 @@ class PullerHandlers:
         await asyncio.gather(*(pull_next(wanted) for _ in range(max_inflight)))
         return time.perf_counter() - start
 
-    def _single_rows(self, name: str) -> list[BatchMetadata]:
-        if name not in self._rows:
-            batch = self._batches[name]
-            self._rows[name] = [batch.take([row]) for row in range(batch.total_batch_size)]
-        return self._rows[name]
-
     def _copy_out(self, values: torch.Tensor) -> None:
         source = values.view(torch.uint8).numpy()
         np.copyto(self._destination[: source.size], source)
+
+
+def _single_rows(batch: BatchMetadata) -> list[BatchMetadata]:
+    return [batch.take([row]) for row in range(batch.total_batch_size)]
 
 
 async def main(role: str, folder: Path) -> None:

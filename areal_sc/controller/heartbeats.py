@@ -28,6 +28,10 @@ MAX_MISSED: Final = 5
 ATTEMPTS_AN_INTERVAL: Final = 2
 """Speakers that are asked within an interval until one answers."""
 
+MIN_PAUSE_S: Final = 0.02
+"""Where nodes are many, those whose turn comes within it are asked together: a wake-up costs more
+than a call, and a few calls at once delay nobody."""
+
 
 @dataclass(slots=True)
 class _Watched:
@@ -113,15 +117,13 @@ class Heartbeats:
         while True:
             while self._empty:
                 await self._leave(self._empty.pop())
-            node = self._next_node()
-            if node is not None:
-                self._judge_silence(node, loop.time())
-                if node.members and node.asking is None:
-                    node.asking = asyncio.create_task(self._ask(node), name=f"beats of {node.name}")
+            now_s = loop.time()
             # Behind by more than an interval, as after a suspension, nothing is made up for.
-            due_s += self._interval_s / max(1, len(self._nodes))
-            due_s = max(due_s, loop.time() - self._interval_s)
-            await asyncio.sleep(due_s - loop.time())
+            due_s = max(due_s, now_s - self._interval_s)
+            while due_s <= now_s:
+                due_s += self._interval_s / max(1, len(self._nodes))
+                self._begin_to_ask(self._next_node(), now_s)
+            await asyncio.sleep(max(due_s - now_s, MIN_PAUSE_S))
 
     async def close(self) -> None:
         """Ends calls in flight and closes the connections; after `run` was cancelled."""
@@ -130,6 +132,13 @@ class Heartbeats:
         self._empty.clear()
         for node in nodes:
             await self._leave(node)
+
+    def _begin_to_ask(self, node: _Node | None, now_s: float) -> None:
+        if node is None:
+            return
+        self._judge_silence(node, now_s)
+        if node.members and node.asking is None:
+            node.asking = asyncio.create_task(self._ask(node), name=f"beats of {node.name}")
 
     def _next_node(self) -> _Node | None:
         """The node whose turn it is."""

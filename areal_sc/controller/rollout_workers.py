@@ -11,7 +11,7 @@ stores       what the ledger let go of is forgotten by name; what nobody knows o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,10 @@ class RolloutWorkerState:
     @property
     def name(self) -> str:
         return self.member.name
+
+    @property
+    def incarnation(self) -> str:
+        return self.member.worker.spec.incarnation
 
     @property
     def node(self) -> str:
@@ -193,7 +197,9 @@ class RolloutWorkers:
         """Its shards are dead from the next sweep on."""
         states = {state.name: state for state in self._states}
         for shard in batch.shards:
-            states[shard.node_id].dead.append(parse_shard_id(shard.shard_id)[1])
+            incarnation, sequence = parse_shard_id(shard.shard_id)
+            if incarnation == states[shard.node_id].incarnation:
+                states[shard.node_id].dead.append(sequence)
 
     async def forget(self, batches: Iterable[BatchMetadata]) -> None:
         """Workers forget these groups' shards now, and nothing else."""
@@ -211,14 +217,21 @@ class RolloutWorkers:
 
     async def sweep(self, finished: Iterable[BatchMetadata]) -> None:
         """Workers forget every shard that none of the `finished` groups refers to."""
-        live: dict[str, list[int]] = {state.name: [] for state in self._states}
+        live: dict[str, list[str]] = {state.name: [] for state in self._states}
         for batch in finished:
             for shard in batch.shards:
-                live[shard.node_id].append(parse_shard_id(shard.shard_id)[1])
+                live[shard.node_id].append(shard.shard_id)
         for state in self._states:
             await self._sweep_one(state, live[state.name])
 
-    async def _sweep_one(self, state: RolloutWorkerState, live: Sequence[int]) -> None:
+    async def _sweep_one(self, state: RolloutWorkerState, live: Iterable[str]) -> None:
+        own, adopted = [], []
+        for shard_id in live:
+            incarnation, sequence = parse_shard_id(shard_id)
+            if incarnation == state.incarnation:
+                own.append(sequence)
+            else:
+                adopted.append(shard_id)
         if state.mark and not state.mark[1] & state.open_calls:
             state.acknowledged = state.mark[0]
             state.mark = None
@@ -226,7 +239,12 @@ class RolloutWorkers:
         reply = await self._fleet.call(
             state.member,
             "sweep",
-            {"live": live, "dead": dead, "acknowledged": state.acknowledged},
+            {
+                "live": own,
+                "adopted_live": adopted,
+                "dead": dead,
+                "acknowledged": state.acknowledged,
+            },
         )
         state.num_held -= len(dead)
         if state.mark is None:

@@ -1,105 +1,34 @@
 """The asking side of the data plane: rows of many pulls, from many owners at once.
 
-consumes     the segments of pulls; replies of owners' bulk sockets
-waits for    a credit of the owner: at most `max_inflight_chunks` requests are outstanding there,
-             so nothing is queued anywhere that was not asked for
-unblocked by the owner's replies, the end of its connection, or the pull's deadline
-
-Pulls of one owner take turns, a chunk each, so a small pull does not wait for the end of a large
-one. What is small shares a request: requests are cut when a credit is free, not when a pull begins.
-
-    pulls        [ A A A A ... ]   [ b ]   [ c ]
-    requests     [ A ] [ b c A ] [ A ] ...
+consumes     what pulls want of owners elsewhere
+waits for    each owner's `OwnerLink` to have fetched it
+unblocked by the link, or the pull's deadline
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, Final
 
-from areal_sc.errors import (
-    ArealError,
-    IncarnationMismatch,
-    PeerLost,
-    ProtocolError,
-    RpcTimeout,
-    ShardGone,
+from areal_sc.errors import RpcTimeout
+from areal_sc.transport.bulk_link import (
+    MAX_REQUEST_PARTS,
+    BulkOptions,
+    Description,
+    FetchJob,
+    OwnerLink,
 )
-from areal_sc.transport.bulk_server import DESCRIBE, OPEN_SESSION, READ
-from areal_sc.transport.bulk_wire import (
-    MAX_REPLY_HEADER_BYTES,
-    Sealer,
-    SessionGrant,
-    failure_of_body,
-    parse_head,
-)
-from areal_sc.transport.hub import Link, PeerHub
-from areal_sc.transport.pull_plan import Owner, Part, Segment, SegmentCursor, fill
+from areal_sc.transport.bulk_wire import MAX_REPLY_HEADER_BYTES
+from areal_sc.transport.hub import PeerHub
+from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
+from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc import Transport
-from areal_sc.transport.socket import Frame
 
 logger = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S: Final = 30.0
-MAX_REQUEST_ROWS: Final = 16_384
-MAX_REQUEST_PARTS: Final = 256
-"""With names of at most 256 characters a request stays below `bulk_wire.MAX_REQUEST_BYTES`."""
 MAX_REPLY_FRAMES: Final = 4 * MAX_REQUEST_PARTS
-RESEND_S: Final = 0.01
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """What one pull wants of one owner.
-
-    Attributes:
-        returned: parts asked for before, whose request failed for another part's sake.
-        missing_bytes: not yet arrived.
-    """
-
-    shard_id: str
-    cursor: SegmentCursor
-    missing_bytes: int
-    done: asyncio.Future[None]
-    returned: deque[Part] = field(default_factory=deque)
-
-    @property
-    def has_more(self) -> bool:
-        return bool(self.returned) or not self.cursor.is_done
-
-    def take(self, max_bytes: int, max_rows: int) -> list[Part]:
-        """The next parts to ask for, within both limits."""
-        if not self.returned:
-            return self.cursor.take(max_bytes, max_rows)
-        part = self.returned[0]
-        if len(part.destination) > max_bytes or part.stop - part.first > max_rows:
-            return []
-        return [self.returned.popleft()]
-
-    def fail(self, error: ArealError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-    def arrived(self, num_bytes: int) -> None:
-        self.missing_bytes -= num_bytes
-        if self.missing_bytes == 0 and not self.done.done():
-            self.done.set_result(None)
-
-
-@dataclass(eq=False, slots=True)
-class _Description:
-    """A shard's fields that somebody waits for."""
-
-    shard_id: str
-    fields: asyncio.Future[list[Any]]
-
-
-_Chunk = list[tuple[_Job, Part]]
 
 
 class BulkClient:
@@ -107,42 +36,26 @@ class BulkClient:
 
     Args:
         transport: gives the control connections, which hand over the sessions.
-        puller: name of this side, for the owners' messages.
-        chunk_bytes: payload of one request.
-        max_inflight_chunks: requests outstanding at one owner, over all pulls.
-        is_encrypted: as the owners are configured; another one is refused.
-
-    Attributes:
-        num_refused: replies dropped because no owner sent them so.
-        received_bytes: of all reply frames.
+        options: how to ask.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        puller: str,
-        chunk_bytes: int = 1 << 20,
-        max_inflight_chunks: int = 8,
-        is_encrypted: bool = False,
-    ) -> None:
-        self.puller = puller
-        self.chunk_bytes = chunk_bytes
-        self.max_inflight_chunks = max_inflight_chunks
-        self.is_encrypted = is_encrypted
-        self.num_refused = 0
-        self.received_bytes = 0
-        self.transport = transport
+    def __init__(self, transport: Transport, options: BulkOptions) -> None:
+        self._transport = transport
+        self._options = options
+        self._refused = Refusals(logger, "reply_refused", options.puller)
+        self._ended_bytes = 0
         self._hub: PeerHub | None = None
-        self._owners: dict[Owner, _OwnerLink] = {}
+        self._links: dict[Owner, OwnerLink] = {}
 
     @property
-    def hub(self) -> PeerHub:
-        """The socket for all owners. Its I/O thread is its own: it delays no control message."""
-        if self._hub is None:
-            frame_bytes = max(self.chunk_bytes + 64, MAX_REPLY_HEADER_BYTES)
-            self._hub = PeerHub(max_frame_bytes=frame_bytes, max_frames=MAX_REPLY_FRAMES)
-        return self._hub
+    def num_refused(self) -> int:
+        """Replies dropped because no owner sent them so."""
+        return self._refused.num
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of all reply frames."""
+        return self._ended_bytes + sum(link.received_bytes for link in self._links.values())
 
     async def fetch(self, owner: Owner, segments: Sequence[Segment], deadline: float) -> None:
         """Fills the destinations of all segments.
@@ -157,291 +70,50 @@ class BulkClient:
             return
         loop = asyncio.get_running_loop()
         shard_id = segments[0].piece.shard_id
-        job = _Job(shard_id, SegmentCursor(segments), num_bytes, loop.create_future())
+        job = FetchJob(shard_id, SegmentCursor(segments), num_bytes, loop.create_future())
         self._link(owner).submit(job)
         await _by_deadline(job.done, deadline, shard_id, owner)
 
     async def describe(self, owner: Owner, shard_id: str, deadline: float) -> list[Any]:
         """[name, dtype name, row lengths] of each field of a shard; raises as `Puller.pull`."""
         loop = asyncio.get_running_loop()
-        description = _Description(shard_id, loop.create_future())
+        description = Description(shard_id, loop.create_future())
         self._link(owner).submit_description(description)
         await _by_deadline(description.fields, deadline, shard_id, owner)
         return description.fields.result()
 
     async def close(self) -> None:
         """Ends all connections; pulls that wait raise ShardGone."""
-        owners, self._owners = self._owners, {}
-        for link in owners.values():
+        for link in list(self._links.values()):
             await link.close()
         if self._hub is not None:
             await self._hub.close()
 
-    def forget(self, owner: Owner, link: _OwnerLink) -> None:
-        """The owner is gone; a later pull tries anew."""
-        if self._owners.get(owner) is link:
-            del self._owners[owner]
-
-    def count_refused(self, owner: Owner, error: ProtocolError) -> None:
-        """A reply that its owner cannot have sent."""
-        self.num_refused += 1
-        if self.num_refused.bit_count() == 1:  # a flood stays readable
-            logger.warning(
-                "reply_refused node=%s count=%d error=%s", owner.node_id, self.num_refused, error
-            )
-
-    def _link(self, owner: Owner) -> _OwnerLink:
-        link = self._owners.get(owner)
+    def _link(self, owner: Owner) -> OwnerLink:
+        link = self._links.get(owner)
         if link is None:
-            link = self._owners[owner] = _OwnerLink(self, owner)
+            link = self._links[owner] = OwnerLink(
+                owner,
+                self._options,
+                self._transport,
+                open_hub=self._open_hub,
+                refused=self._refused,
+                on_ended=self._forget,
+            )
         return link
 
+    def _open_hub(self) -> PeerHub:
+        """One socket for all owners. Its I/O thread is its own: it delays no control message."""
+        if self._hub is None:
+            frame_bytes = max(self._options.chunk_bytes + 64, MAX_REPLY_HEADER_BYTES)
+            self._hub = PeerHub(max_frame_bytes=frame_bytes, max_frames=MAX_REPLY_FRAMES)
+        return self._hub
 
-class _OwnerLink:
-    """The session with one owner, and what waits for it. A `Peer` of the hub."""
-
-    def __init__(self, client: BulkClient, owner: Owner) -> None:
-        self._client = client
-        self._owner = owner
-        self._loop = asyncio.get_running_loop()
-        self._queue: deque[_Job] = deque()
-        self._descriptions: deque[_Description] = deque()
-        self._inflight: dict[int, _Chunk | _Description] = {}
-        self._num_chunks = 0
-        self._sequence = itertools.count(1)
-        self._is_pump_scheduled = False
-        self._link: Link | None = None
-        self._session_id = b""
-        self._requests: Sealer | None = None
-        self._replies: Sealer | None = None
-        self._opening = asyncio.create_task(self._open(), name=f"bulk session {owner.node_id}")
-
-    def submit(self, job: _Job) -> None:
-        """Its parts are asked for as credits allow."""
-        self._queue.append(job)
-        self._pump_soon()
-
-    def submit_description(self, description: _Description) -> None:
-        self._descriptions.append(description)
-        self._pump_soon()
-
-    async def close(self) -> None:
-        self._opening.cancel()
-        await asyncio.gather(self._opening, return_exceptions=True)
-        self._end("the connection was closed here")
-
-    def on_connected(self) -> None:
-        """Requests were queued meanwhile."""
-
-    def on_lost(self, reason: str) -> None:
-        self._end(reason)
-
-    def on_message(self, frames: list[Frame]) -> None:
-        """One reply: checked as a whole before any byte of it is used."""
-        self._client.received_bytes += sum(map(len, frames))
-        try:
-            asked, sequence = self._match(frames[0])
-        except ProtocolError as error:
-            self._client.count_refused(self._owner, error)
-            return
-        assert self._replies is not None
-        del self._inflight[sequence]
-        self._num_chunks -= not isinstance(asked, _Description)
-        try:
-            body = self._replies.open_header(frames[0], sequence)
-            tags = body.pop() if isinstance(body, list) and body else None
-            payload = self._replies.open_payload(sequence, frames[1:], tags)
-            if isinstance(asked, _Description):
-                self._on_description(asked, body)
-            else:
-                self._on_chunk(asked, body, payload)
-        except ProtocolError as error:
-            self._client.count_refused(self._owner, error)
-            self._fail_asked(asked, error)
-        self._pump_soon()
-
-    async def _open(self) -> None:
-        """Gets a session from the owner's control socket, and connects to its bulk socket."""
-        client, owner = self._client, self._owner
-        try:
-            control = client.transport.connect(owner.node_addr, owner.node_id, owner.incarnation)
-            try:
-                reply = await control.call(
-                    OPEN_SESSION, {"puller": client.puller}, timeout_s=OPEN_TIMEOUT_S
-                )
-            finally:
-                await control.close()
-            grant = SessionGrant.from_wire(reply)
-            if grant.is_encrypted != client.is_encrypted:
-                raise ProtocolError(
-                    f"transport.encrypt is {client.is_encrypted} here and {grant.is_encrypted} on "
-                    f"{owner.node_id}: it has to be the same in the whole run"
-                )
-            self._link = client.hub.connect(grant.address, self)
-        except (PeerLost, IncarnationMismatch) as error:
-            self._end(str(error))
-            return
-        except ArealError as error:
-            self._fail_all(error)
-            client.forget(owner, self)
-            return
-        self._session_id = grant.session_id
-        self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
-        self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
-        self._pump_soon()
-
-    def _pump_soon(self) -> None:
-        """Once a turn: what several pulls submit in one turn shares requests."""
-        if self._link is not None and not self._is_pump_scheduled:
-            self._is_pump_scheduled = True
-            self._loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        self._is_pump_scheduled = False
-        while self._descriptions and self._link is not None:
-            description = self._descriptions.popleft()
-            self._send([DESCRIBE, description.shard_id], description)
-        while self._queue and self._num_chunks < self._client.max_inflight_chunks:
-            if self._link is None:
-                return
-            chunk = self._next_chunk()
-            if not chunk:
-                continue
-            if not self._send([READ, [part.to_wire() for _, part in chunk]], chunk):
-                return
-
-    def _next_chunk(self) -> _Chunk:
-        """Parts of the pulls whose turn it is, up to the size of a chunk."""
-        chunk: _Chunk = []
-        room, rows = self._client.chunk_bytes, MAX_REQUEST_ROWS
-        while room and rows and self._queue and len(chunk) < MAX_REQUEST_PARTS:
-            job = self._queue.popleft()
-            if job.done.done():  # it failed, or nobody waits for it any more
-                continue
-            parts = job.take(room, rows)
-            chunk += [(job, part) for part in parts]
-            room -= sum(len(part.destination) for part in parts)
-            rows -= sum(part.stop - part.first for part in parts)
-            if job.has_more:
-                self._queue.append(job)
-                if not parts:
-                    break
-        return chunk
-
-    def _send(self, body: Any, asked: _Chunk | _Description) -> bool:
-        assert self._link is not None
-        assert self._requests is not None
-        sequence = next(self._sequence)
-        try:
-            is_sent = self._link.send_nowait([self._requests.seal_header(sequence, body)])
-        except PeerLost as error:
-            self._fail_asked(asked, self._gone(_shard_of(asked), str(error)))
-            return False
-        if not is_sent:
-            self._put_back(asked)
-            self._loop.call_later(RESEND_S, self._pump_soon)
-            return False
-        self._inflight[sequence] = asked
-        self._num_chunks += not isinstance(asked, _Description)
-        return True
-
-    def _match(self, header: Frame) -> tuple[_Chunk | _Description, int]:
-        session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)
-        if session_id != self._session_id or sequence not in self._inflight:
-            raise ProtocolError(f"reply {sequence} answers nothing that was asked")
-        return self._inflight[sequence], sequence
-
-    def _on_description(self, asked: _Description, body: Any) -> None:
-        match body:
-            case [0, [*fields]]:
-                if not asked.fields.done():
-                    asked.fields.set_result(fields)
-            case [1, int(), str(name), str(message)]:
-                self._fail_asked(asked, failure_of_body(name, message))
-            case _:
-                raise ProtocolError(f"not a description of a shard: {body!r:.200}")
-
-    def _on_chunk(self, chunk: _Chunk, body: Any, payload: Sequence[Frame]) -> None:
-        match body:
-            case [0, [*held]] if len(held) == len(chunk):
-                self._fill(chunk, held, payload)
-            case [1, int(number), str(name), str(message)] if 0 <= number < len(chunk):
-                # only the pull that asked for it fails; the others ask again
-                chunk[number][0].fail(failure_of_body(name, message))
-                self._put_back(chunk)
-            case _:
-                raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
-
-    def _fill(self, chunk: _Chunk, held: Iterable[Any], payload: Sequence[Frame]) -> None:
-        wanted, received = sum(len(p.destination) for _, p in chunk), sum(map(len, payload))
-        if wanted != received:
-            raise ProtocolError(
-                f"shard {_shard_of(chunk)} on {self._owner.node_id}: expected {wanted} bytes, "
-                f"got {received}"
-            )
-        fill((part for _, part in chunk), payload)
-        for (job, part), found in zip(chunk, held, strict=True):
-            try:
-                part.check(found)
-            except ProtocolError as error:
-                job.fail(error)  # its metadata does not fit; the other pulls' may
-            job.arrived(len(part.destination))
-
-    def _put_back(self, asked: _Chunk | _Description) -> None:
-        if isinstance(asked, _Description):
-            self._descriptions.appendleft(asked)
-            return
-        for job, part in asked:
-            if not job.done.done():
-                job.returned.append(part)
-                if job not in self._queue:
-                    self._queue.append(job)
-
-    def _fail_asked(self, asked: _Chunk | _Description, error: ArealError) -> None:
-        if not isinstance(asked, _Description):
-            for job, _ in asked:
-                job.fail(error)
-        elif not asked.fields.done():
-            asked.fields.set_exception(error)
-
-    def _fail_all(self, error: ArealError) -> None:
-        waiting: list[_Chunk | _Description] = [*self._inflight.values(), *self._descriptions]
-        for asked in waiting:
-            self._fail_asked(asked, error)
-        for job in self._queue:
-            job.fail(error)
-        self._inflight.clear()
-        self._descriptions.clear()
-        self._queue.clear()
-
-    def _end(self, reason: str) -> None:
-        """Nothing more comes from this owner; what waits fails, each naming its own shard."""
-        self._client.forget(self._owner, self)
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        jobs = [*self._queue]
-        for asked in [*self._inflight.values(), *self._descriptions]:
-            if isinstance(asked, _Description):
-                self._fail_asked(asked, self._gone(asked.shard_id, reason))
-            else:
-                jobs += [job for job, _ in asked]
-        for job in jobs:
-            job.fail(self._gone(job.shard_id, reason))
-        self._inflight.clear()
-        self._descriptions.clear()
-        self._queue.clear()
-
-    def _gone(self, shard_id: str, reason: str) -> ShardGone:
-        return ShardGone(
-            f"shard {shard_id} on {self._owner.node_id} is gone with its owner: {reason}"
-        )
-
-
-def _shard_of(asked: _Chunk | _Description) -> str:
-    if isinstance(asked, _Description):
-        return asked.shard_id
-    return asked[0][1].segment.piece.shard_id
+    def _forget(self, link: OwnerLink) -> None:
+        """A later pull from this owner tries anew."""
+        if self._links.get(link.owner) is link:
+            del self._links[link.owner]
+            self._ended_bytes += link.received_bytes
 
 
 async def _by_deadline(

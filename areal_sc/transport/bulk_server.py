@@ -28,6 +28,7 @@ from areal_sc.transport.bulk_wire import (
 )
 from areal_sc.transport.endpoint import Context, configure_socket
 from areal_sc.transport.interface import LOOPBACK, Interface
+from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc import Handler
 from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.socket import ZERO_COPY_BYTES, AsyncSocket, Buffer, Frame
@@ -82,7 +83,6 @@ class BulkServer:
         reply_timeout_s: how long a reply waits for a puller that does not read.
 
     Attributes:
-        num_refused: frames dropped because no member of the run sent them so.
         num_reads: requests answered.
         num_dropped_sessions: pullers that were given up because they did not read.
         sent_bytes: of all reply frames.
@@ -98,7 +98,7 @@ class BulkServer:
         max_sessions: int = 16_384,
         reply_timeout_s: float = 30.0,
     ) -> None:
-        self.num_refused = 0
+        self._refused = Refusals(logger, "bulk_refused", source.node_id)
         self.num_reads = 0
         self.num_dropped_sessions = 0
         self.sent_bytes = 0
@@ -113,6 +113,11 @@ class BulkServer:
         self._address = ""
         self._context: Context | None = None
         self._socket: AsyncSocket | None = None
+
+    @property
+    def num_refused(self) -> int:
+        """Frames dropped because no member of the run sent them so."""
+        return self._refused.num
 
     async def start(self) -> str:
         """Starts to serve on the running event loop; returns the address of the bulk socket.
@@ -180,7 +185,7 @@ class BulkServer:
         try:
             session_id, session, sequence, body = self._admit(connection, frames[1:])
         except ProtocolError as error:
-            self._refuse(error)
+            self._refused.add(error)
             return
         self._sessions.move_to_end(session_id)
         self.num_reads += 1
@@ -206,14 +211,6 @@ class BulkServer:
         body = session.requests.open_header(frames[0], sequence)
         session.connection, session.last_sequence = connection, sequence
         return session_id, session, sequence, body
-
-    def _refuse(self, error: ProtocolError) -> None:
-        self.num_refused += 1
-        if self.num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a flood stays readable
-            logger.warning(
-                "bulk_refused node=%s count=%d error=%s",
-                *(self._source.node_id, self.num_refused, error),
-            )
 
     def _answer(self, body: Any) -> tuple[list[Any], list[Buffer]]:
         """(reply body without tags, payload); a failure names the segment that cannot be read."""

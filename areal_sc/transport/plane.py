@@ -16,6 +16,7 @@ from areal_sc.transport.arena import ArenaBackend
 from areal_sc.transport.arena_folder import ArenaFolder
 from areal_sc.transport.arena_map import ArenaMap
 from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.bulk_link import BulkOptions
 from areal_sc.transport.bulk_server import BulkServer
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.pull import Puller
@@ -69,10 +70,12 @@ class DataPlane:
         )
         self._bulk = BulkClient(
             transport,
-            puller=f"{node_id} ({incarnation})",
-            chunk_bytes=config.chunk_bytes,
-            max_inflight_chunks=config.max_inflight_chunks,
-            is_encrypted=config.encrypt,
+            BulkOptions(
+                puller=f"{node_id} ({incarnation})",
+                chunk_bytes=config.chunk_bytes,
+                max_inflight_chunks=config.max_inflight_chunks,
+                is_encrypted=config.encrypt,
+            ),
         )
         self._arena_map = None if arenas is None else ArenaMap(arenas)
         self.puller = Puller(

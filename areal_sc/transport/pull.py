@@ -19,9 +19,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from areal_sc.errors import MetadataError, ProtocolError
+from areal_sc.errors import MetadataError, ProtocolError, ShardGone
 from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, WeightsReference
-from areal_sc.transport.arena_map import ArenaMap
+from areal_sc.transport.arena_map import ArenaMap, MappedShard
 from areal_sc.transport.buffer_pool import BufferPool, Bytes
 from areal_sc.transport.bulk_client import BulkClient
 from areal_sc.transport.packed_rows import PackedRows
@@ -202,8 +202,7 @@ class Puller:
         piece = wanted.pieces[0]
         if not self._is_mapped(piece.owner) or not piece.is_run:
             return None
-        assert self._arenas is not None
-        shard = self._arenas.open_shard(piece.shard_id)
+        shard = self._open_mapped(piece.owner, piece.shard_id)
         held = _field(shard.fields, piece)
         first, stop = piece.rows[0], piece.rows[-1] + 1
         piece.check(held.dtype, held.row_lengths[first:stop])
@@ -223,9 +222,8 @@ class Puller:
                     fields = self._local_store.describe(segment.piece.shard_id)
                     self.local_bytes += _plan_copy(segment, fields, None, copies)
             elif self._is_mapped(owner):
-                assert self._arenas is not None
                 for segment in wanted:
-                    shard = self._arenas.open_shard(segment.piece.shard_id)
+                    shard = self._open_mapped(owner, segment.piece.shard_id)
                     self.mapped_bytes += _plan_copy(segment, shard.fields, shard, copies)
             else:
                 fetches.append((owner, wanted))
@@ -262,8 +260,7 @@ class Puller:
             assert self._local_store is not None
             fields = self._local_store.describe(shard_id)
         elif self._is_mapped(owner):
-            assert self._arenas is not None
-            fields = self._arenas.open_shard(shard_id).fields
+            fields = self._open_mapped(owner, shard_id).fields
         if fields is not None:
             described = [
                 (name, field.dtype, list(field.row_lengths)) for name, field in fields.items()
@@ -285,6 +282,14 @@ class Puller:
             bounds.append((position, end))
             position = -(-end // _ALIGNMENT) * _ALIGNMENT
         return self._pool.take(position), bounds
+
+    def _open_mapped(self, owner: Owner, shard_id: str) -> MappedShard:
+        assert self._arenas is not None
+        try:
+            return self._arenas.open_shard(shard_id)
+        except ShardGone as error:
+            why = str(error).removeprefix(f"shard {shard_id} is gone: ")
+            raise ShardGone(f"shard {shard_id} on {owner.node_id} is gone: {why}") from error
 
     def _is_own(self, owner: Owner) -> bool:
         store = self._local_store

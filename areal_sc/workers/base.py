@@ -124,9 +124,19 @@ class Worker:
         """Tells that the worker answers calls."""
 
     async def sweep(self, args: dict[str, Any]) -> dict[str, int]:
-        """Forgets the shards in `dead`, and those up to `acknowledged` that are not in `live`."""
+        """Forgets the shards in `dead`, and those up to `acknowledged` that are not in `live`.
+
+        Of the shards adopted from an earlier life of the worker those in `adopted_live` are kept;
+        all of them while there is no such list.
+        """
         live, dead = ([int(n) for n in args.get(name, ())] for name in ("live", "dead"))
-        self.plane.store.sweep(live, int(args["acknowledged"]), dead)
+        adopted = args.get("adopted_live")
+        self.plane.store.sweep(
+            live,
+            int(args["acknowledged"]),
+            dead,
+            adopted_live=None if adopted is None else set(map(str, adopted)),
+        )
         return {"last_sequence": self.plane.store.last_sequence}
 
     async def stats(self, args: dict[str, Any]) -> dict[str, float]:

@@ -55,12 +55,14 @@ def server_role() -> Handlers:
     address = f"127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    def prepare(payload: str) -> dict[str, Any]:
+    made = {name: make() for name, make in PAYLOADS.items()}
+
+    def put(payload: str) -> dict[str, Any]:
         """Stores the payload: a tensor a field and shard, or a row where single rows are asked."""
-        made = PAYLOADS[payload]()
-        tensors = [torch.from_numpy(values) for shard in made.shards for values in shard.values()]
+        shards = made[payload].shards
+        tensors = [torch.from_numpy(values) for shard in shards for values in shard.values()]
         if payload == "rows":
-            tensors = list(tensors[0].split(made.lengths[0]))
+            tensors = list(tensors[0].split(made[payload].lengths[0]))
         stored = rtensor.RTensor.remotize(tensors, node_addr=address)
         return {
             "shards": [
@@ -70,22 +72,23 @@ def server_role() -> Handlers:
             "address": address,
         }
 
-    return {"prepare": prepare, "bytes_sent": lambda: sent["bytes"]}
+    def drop(stored: dict[str, Any]) -> None:
+        for shard_id, _, _ in stored["shards"]:
+            rtensor.remove(shard_id)
+
+    return {"put": put, "drop": drop, "bytes_sent": lambda: sent["bytes"]}
 
 
 def client_role() -> Handlers:
     from areal.infra.rpc.rtensor import RTensor, TensorShardInfo, clear_fetch_buffer
 
-    known: dict[str, dict[str, Any]] = {}
-
-    def handles(payload: str) -> list[RTensor]:
-        address = known[payload]["address"]
+    def handles(stored: dict[str, Any]) -> list[RTensor]:
         return [
             RTensor(
-                TensorShardInfo(shard_id, address),
+                TensorShardInfo(shard_id, stored["address"]),
                 torch.empty(shape, dtype=getattr(torch, dtype), device="meta"),
             )
-            for shard_id, shape, dtype in known[payload]["shards"]
+            for shard_id, shape, dtype in stored["shards"]
         ]
 
     def fetch(wanted: list[RTensor]) -> list[torch.Tensor]:
@@ -93,20 +96,20 @@ def client_role() -> Handlers:
         clear_fetch_buffer()
         return tensors
 
-    def prepare(payload: str, stored: dict[str, Any]) -> None:
-        known[payload] = stored
-        fetched = fetch(handles(payload))
+    def check(payload: str, stored: dict[str, Any]) -> None:
+        fetched = fetch(handles(stored))
         made = [values for shard in PAYLOADS[payload]().shards for values in shard.values()]
         if payload == "rows":
             fetched = [torch.cat(fetched)]
         for got, expected in zip(fetched, made, strict=True):
             assert torch.equal(got, torch.from_numpy(expected)), "arrived changed"
 
-    def get(payload: str) -> float:
-        return _timed(lambda: fetch(handles(payload)))
+    def get(stored: dict[str, Any]) -> float:
+        wanted = handles(stored)
+        return _timed(lambda: fetch(wanted))
 
-    def one_row(count: int) -> float:
-        rows = handles("rows")[:count]
+    def one_row(stored: dict[str, Any], count: int) -> float:
+        rows = handles(stored)[:count]
 
         def work() -> None:
             for row in rows:
@@ -115,7 +118,7 @@ def client_role() -> Handlers:
         return _timed(work)
 
     return {
-        "prepare": prepare,
+        "check": check,
         "get": get,
         "one_row": one_row,
         "version": lambda: importlib.metadata.version("areal"),

@@ -1,13 +1,12 @@
 """`ray.put` of numpy arrays in an actor, `ray.get` in the driver: Ray's shared memory.
 
-Run under the peers' environment. `get` gives read-only views of shared memory; `get_copied` also
-copies each into fresh memory of the process, `get_pooled` into memory that it has used before.
+Run under the peers' environment. `ray.get` gives read-only views of shared memory; a cycle also
+copies them, into memory that the process has used before or into fresh memory, or does neither.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import ray
@@ -26,68 +25,50 @@ def arrays_of(payload: str) -> list[np.ndarray]:
 
 @ray.remote(num_cpus=1)
 class Owner:
-    def put(self, payload: str) -> list[ray.ObjectRef]:
-        return [ray.put(values) for values in arrays_of(payload)]
+    def __init__(self) -> None:
+        self._arrays = {payload: arrays_of(payload) for payload in PAYLOADS}
 
-    def put_s(self, payload: str) -> float:
-        """Seconds to put the payload, which is dropped again."""
-        arrays = arrays_of(payload)
+    def put(self, payload: str) -> tuple[list[ray.ObjectRef], float]:
+        """References, and the seconds that it took."""
         start = time.perf_counter()
-        references = [ray.put(values) for values in arrays]
-        seconds = time.perf_counter() - start
-        del references
-        return seconds
+        references = [ray.put(values) for values in self._arrays[payload]]
+        return references, time.perf_counter() - start
 
 
 def ray_role() -> Handlers:
     owner = Owner.remote()
-    held: dict[str, list[ray.ObjectRef]] = {}
-    destinations: dict[str, list[np.ndarray]] = {}
+    rows, _ = ray.get(owner.put.remote("rows"))
+    places = {payload: arrays_of(payload) for payload in PAYLOADS}
 
-    def prepare(payload: str) -> None:
-        held[payload] = ray.get(owner.put.remote(payload))
-        expected = arrays_of(payload)
-        for got, values in zip(ray.get(held[payload]), expected, strict=True):
+    def check(payload: str) -> None:
+        references, _ = ray.get(owner.put.remote(payload))
+        for got, values in zip(ray.get(references), arrays_of(payload), strict=True):
             assert np.array_equal(got, values), "arrived changed"
-        destinations[payload] = expected
 
-    def get(payload: str) -> float:
-        return _timed(lambda: ray.get(held[payload]))
-
-    def get_copied(payload: str) -> float:
-        return _timed(lambda: [values.copy() for values in ray.get(held[payload])])
-
-    def get_pooled(payload: str) -> float:
-        def work() -> None:
-            for into, values in zip(destinations[payload], ray.get(held[payload]), strict=True):
+    def cycle(payload: str, copies: str) -> dict[str, float]:
+        """{"put_s", "get_s"} of the payload, put anew; `copies`: pooled, fresh or none."""
+        references, put_s = ray.get(owner.put.remote(payload))
+        start = time.perf_counter()
+        arrays = ray.get(references)
+        if copies == "fresh":
+            arrays = [values.copy() for values in arrays]
+        elif copies == "pooled":
+            for into, values in zip(places[payload], arrays, strict=True):
                 np.copyto(into, values)
-
-        return _timed(work)
+        return {"put_s": put_s, "get_s": time.perf_counter() - start}
 
     def one_row(count: int) -> float:
-        rows = held["rows"][:count]
-
-        def work() -> None:
-            for row in rows:
-                ray.get(row)
-
-        return _timed(work)
+        start = time.perf_counter()
+        for row in rows[:count]:
+            ray.get(row)
+        return time.perf_counter() - start
 
     return {
-        "prepare": prepare,
-        "get": get,
-        "get_copied": get_copied,
-        "get_pooled": get_pooled,
-        "put": lambda payload: ray.get(owner.put_s.remote(payload)),
+        "check": check,
+        "cycle": cycle,
         "one_row": one_row,
         "version": lambda: ray.__version__,
     }
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,55 +35,59 @@ def table_of(payload: Payload) -> TensorDict:
 
 def transferqueue_role() -> Handlers:
     client = transfer_queue.get_client()
-    tables: dict[str, TensorDict] = {}
-    known: dict[str, Any] = {}
+    tables = {name: table_of(make()) for name, make in PAYLOADS.items()}
     numbers = itertools.count()
 
-    def prepare(payload: str) -> None:
-        table = tables[payload] = table_of(PAYLOADS[payload]())
-        client.put(table, partition_id=payload)
-        known[payload] = client.get_meta(
+    def put(payload: str) -> tuple[Any, float]:
+        """Metadata of the payload in a partition of its own, and the seconds that putting took."""
+        table, partition = tables[payload], f"{payload}-{next(numbers)}"
+        start = time.perf_counter()
+        client.put(table, partition_id=partition)
+        seconds = time.perf_counter() - start
+        metadata = client.get_meta(
             data_fields=list(table.keys()),
             batch_size=table.batch_size[0],
-            partition_id=payload,
+            partition_id=partition,
             task_name="benchmark",
         )
-        got = client.get_data(known[payload])
+        return metadata, seconds
+
+    def drop(metadata: Any) -> None:
+        client.clear_partition(partition_id=metadata.partition_ids[0])
+
+    def check(payload: str) -> None:
+        metadata, _ = put(payload)
+        got, table = client.get_data(metadata), tables[payload]
         for name in table.keys():  # noqa: SIM118 a TensorDict iterates over rows
             for mine, theirs in zip(got[name].unbind(), table[name].unbind(), strict=True):
                 assert torch.equal(mine, theirs), "arrived changed"
+        drop(metadata)
 
-    def get(payload: str) -> float:
-        return _timed(lambda: client.get_data(known[payload]))
-
-    def put(payload: str) -> float:
-        partition = f"{payload}-{next(numbers)}"
-        seconds = _timed(lambda: client.put(tables[payload], partition_id=partition))
-        client.clear_partition(partition_id=partition)
-        return seconds
+    def cycle(payload: str) -> dict[str, float]:
+        """{"put_s", "get_s"} of the payload, put anew."""
+        metadata, put_s = put(payload)
+        start = time.perf_counter()
+        client.get_data(metadata)
+        get_s = time.perf_counter() - start
+        drop(metadata)
+        return {"put_s": put_s, "get_s": get_s}
 
     def one_row(count: int) -> float:
-        rows = [known["rows"].select_samples([row]) for row in range(count)]
-
-        def work() -> None:
-            for row in rows:
-                client.get_data(row)
-
-        return _timed(work)
+        metadata, _ = put("rows")
+        rows = [metadata.select_samples([row]) for row in range(count)]
+        start = time.perf_counter()
+        for row in rows:
+            client.get_data(row)
+        seconds = time.perf_counter() - start
+        drop(metadata)
+        return seconds
 
     return {
-        "prepare": prepare,
-        "get": get,
-        "put": put,
+        "check": check,
+        "cycle": cycle,
         "one_row": one_row,
         "version": lambda: transfer_queue.__version__,
     }
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

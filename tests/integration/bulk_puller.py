@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.bulk_link import BulkOptions
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
 
 NUM_BYTES = 64 << 20
@@ -39,8 +40,7 @@ async def main(grant: list[Any], max_inflight_chunks: int) -> None:
     owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
     client = BulkClient(
         Granted(grant),  # type: ignore[arg-type]
-        puller="stopped",
-        max_inflight_chunks=max_inflight_chunks,
+        BulkOptions("stopped", 1 << 20, max_inflight_chunks),
     )
     target = memoryview(bytearray(NUM_BYTES))
     piece = Piece(owner, "life1.1", "x", [0], "uint8", [NUM_BYTES])

@@ -22,6 +22,7 @@ import torch
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.bulk_link import BulkOptions
 from areal_sc.transport.bulk_server import DESCRIBE, READ, BulkServer
 from areal_sc.transport.bulk_wire import MAX_REQUEST_BYTES, Sealer, parse_head
 from areal_sc.transport.hub import PeerHub
@@ -62,7 +63,7 @@ class Granted:
 
 async def fetch(server: BulkServer, num_bytes: int) -> bytes:
     """The shard's first bytes, as a member of the run gets them."""
-    client = BulkClient(Granted(server), puller="test")  # type: ignore[arg-type]
+    client = BulkClient(Granted(server), BulkOptions("test"))  # type: ignore[arg-type]
     target = memoryview(bytearray(NUM_BYTES if num_bytes > 1000 else 1000))
     owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
     piece = Piece(owner, "life1.1", "x", [0], "uint8", [len(target)])

@@ -18,6 +18,7 @@ import torch
 from areal_sc.errors import ShardGone
 from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata, concat
 from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.bulk_link import BulkOptions
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc import ZmqTransport
 
@@ -86,7 +87,7 @@ async def test_rows_come_from_processes_until_one_is_killed(two_owners: list[Own
     batches = [await asyncio.to_thread(owner.batch) for owner in two_owners]
     transport = ZmqTransport()
     # 13,101 tokens of 6 bytes are 20 chunks
-    bulk = BulkClient(transport, puller="train/0", chunk_bytes=4_096, max_inflight_chunks=4)
+    bulk = BulkClient(transport, BulkOptions("train/0", 4_096, max_inflight_chunks=4))
     puller = Puller(bulk, timeout_s=250)
 
     pulled = await puller.pull(batches[0])

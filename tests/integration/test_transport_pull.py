@@ -22,6 +22,7 @@ from areal_sc.metadata import (
     concat,
 )
 from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.bulk_link import BulkOptions
 from areal_sc.transport.bulk_server import DESCRIBE, READ, BulkServer
 from areal_sc.transport.bulk_wire import Sealer
 from areal_sc.transport.hub import PeerHub
@@ -88,7 +89,7 @@ async def owners(count: int, **bulk_options: Any) -> AsyncIterator[list[Owner]]:
 async def pulling(**options: Any) -> AsyncIterator[Puller]:
     transport = ZmqTransport()
     own = {name: options.pop(name) for name in ("local_store", "timeout_s") if name in options}
-    bulk = BulkClient(transport, puller="train/0", **options)
+    bulk = BulkClient(transport, BulkOptions("train/0", **options))
     puller = Puller(bulk, **{"timeout_s": 20.0, **own})
     try:
         yield puller
@@ -249,7 +250,7 @@ async def test_weights_come_in_parts_of_ranks_and_in_buckets() -> None:
             assert puller.pulled_bytes - before <= 40_000
             before = puller.pulled_bytes
         assert before == 2 * (20_000 + 12_000 + 14)
-        own = Puller(BulkClient(ZmqTransport(), puller="x"), local_store=made[0].store)
+        own = Puller(BulkClient(ZmqTransport(), BulkOptions("x")), local_store=made[0].store)
         one_rank = WeightsReference(5, reference.shards[:1])
         directly = {name: parts[0] async for name, parts in own.pull_weights(one_rank)}
         assert list(directly) == list(weights_of(5))
@@ -304,7 +305,7 @@ async def test_sizes_that_differ_from_the_metadata_are_refused() -> None:
             batch,
             shards=(replace(batch.shards[0], fields={"input_ids": TensorMetadata((8,), "int64")}),),
         )
-        own = Puller(BulkClient(ZmqTransport(), puller="x"), local_store=owner.store)
+        own = Puller(BulkClient(ZmqTransport(), BulkOptions("x")), local_store=owner.store)
         for puller_of in (puller, own):
             with pytest.raises(
                 ProtocolError,
@@ -472,7 +473,7 @@ async def test_changed_chunks_are_never_handed_out(forge: Any, is_encrypted: boo
         batch = owner.put({"input_ids": ids_of(0, [100])}, [100])
         async with pulling(is_encrypted=is_encrypted, timeout_s=20) as puller:
             owner.bulk.forge = forge
-            with pytest.raises(ProtocolError, match="tag|expected 400 bytes"):
+            with pytest.raises(ProtocolError, match=r"tag|expected 400 bytes"):
                 await puller.pull(batch)
             assert puller._bulk.num_refused == 1
             owner.bulk.forge = None
@@ -518,7 +519,7 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
         serve = owner.bulk._answer
 
         def answer(body: Any) -> Any:
-            waiting.append(puller._bulk._owners[next(iter(puller._bulk._owners))]._num_chunks)
+            waiting.append(puller._bulk._links[next(iter(puller._bulk._links))]._num_chunks)
             return serve(body)
 
         owner.bulk._answer = answer  # type: ignore[method-assign]

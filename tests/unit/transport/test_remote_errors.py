@@ -6,7 +6,7 @@ import pytest
 
 from areal_sc import errors
 from areal_sc.errors import ArealError, ConfigError, RemoteError, WorkflowError
-from areal_sc.transport.codec import FrameLimits, Reply, decode, encode
+from areal_sc.transport.codec import Failure, MessageLimits, decode, encode
 from areal_sc.transport.remote_errors import error_of, failure_of
 
 
@@ -19,10 +19,10 @@ def raised(error: Exception) -> Exception:
 
 
 def over_the_wire(error: Exception) -> ArealError:
-    frames = encode(failure_of(raised(error), "id"), FrameLimits())
-    failure = decode([memoryview(frame) for frame in frames], FrameLimits())
-    assert not isinstance(failure, Reply)
-    return error_of(failure, node_id="train/0", method="step")  # type: ignore[arg-type]
+    frame = encode(failure_of(raised(error), "id"), MessageLimits())
+    failure = decode([memoryview(frame)], MessageLimits())
+    assert isinstance(failure, Failure)
+    return error_of(failure, node_id="train/0", method="step")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,202 @@
+"""The data plane of workers on one node: what is mapped, what is copied, what travels."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_sc.config.schema import TransportConfig
+from areal_sc.errors import ShardGone, StoreFull
+from areal_sc.metadata import (
+    BatchMetadata,
+    RowMetadata,
+    ShardMetadata,
+    TensorMetadata,
+    WeightsReference,
+    concat,
+)
+from areal_sc.transport.arena_folder import ArenaFolder
+from areal_sc.transport.plane import DataPlane
+from areal_sc.transport.rpc import RpcServer, ZmqTransport
+
+STORE_BYTES = 64 << 20
+
+
+class Worker:
+    """A worker's control socket and data plane."""
+
+    def __init__(self, plane: DataPlane, server: RpcServer, address: str) -> None:
+        self.plane = plane
+        self.server = server
+        self.address = address
+
+    def put(self, lengths: Sequence[int], first: int = 0) -> BatchMetadata:
+        """A shard in which each token tells its place, counted from `first`."""
+        total = sum(lengths)
+        ids = torch.arange(first, first + total, dtype=torch.int32)
+        fields = {"input_ids": ids, "behavior_logprobs": ids.to(torch.float32) / 7}
+        shard = ShardMetadata(
+            self.plane.store.node_id,
+            self.address,
+            self.plane.store.put(fields, lengths),
+            len(lengths),
+            0,
+            {
+                "input_ids": TensorMetadata((total,), "int32"),
+                "behavior_logprobs": TensorMetadata((total,), "float32"),
+            },
+            tuple(range(len(lengths))),
+        )
+        rows = tuple(RowMetadata(0, 0, n, 0.0, 0, ()) for n in lengths)
+        return BatchMetadata(shard.shard_id, 0, len(rows), (shard,), rows)
+
+
+def life_of(name: str) -> str:
+    return "life-of-" + name.replace("/", "-")
+
+
+@asynccontextmanager
+async def workers(folder: ArenaFolder | None, *names: str) -> AsyncIterator[list[Worker]]:
+    async with AsyncExitStack() as stack:
+        made = []
+        for name in names:
+            transport = ZmqTransport()
+            stack.push_async_callback(transport.close)
+            plane = DataPlane(
+                name,
+                life_of(name),
+                TransportConfig(chunk_bytes=4096, pull_timeout_s=20),
+                store_bytes=STORE_BYTES,
+                transport=transport,
+                arenas=folder,
+            )
+            stack.push_async_callback(plane.close)
+            server = RpcServer(await plane.start(), node_id=name, incarnation=life_of(name))
+            address = await server.start()
+            stack.push_async_callback(server.close)
+            made.append(Worker(plane, server, address))
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[ArenaFolder]:
+    folder = ArenaFolder(tmp_path, "run")
+    yield folder
+    folder.remove()
+
+
+async def test_rows_that_lie_together_are_views(folder: ArenaFolder) -> None:
+    async with workers(folder, "rollout/0", "train/0") as (owner, puller):
+        batch = owner.put([100, 20, 7, 300])
+        whole = await puller.plane.puller.pull(batch)
+        part = await puller.plane.puller.pull(batch, ["input_ids"], [1, 2])
+        assert whole.fields["input_ids"].tolist() == list(range(427))
+        assert part.fields["input_ids"].tolist() == list(range(100, 127))
+        # the same memory, twice: nothing was copied, and no socket was used
+        start = whole.fields["input_ids"].data_ptr()
+        assert part.fields["input_ids"].data_ptr() == start + 400
+        assert puller.plane.puller.mapped_bytes == 427 * 8 + 27 * 4
+        assert puller.plane.stats()["pulled_bytes"] == owner.plane.stats()["bulk_requests"] == 0
+
+
+async def test_rows_that_lie_apart_are_copied_together(folder: ArenaFolder) -> None:
+    async with workers(folder, "rollout/0", "rollout/1", "train/0") as (first, second, puller):
+        batch = concat(
+            [first.put([5, 6]), second.put([7, 0, 8], first=1000), first.put([9], first=2000)],
+            batch_id="all",
+            global_step=0,
+        )
+        expected = [*range(11), *range(1000, 1015), *range(2000, 2009)]
+        pulled = await puller.plane.puller.pull(batch)
+        assert pulled.fields["input_ids"].tolist() == expected
+        turned = await puller.plane.puller.pull(batch, ["input_ids"], [5, 2, 0])
+        assert turned.fields["input_ids"].tolist() == [
+            *range(2000, 2009),
+            *range(1000, 1007),
+            *range(5),
+        ]
+        turned.fields["input_ids"] += 1  # a copy is the puller's own
+        assert puller.plane.stats()["pulled_bytes"] == 0
+        # a worker's own rows come from its own store
+        mixed = await second.plane.puller.pull(batch)
+        assert mixed.fields["input_ids"].tolist() == expected
+        assert second.plane.puller.local_bytes == 15 * 8
+
+
+async def test_a_view_outlives_the_sweep_of_its_shard(folder: ArenaFolder) -> None:
+    async with workers(folder, "rollout/0", "train/0") as (owner, puller):
+        size = STORE_BYTES // 32
+        batch = owner.put([size])
+        view = (await puller.plane.puller.pull(batch, ["input_ids"])).fields["input_ids"]
+        owner.plane.store.sweep([], owner.plane.store.last_sequence)
+        with pytest.raises(ShardGone, match=r"life-of-rollout-0\.1 on rollout/0"):
+            await puller.plane.puller.pull(batch)
+        # memory that is read is not written: the store is full before it touches the view
+        while owner.plane.store.num_bytes + 2 * size * 8 <= STORE_BYTES:
+            owner.put([size], first=7)
+        with pytest.raises(StoreFull):
+            owner.put([2 * size], first=7)
+        assert torch.equal(view, torch.arange(size, dtype=torch.int32))
+        del view
+        gc.collect()
+        owner.plane.store.sweep([], owner.plane.store.last_sequence)
+        for _ in range(20):  # all of it is used again
+            owner.put([size], first=7)
+            owner.plane.store.sweep([], owner.plane.store.last_sequence)
+        assert owner.plane.store.num_bytes == 0
+
+
+async def test_weights_are_views_of_the_ranks_memory(folder: ArenaFolder) -> None:
+    async with workers(folder, "train/0", "train/1", "rollout/0") as (*ranks, puller):
+        shards = []
+        for number, rank in enumerate(ranks):
+            parts = {"a": torch.full((50_000,), float(number)), "b": torch.zeros(0)}
+            shard_id = rank.plane.store.put(parts, {n: [p.numel()] for n, p in parts.items()})
+            shards.append((rank.plane.store.node_id, rank.address, shard_id))
+        weights = WeightsReference(3, tuple(shards))
+        pulled = {name: parts async for name, parts in puller.plane.puller.pull_weights(weights)}
+        assert [part.unique().tolist() for part in pulled["a"]] == [[0.0], [1.0]]
+        assert [part.numel() for part in pulled["b"]] == [0, 0]
+        assert puller.plane.stats()["pulled_bytes"] == 0
+        assert puller.plane.stats()["mapped_bytes"] == 2 * 50_000 * 4
+
+
+async def test_without_shared_memory_everything_travels() -> None:
+    async with workers(None, "rollout/0", "train/0") as (owner, puller):
+        batch = owner.put([100, 20])
+        pulled = await puller.plane.puller.pull(batch)
+        assert pulled.fields["input_ids"].tolist() == list(range(120))
+        assert puller.plane.stats()["mapped_bytes"] == 0
+        assert puller.plane.stats()["pulled_bytes"] == 960
+        assert owner.plane.stats()["served_bytes"] > 960
+
+
+async def test_an_owner_elsewhere_is_reached_over_its_socket(
+    folder: ArenaFolder, tmp_path: Path
+) -> None:
+    other_node = ArenaFolder(tmp_path / "other", "run")
+    async with workers(other_node, "rollout/0") as (owner,), workers(folder, "train/0") as made:
+        # the same run on another node: its arena is not here
+        batch = owner.put([100])
+        (puller,) = made
+        pulled = await puller.plane.puller.pull(batch)
+        assert pulled.fields["input_ids"].tolist() == list(range(100))
+        assert puller.plane.stats()["pulled_bytes"] == 800
+    other_node.remove()
+
+
+async def test_an_owner_that_ended_leaves_a_typed_error(folder: ArenaFolder) -> None:
+    async with workers(folder, "train/0") as (puller,):
+        async with workers(folder, "rollout/0", "rollout/1") as (_, owner):
+            batch = owner.put([100])
+            view = await puller.plane.puller.pull(batch)
+        async with asyncio.timeout(20):
+            with pytest.raises(ShardGone, match=r"life-of-rollout-1\.1 on rollout/1"):
+                await puller.plane.puller.pull(batch)
+        assert view.fields["input_ids"].tolist() == list(range(100))

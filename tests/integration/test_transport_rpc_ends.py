@@ -1,0 +1,290 @@
+"""RPC over real sockets on loopback: peers that end, do not read, or send what they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import select
+import socket
+
+import pytest
+import zmq
+from integration.rpc_methods import LIFE, LIMITS, connected, serving, transport, until
+
+from areal_sc.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
+from areal_sc.transport.codec import MessageLimits, Reply, Request, decode, encode
+from areal_sc.transport.rpc import RpcServer, ZmqTransport
+
+
+async def test_a_server_that_ends_fails_what_waits_for_it() -> None:
+    async with serving() as (server, methods, address), transport() as callers:
+        client = callers.connect(address, "train/2", LIFE)
+        call = asyncio.create_task(client.call("wait", {}, timeout_s=100))
+        await methods.started.wait()
+        await server.close()
+        with pytest.raises(PeerLost, match=r"train/2 at tcp.* is lost: the connection ended"):
+            await call
+        with pytest.raises(PeerLost, match="echo not sent"):
+            await client.call("echo", {}, timeout_s=100)
+
+
+async def test_the_loss_of_one_server_is_none_of_the_others() -> None:
+    async with (
+        serving() as (first, _, first_address),
+        serving() as (_, methods, second_address),
+        transport() as callers,
+    ):
+        lost = callers.connect(first_address, "train/2", LIFE)
+        kept = callers.connect(second_address, "train/3", LIFE)
+        await lost.call("echo", {}, timeout_s=20)
+        call = asyncio.create_task(kept.call("wait", {}, timeout_s=20))
+        await methods.started.wait()
+        await first.close()
+        await until(lambda: lost.is_lost is not None)
+        methods.go_on.set()
+        assert await call == 1
+
+
+async def test_the_last_reply_of_an_ending_server_still_arrives() -> None:
+    async with serving() as (server, methods, address), transport() as callers:
+        client = callers.connect(address, "train/2", LIFE)
+        call = asyncio.create_task(client.call("wait", {}, timeout_s=20))
+        await methods.started.wait()
+        methods.go_on.set()
+        await until(lambda: server.bytes_sent > 0)
+        await server.close()
+        assert await call == 1
+
+
+async def test_replies_that_arrived_before_the_end_are_delivered() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind("tcp://127.0.0.1:0")
+        address = server.getsockopt_string(zmq.LAST_ENDPOINT)
+        async with transport() as callers:
+            client = callers.connect(address, "train/2", LIFE)
+            calls = [asyncio.create_task(client.call("x", {}, timeout_s=100)) for _ in range(100)]
+            requests: list[list[bytes]] = []
+            async with asyncio.timeout(20):
+                while len(requests) < len(calls):
+                    await asyncio.sleep(0)
+                    if server.poll(0):
+                        requests.append(server.recv_multipart())
+            # answered, and gone, while the client's event loop has no turn
+            for caller, request in requests:
+                message = decode([memoryview(request)], LIMITS)
+                server.send_multipart([caller, encode(Reply(message.request_id, 1), LIMITS)])
+            server.close(linger=1000)
+            assert callers._hub is not None
+            assert select.select([callers._hub._monitor._fd], [], [], 20)[0]
+            assert await asyncio.gather(*calls) == [1] * 100
+            await until(lambda: client.is_lost is not None)
+            with pytest.raises(PeerLost):
+                await client.call("x", {}, timeout_s=100)
+
+
+async def test_a_connection_that_ended_is_made_again() -> None:
+    async with connected() as (server, methods, client):
+        assert await client.call("count", {}, timeout_s=20) == 1
+        await server.close()
+        await until(lambda: client.is_lost is not None)
+        with pytest.raises(PeerLost):
+            await client.call("count", {}, timeout_s=20)
+        # the same worker is reachable again, as after a failure of the network
+        back = RpcServer(
+            methods.handlers(), node_id="train/2", incarnation=LIFE, bind=client.address
+        )
+        await back.start()
+        await until(lambda: client.is_lost is None)
+        assert await client.call("count", {}, timeout_s=20) == 2
+        await back.close()
+
+
+async def test_requests_whose_calls_have_failed_are_never_delivered() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as unread:
+        unread.setsockopt(zmq.RCVHWM, 1)
+        unread.setsockopt(zmq.RCVBUF, 1 << 14)
+        unread.bind("tcp://127.0.0.1:0")
+        address = unread.getsockopt_string(zmq.LAST_ENDPOINT)
+        async with transport() as callers:
+            client = callers.connect(address, "train/2", LIFE)
+            calls = [
+                asyncio.create_task(client.call("count", {"blob": bytes(1 << 17)}, timeout_s=100))
+                for _ in range(100)  # more than the kernel's buffers take
+            ]
+            await until(lambda: bool(unread.poll(0)))
+            unread.close(linger=0)
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(end) for end in ends} == {PeerLost}
+            async with serving(bind=address) as (_, methods, _):
+                await until(lambda: client.is_lost is None)
+                assert await client.call("echo", {"x": 1}, timeout_s=20) == {"x": 1}
+                assert methods.num_calls == 0
+
+
+async def test_calls_beyond_the_queue_wait_for_room_within_their_deadline() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as unread:
+        unread.setsockopt(zmq.RCVHWM, 1)
+        unread.setsockopt(zmq.RCVBUF, 1 << 14)
+        unread.bind("tcp://127.0.0.1:0")
+        address = unread.getsockopt_string(zmq.LAST_ENDPOINT)
+        async with transport() as callers:
+            client = callers.connect(address, "train/2", LIFE)
+            args = {"blob": bytes(1 << 15)}
+            calls = [
+                asyncio.create_task(client.call("count", args, timeout_s=1)) for _ in range(2000)
+            ]
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(end) for end in ends} == {RpcTimeout}
+
+
+async def test_an_address_where_nobody_listens_is_given_up() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        async with transport() as callers:
+            client = callers.connect(address, "train/2", LIFE)
+            with pytest.raises(PeerLost, match="refused the connection 3 times"):
+                await client.call("echo", {}, timeout_s=100)
+
+
+async def test_fail_pending_ends_every_waiting_call_and_no_later_one() -> None:
+    async with connected() as (_, methods, client):
+        calls = [asyncio.create_task(client.call("wait", {}, timeout_s=100)) for _ in range(3)]
+        await until(lambda: methods.num_calls == 3)
+        client.fail_pending(PeerLost("the scheduler saw train/2 exit"))
+        for call in calls:
+            with pytest.raises(PeerLost, match="scheduler saw"):
+                await call
+        assert await client.call("echo", {}, timeout_s=20) == {}
+
+
+async def test_a_call_that_fails_and_is_cancelled_at_once_leaves_no_error_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with connected() as (_, methods, client):
+        call = asyncio.create_task(client.call("wait", {}, timeout_s=100))
+        await methods.started.wait()
+        client.fail_pending(PeerLost("gone"))
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        del call
+        gc.collect()
+        await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text
+
+
+async def test_closing_a_client_ends_its_calls_and_no_others() -> None:
+    async with serving() as (_, methods, address), transport() as callers:
+        client, other = (callers.connect(address, "train/2", LIFE) for _ in range(2))
+        kept = asyncio.create_task(other.call("wait", {}, timeout_s=20))
+        call = asyncio.create_task(client.call("wait", {}, timeout_s=100))
+        await until(lambda: methods.num_waiting == 2)
+        await client.close()
+        with pytest.raises(PeerLost, match="closed here"):
+            await call
+        with pytest.raises(PeerLost, match="closed here"):
+            await client.call("echo", {}, timeout_s=100)
+        methods.go_on.set()
+        assert await kept == 2
+
+
+async def test_connections_can_be_closed_at_any_moment_of_their_life() -> None:
+    async with serving() as (_, _, address), transport() as callers:
+        for i in range(300):
+            client = callers.connect(address if i % 3 else "tcp://127.0.0.1:9", "train/2", LIFE)
+            if i % 3 == 1:
+                await client.call("echo", {}, timeout_s=20)
+            await client.close()
+            await client.close()
+
+
+async def test_a_transport_closes_its_connections_and_makes_no_more() -> None:
+    async with serving() as (_, _, address):
+        ids = iter(f"id{i}" for i in range(100))
+        callers = ZmqTransport(new_request_id=lambda: next(ids))
+        clients = [callers.connect(address, "train/2", LIFE) for _ in range(3)]
+        assert [await c.call("count", {}, timeout_s=20) for c in clients] == [1, 2, 3]
+        assert next(ids) == "id3"
+        await callers.close()
+        await callers.close()
+        with pytest.raises(PeerLost):
+            await clients[0].call("count", {}, timeout_s=20)
+        with pytest.raises(TransportError, match="transport is closed"):
+            callers.connect(address, "train/2", LIFE)
+
+
+async def test_a_request_over_the_limit_costs_the_sender_its_connection() -> None:
+    limits = MessageLimits(max_bytes=1 << 12)
+    async with (
+        serving(limits=limits) as (_, _, address),
+        transport() as careless,
+        transport(limits=limits) as careful,
+    ):
+        args = {"blob": bytes(1 << 13)}
+        with pytest.raises(PeerLost):
+            await careless.connect(address, "train/2", LIFE).call("echo", args, timeout_s=100)
+        client = careful.connect(address, "train/2", LIFE)
+        with pytest.raises(ProtocolError, match=r"a message has 8\d\d\d bytes, the limit is 4096"):
+            await client.call("echo", args, timeout_s=100)
+        assert await client.call("echo", {}, timeout_s=20) == {}
+
+
+async def test_a_reply_that_no_server_sends_is_counted_and_ends_nothing() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind("tcp://127.0.0.1:0")
+        address = server.getsockopt_string(zmq.LAST_ENDPOINT)
+        async with transport() as callers:
+            client = callers.connect(address, "train/2", LIFE)
+            call = asyncio.create_task(client.call("x", {}, timeout_s=20))
+            await until(lambda: bool(server.poll(0)))
+            caller, frame = server.recv_multipart()
+            request = decode([memoryview(frame)], LIMITS)
+            good = encode(Reply(request.request_id, "good"), LIMITS)
+            for parts in ([b""], [b"garbage"], [frame], [good, good], [good[:-1]], [b"x"] * 100):
+                server.send_multipart([caller, *parts])
+            server.send_multipart([caller, encode(Reply("no such id", "bad"), LIMITS)])
+            server.send_multipart([caller, good])
+            assert await call == "good"
+            assert client.num_malformed == 6
+
+
+async def test_a_caller_that_does_not_read_delays_nobody_and_loses_its_replies() -> None:
+    async with connected(reply_timeout_s=0.2) as (server, _, client):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as sleeper:
+            sleeper.setsockopt(zmq.LINGER, 0)
+            sleeper.setsockopt(zmq.RCVHWM, 1)
+            sleeper.setsockopt(zmq.RCVBUF, 1 << 16)
+            sleeper.connect(client.address)
+            blob = {"blob": bytes(1 << 14)}
+            num_sent = 0
+            while server.num_dropped_replies == 0 and num_sent < 20_000:
+                # beyond the 1000 messages of ZMQ's own queue, and what waits for room in it
+                sleeper.send(encode(Request(f"s{num_sent}", LIFE, "quick", blob), LIMITS))
+                num_sent += 1
+                if num_sent % 500 == 0:
+                    assert await client.call("echo", {"x": 1}, timeout_s=20) == {"x": 1}
+            assert server.num_dropped_replies > 0
+            assert await client.call("echo", {"x": 2}, timeout_s=20) == {"x": 2}
+            # what waited is dropped after its time, and nothing more is tried
+            assert server._outbox is not None
+            outbox = server._outbox
+            await until(lambda: not outbox._backlogs and outbox._retry is None)
+
+
+async def test_a_flood_of_messages_leaves_the_loop_its_turns() -> None:
+    async with connected() as (_, _, client):
+        turns = 0
+        done = False
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while not done:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        await asyncio.gather(*(client.call("quick", {}, timeout_s=20) for _ in range(1000)))
+        done = True
+        await counting
+        assert turns > 30  # 1000 messages in batches of 32
