@@ -16,7 +16,7 @@ from areal_sc.controller.heartbeats import Heartbeats
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata
 from areal_sc.schedulers.base import RunningWorker
-from areal_sc.transport.arena_folder import ArenaFolder, choose_root
+from areal_sc.transport.arena_folder import ArenaFolder, choose_root, clean_leftovers
 from areal_sc.transport.beat_board import Beat
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
@@ -38,6 +38,7 @@ def run() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="areal-sc-planes-") as name:
         folder = Path(name)
         RunKeys.create().write(folder / "keys.json")
+        clean_leftovers(_arena_root(folder))
         arenas = _arenas(folder)
         try:
             yield folder
@@ -50,8 +51,11 @@ def authenticator(folder: Path) -> CurveAuthenticator:
 
 
 def _arenas(folder: Path) -> ArenaFolder:
-    root = choose_root("auto", 2 * STORE_BYTES, folder / "arenas")
-    return ArenaFolder(root, folder.name)
+    return ArenaFolder(_arena_root(folder), folder.name)
+
+
+def _arena_root(folder: Path) -> Path:
+    return choose_root("auto", 2 * STORE_BYTES, folder / "arenas")
 
 
 class Worker:

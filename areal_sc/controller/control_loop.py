@@ -57,8 +57,9 @@ class ControlLoop:
             for task in tasks:
                 task.cancel()
 
-        self._loop.call_soon_threadsafe(begin)
         try:
+            # within: from here on a Ctrl-C has something to cancel
+            self._loop.call_soon_threadsafe(begin)
             while not outcome.done():
                 # Bounded, so that a signal is seen although another thread received it.
                 concurrent.futures.wait([outcome], timeout=SIGNAL_CHECK_S)

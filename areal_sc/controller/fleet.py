@@ -120,25 +120,33 @@ class Fleet:
         try:
             return await member.connection.call(method, args, timeout_s=timeout_s)
         except PeerLost as error:
-            if await self._answers(member):
-                raise  # it is another peer that the worker lost
-            # the socket notices first; the process's exit, which says why, follows
-            await self._wait_for_exit(member, error)
-            raise (member.failure or error) from None
+            raise await self._cause(member, error) from None
 
     async def call_all(
         self, method: str, args: Sequence[dict[str, Any]], *, timeout_s: float | None = None
     ) -> list[Any]:
-        """Replies of all workers, in order of their index; the first error cancels the others."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self.call(member, method, arg, timeout_s=timeout_s))
-                    for member, arg in zip(self.members, args, strict=True)
-                ]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        """Replies of all workers, in order of their index; the first error cancels the others.
+
+        Raises: as `call`.
+        """
+        for member in self.members:
+            if member.failure:
+                raise member.failure
+        if timeout_s is None:
+            timeout_s = self.config.transport.call_timeout_s
+        connections = [member.connection for member in self.members]
+        outcomes = await self._runtime.transport.call_all(
+            list(zip(connections, args, strict=True)),
+            method,
+            timeout_s=timeout_s,
+            stops_at_error=True,
+        )
+        for member, outcome in zip(self.members, outcomes, strict=True):
+            if isinstance(outcome, PeerLost):
+                raise await self._cause(member, outcome)
+            if isinstance(outcome, ArealError):
+                raise outcome
+        return outcomes
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections."""
@@ -160,6 +168,8 @@ class Fleet:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             members = [member for member in self.members if not member.failure]
+            if not members:
+                continue
             try:
                 ended = await self._scheduler.exit_statuses([m.worker for m in members])
                 causes = {name: f"{name} ended with {status}" for name, status in ended.items()}
@@ -168,6 +178,14 @@ class Fleet:
             for member in members:
                 if member.name in causes:
                     self._lose(member, causes[member.name])
+
+    async def _cause(self, member: Member, error: PeerLost) -> ArealError:
+        """What to raise for a call that lost a peer: the worker, or one that the worker called."""
+        if await self._answers(member):
+            return error
+        # The socket notices first; the process's exit, which says why, follows.
+        await self._wait_for_exit(member, error)
+        return member.failure or error
 
     async def _answers(self, member: Member) -> bool:
         if member.failure:

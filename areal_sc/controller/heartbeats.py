@@ -165,18 +165,10 @@ class Heartbeats:
                 if speaker is None:
                     node.silent.clear()
                     return
-                if speaker.worker.name != node.speaker or node.connection is None:
-                    await self._hang_up(node)
-                    node.speaker = speaker.worker.name
-                    report = speaker.worker.report
-                    node.connection = self._transport.connect(
-                        report.beat_address, report.name, report.incarnation
-                    )
                 try:
-                    wire = await node.connection.call(
-                        "beat", {}, timeout_s=self._interval_s / ATTEMPTS_AN_INTERVAL
-                    )
-                    beats = beats_from_wire(wire)
+                    connection = await self._connection_to(node, speaker.worker)
+                    timeout_s = self._interval_s / ATTEMPTS_AN_INTERVAL
+                    beats = beats_from_wire(await connection.call("beat", {}, timeout_s=timeout_s))
                 except TransportError as error:
                     logger.warning("worker=%s gives no heartbeat: %s", node.speaker, error)
                     node.silent.add(node.speaker)
@@ -186,6 +178,17 @@ class Heartbeats:
                     return
         finally:
             node.asking = None
+
+    async def _connection_to(self, node: _Node, speaker: RunningWorker) -> Connection:
+        """The one that there is, if it leads to the speaker."""
+        if node.connection is None or node.speaker != speaker.name:
+            await self._hang_up(node)
+            node.speaker = speaker.name
+            report = speaker.report
+            node.connection = self._transport.connect(
+                report.beat_address, report.name, report.incarnation
+            )
+        return node.connection
 
     def _choose_speaker(self, node: _Node) -> _Watched | None:
         """The one that spoke last, if it may; else the one whose last beat is the newest."""

@@ -29,6 +29,7 @@ PLANE_COUNTERS = (
     "local_bytes",
     "served_bytes",
     "bulk_refused",
+    "control_refused",
 )
 """What each worker tells of its data plane; `areal_sc.transport.plane` says what they mean."""
 

@@ -50,17 +50,18 @@ class Segment:
 
         Raises: OSError: there is no room.
         """
-        fd = files.create_segment(number, num_bytes)
+        files.create_segment(number, num_bytes)
         try:
-            return cls(number, MappedFile(fd, writable=True, populate=True))
+            file = MappedFile(files.segment_path(number), writable=True, populate=True)
         except OSError:
             files.remove_segment(number)
             raise
+        return cls(number, file)
 
     @classmethod
     def open(cls, files: ArenaFiles, number: int) -> Segment:
         """One that a predecessor made."""
-        return cls(number, MappedFile(files.open_segment(number), writable=True))
+        return cls(number, MappedFile(files.segment_path(number), writable=True))
 
 
 class Block:

@@ -40,32 +40,31 @@ class ArenaFiles:
         """False in a child of a fork, which must change nothing, and after `close`."""
         return self._lock.is_held
 
-    def create_segment(self, number: int, num_bytes: int) -> int:
-        """Descriptor of a new file whose space is reserved: writing to it cannot fail later.
+    def create_segment(self, number: int, num_bytes: int) -> None:
+        """Makes a file and reserves its space: writing to it cannot fail later.
 
         Raises: OSError: there is no room.
         """
-        path = segment_path(str(self.path), number)
+        path = self.segment_path(number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, _OWNER_ONLY_FILE)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
         except OSError:
-            os.close(fd)
             os.unlink(path)
             raise
-        return fd
+        finally:
+            os.close(fd)
 
-    def open_segment(self, number: int) -> int:
-        """Descriptor of a segment that is there, for writing."""
-        return os.open(segment_path(str(self.path), number), os.O_RDWR | _OPEN)
+    def segment_path(self, number: int) -> str:
+        return segment_path(str(self.path), number)
 
     def segment_bytes(self, number: int) -> int:
-        return os.stat(segment_path(str(self.path), number)).st_size
+        return os.stat(self.segment_path(number)).st_size
 
     def remove_segment(self, number: int) -> None:
         """What is mapped stays readable."""
         with suppress(FileNotFoundError):
-            os.unlink(segment_path(str(self.path), number))
+            os.unlink(self.segment_path(number))
 
     def segments(self) -> list[int]:
         """Numbers of the segments."""

@@ -1,6 +1,6 @@
 """Where the shared memory of a run lies on a node, who lives in it, and who deletes it. No torch.
 
-    <root>/areal-sc-<uid>/            the root is /dev/shm where that is large enough
+    <root>/areal-sc-<uid>-<node>/     the root is /dev/shm where that is large enough
         <run id>/
             lock                      shared by every process of the run
             <worker>.<incarnation>/   an arena
@@ -9,12 +9,14 @@
                 <sequence>            the ticket of a sealed shard
 
 Locks are the kernel's (`flock`), so they end with their process, however that ends. A run folder
-whose lock is free belongs to nobody: a later run deletes it. All is open to its owner alone.
+whose lock is free belongs to nobody: a later run deletes it. All is open to its owner alone. The
+node is in the name because the root may be on a file system that other nodes mount, too.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -26,7 +28,9 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.errors import ConfigError, TransportError
+from areal_sc.ids import random_id
 from areal_sc.transport.arena_files import ArenaFiles, delete_folder
+from areal_sc.transport.beat_board import this_node
 from areal_sc.transport.file_lock import HeldLock, take_lock
 
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -34,6 +38,7 @@ LOCK_WAIT_S: Final = 30.0
 """So long a run waits for whoever cleans up the folder that it wants to use."""
 
 _LOCK: Final = "lock"
+_DELETED: Final = ".deleted-"
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OWNER_ONLY_FOLDER: Final = 0o700
 
@@ -70,25 +75,37 @@ def choose_root(
     return fallback.absolute()
 
 
+def user_folder(root: Path) -> Path:
+    """Where the runs of this user on this node are.
+
+    Files that two nodes map are not the same memory, and their locks may not meet: each node, and
+    each boot of it, has a folder of its own.
+    """
+    node = hashlib.sha256(this_node().encode()).hexdigest()[:12]
+    return root / f"areal-sc-{os.geteuid()}-{node}"
+
+
 def clean_leftovers(root: Path) -> int:
     """Deletes the folders of runs of this user that have no living process; returns how many.
 
     Raises: ConfigError: the folder of this user is not this user's.
     """
-    base = _base(root)
+    base = user_folder(root)
     if not _has_own_folder(base):
         return 0
-    num_deleted = 0
     with os.scandir(base) as entries:
-        names = [e.name for e in entries if _NAME.fullmatch(e.name) and _is_folder(e)]
+        names = [entry.name for entry in entries if _is_folder(entry)]
+    num_deleted = 0
     for name in names:
-        # a process that starts meanwhile waits for the lock, finds it deleted, and starts over
-        lock = take_lock(base / name / _LOCK, fcntl.LOCK_EX)
-        if lock is not None:
+        if name.startswith(_DELETED):  # whoever began died over it, or is at it
             delete_folder(base / name)
-            lock.close()
-            num_deleted += 1
-            logger.info("deleted the shared memory that run %s left in %s", name, base)
+        elif _NAME.fullmatch(name):
+            lock = take_lock(base / name / _LOCK, fcntl.LOCK_EX)
+            if lock is not None:
+                _delete_run(base / name)
+                lock.close()
+                num_deleted += 1
+                logger.info("deleted the shared memory that run %s left in %s", name, base)
     with suppress(OSError):
         base.rmdir()  # only when it is empty
     return num_deleted
@@ -107,10 +124,11 @@ class ArenaFolder:
     """
 
     def __init__(self, root: Path, run_id: str) -> None:
-        base = _base(root)
+        base = user_folder(root)
         self.path = base / _checked_name("run id", run_id)
         try:
             root.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY_FOLDER)
+            _check_root(root)
             self._lock = self._join(base)
         except OSError as error:
             raise ConfigError(
@@ -160,7 +178,7 @@ class ArenaFolder:
     def remove(self) -> None:
         """Deletes everything of the run, when it ends. Memory that is mapped stays readable."""
         if self._lock.is_held:
-            delete_folder(self.path)
+            _delete_run(self.path)
             with suppress(OSError):
                 self.path.parent.rmdir()  # only when no other run is in it
         self.close()
@@ -172,13 +190,12 @@ class ArenaFolder:
     def _join(self, base: Path) -> HeldLock:
         give_up = time.monotonic() + LOCK_WAIT_S
         while True:
-            with suppress(FileNotFoundError):  # it was empty and somebody has just removed it
-                _make_own_folder(base)
-                self.path.mkdir(exist_ok=True, mode=_OWNER_ONLY_FOLDER)
-                _has_own_folder(self.path)
-                lock = take_lock(self.path / _LOCK, fcntl.LOCK_SH)
-                if lock is not None:
-                    return lock
+            # whoever cleans up may delete any of this until the lock is there
+            with suppress(FileNotFoundError):
+                if _make_own_folder(base) and _make_own_folder(self.path):
+                    lock = take_lock(self.path / _LOCK, fcntl.LOCK_SH)
+                    if lock is not None:
+                        return lock
             if time.monotonic() > give_up:
                 raise ConfigError(
                     f"another process has been deleting {self.path} for {LOCK_WAIT_S:g} s; "
@@ -187,23 +204,20 @@ class ArenaFolder:
             time.sleep(0.01)
 
 
-RunArenas = ArenaFolder
-
-
-def _base(root: Path) -> Path:
-    return root / f"areal-sc-{os.geteuid()}"
-
-
-def _make_own_folder(base: Path) -> None:
-    """Makes the folder of this user, or checks that the one which is there is."""
-    root = base.parent.stat()
-    if root.st_mode & stat.S_IWOTH and not root.st_mode & stat.S_ISVTX:
+def _check_root(root: Path) -> None:
+    mode = root.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ConfigError(
-            f"shared memory cannot be kept in {base.parent}: everybody may rename files in it; "
+            f"shared memory cannot be kept in {root}: everybody may rename files in it; "
             "set its sticky bit (chmod +t), or choose another folder"
         )
-    base.mkdir(exist_ok=True, mode=_OWNER_ONLY_FOLDER)
-    _has_own_folder(base)
+
+
+def _make_own_folder(path: Path) -> bool:
+    """Makes a folder if needed; False when somebody has just deleted it."""
+    with suppress(FileExistsError):
+        os.mkdir(path, _OWNER_ONLY_FOLDER)
+    return _has_own_folder(path)
 
 
 def _has_own_folder(path: Path) -> bool:
@@ -227,6 +241,14 @@ def _has_own_folder(path: Path) -> bool:
     if stat.S_IMODE(found.st_mode) & ~_OWNER_ONLY_FOLDER & 0o777:
         os.chmod(path, _OWNER_ONLY_FOLDER)
     return True
+
+
+def _delete_run(path: Path) -> None:
+    """Deletes a run's folder, under a name that nobody who starts meanwhile would use."""
+    deleted = path.with_name(f"{_DELETED}{random_id()}")
+    with suppress(FileNotFoundError):
+        path.rename(deleted)
+    delete_folder(deleted)
 
 
 def _arenas(run_folder: Path) -> Iterator[tuple[str, str, Path]]:

@@ -230,10 +230,9 @@ class ArenaMap:
         file = self._files.get(path)
         if file is None:
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                file = self._files[path] = MappedFile(path, writable=False)
             except FileNotFoundError:
                 raise _swept(shard_id) from None
-            file = self._files[path] = MappedFile(fd, writable=False)
         return file
 
     def _forget_unlinked(self) -> None:

@@ -5,7 +5,7 @@ and not to a process, so that closing another descriptor of the same file in thi
 release them, and the kernel does when the holder dies, however it dies.
 
 libc is called directly because `mmap.mmap` holds the GIL while it maps (256 MiB of new pages take
-a tenth of a second) and keeps a second descriptor, which children of a fork would hold on to.
+a tenth of a second) and keeps a descriptor.
 """
 
 from __future__ import annotations
@@ -34,20 +34,26 @@ class MappedFile:
     and the file are gone before.
 
     Args:
-        fd: of the file; owned, and closed with the object.
+        path: of the file.
         writable: False: writing to `memory` is a segmentation fault, though the array does not say
             so (torch warns of buffers that do). A private copy of written pages (ACCESS_COPY)
             would keep old contents when their block is reused.
         populate: the page table is filled at once, so that no later access faults.
-    Raises: OSError: the file is empty or cannot be mapped.
+    Raises: OSError: the file is empty, is just being deleted, or cannot be mapped.
     """
 
-    def __init__(self, fd: int, *, writable: bool, populate: bool = False) -> None:
-        self._close = weakref.finalize(self, os.close, fd)
+    def __init__(self, path: str, *, writable: bool, populate: bool = False) -> None:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        mapped_fd = os.open(path, flags)
+        try:
+            self.num_bytes = os.fstat(mapped_fd).st_size
+            self.memory = _map(mapped_fd, self.num_bytes, writable=writable, populate=populate)
+        finally:
+            os.close(mapped_fd)
+        # a description of its own: that of the mapping, and with it any lock, lives on in children
+        self._fd = os.open(path, flags)
+        self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False
-        self._fd = fd
-        self.num_bytes = os.fstat(fd).st_size
-        self.memory = _map(fd, self.num_bytes, writable=writable, populate=populate)
 
     @property
     def is_unlinked(self) -> bool:

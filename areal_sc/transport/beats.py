@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from areal_sc.errors import TransportError
 from areal_sc.transport.beat_board import BLOCKED_WARNING_S, Beat, BeatBoard
+from areal_sc.transport.codec import MessageLimits
 from areal_sc.transport.endpoint import Authenticator
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc_server import RpcServer
@@ -35,6 +36,9 @@ ORPHAN_GRACE_S: Final = 10.0
 """Between asking an orphan to end and ending it by force."""
 
 ORPHAN_EXIT_CODE: Final = 1
+MAX_MESSAGE_BYTES: Final = 1 << 20
+"""Far above the beats of the largest node."""
+
 THREAD_LIMIT_S: Final = 30.0
 _STACK_FRAMES: Final = 12
 
@@ -79,6 +83,7 @@ class BeatServer:
             incarnation=incarnation,
             bind=bind,
             authenticator=authenticator,
+            limits=MessageLimits(max_bytes=MAX_MESSAGE_BYTES),
         )
         self._unwritten = Refusals(logger, "beat_not_written", name)
         self._started_ns = self._turn_ns = time.monotonic_ns()

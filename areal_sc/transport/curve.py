@@ -41,7 +41,7 @@ _EVENTS: Final = (
     | zmq.EVENT_DISCONNECTED
 )
 
-_REASONS: Final = {
+_REASONS: Final[dict[int, str]] = {
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "the caller has another server key",
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "the caller does not encrypt with CURVE",
 }

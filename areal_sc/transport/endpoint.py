@@ -22,6 +22,10 @@ UNSENT_TIMEOUT_MS: Final = 30_000
 neither ZMQ's pings nor the kernel's probes are sent while there is output to send."""
 
 
+_SEALING_BYTES: Final = 64
+"""CURVE's own part of a frame (33 bytes), which ZMQ counts as well."""
+
+
 class Guard(Protocol):
     """Keeps strangers out of one server socket."""
 
@@ -43,11 +47,11 @@ def configure_socket(socket: zmq.Socket[bytes], max_frame_bytes: int) -> None:
     """The options that both sides share.
 
     Args:
-        max_frame_bytes: ZMQ ends the connection of a peer that announces a larger frame, before
-            anything is allocated for it.
+        max_frame_bytes: ZMQ ends the connection of a peer that announces a larger frame (by more
+            than encryption adds), before anything is allocated for it.
     """
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + _SEALING_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)

@@ -24,17 +24,31 @@ CALLS_PER_TURN: Final = 64
 
 
 class _Gather:
-    """Outcomes in the order of the calls; `done` once none is missing."""
+    """Outcomes in the order of the calls; `done` once none is missing, or one ends all.
 
-    def __init__(self, num_calls: int, done: asyncio.Future[None]) -> None:
+    Attributes:
+        is_stopped: a call failed, and the others do not matter any more.
+    """
+
+    def __init__(self, num_calls: int, done: asyncio.Future[None], *, stops_at_error: bool) -> None:
         self.outcomes: list[Any] = [None] * num_calls
         self.done = done
+        self.is_stopped = False
         self._num_missing = num_calls
+        self._stops_at_error = stops_at_error
 
     def put(self, index: int, outcome: Any) -> None:
         self.outcomes[index] = outcome
         self._num_missing -= 1
         if self._num_missing == 0:
+            self.finish()
+
+    def put_error(self, index: int, error: ArealError) -> None:
+        if self.is_stopped:
+            return  # the first one is the cause
+        self.is_stopped = self._stops_at_error
+        self.put(index, error)
+        if self.is_stopped:
             self.finish()
 
     def finish(self) -> None:
@@ -63,7 +77,9 @@ class _Share:
             self.gather.put(self.index, value)
 
     def fail(self, error: ArealError) -> None:
-        self.settle(error)
+        if self.is_open:
+            self.is_open = False
+            self.gather.put_error(self.index, error)
 
     def abandon(self) -> None:
         if self.is_open:
@@ -76,15 +92,17 @@ async def fan_out(
     *,
     timeout_s: float,
     new_request_id: RequestIds,
+    stops_at_error: bool = False,
 ) -> list[Any | ArealError]:
     """What each call returned, or the error that it would have raised; see `RpcClient.call`.
 
-    Arguments that are one and the same dict are encoded once.
+    Arguments that are one and the same dict are encoded once. With `stops_at_error` the first error
+    ends the wait at once: the other calls are cancelled, and their outcomes mean nothing.
     """
     if not calls:
         return []
     loop = asyncio.get_running_loop()
-    gather = _Gather(len(calls), loop.create_future())
+    gather = _Gather(len(calls), loop.create_future(), stops_at_error=stops_at_error)
     shares: list[_Share] = []
     deadline = loop.call_later(timeout_s, gather.finish)
     try:
@@ -93,7 +111,10 @@ async def fan_out(
             await asyncio.wait((gather.done,), timeout=SEND_RETRY_S)
             unsent = [(share, frame) for share, frame in unsent if not _is_settled(share, frame)]
         await gather.done
-        await _expire(shares, timeout_s)
+        if gather.is_stopped:
+            await _give_up(shares)
+        else:
+            await _expire(shares, timeout_s)
     except asyncio.CancelledError:
         for share in shares:
             share.abandon()
@@ -117,6 +138,8 @@ async def _begin(
     for index, (client, args) in enumerate(calls):
         if index and index % CALLS_PER_TURN == 0:
             await asyncio.sleep(0)
+        if gather.is_stopped:
+            break
         share = _Share(gather, index, client, method, new_request_id())
         shares.append(share)
         try:
@@ -138,6 +161,15 @@ def _is_settled(share: _Share, frame: bytes) -> bool:
     except ArealError as error:
         share.fail(error)
         return True
+
+
+async def _give_up(shares: Sequence[_Share]) -> None:
+    """Cancels what is still open."""
+    for number, share in enumerate([share for share in shares if share.is_open], start=1):
+        share.abandon()
+        share.is_open = False
+        if number % CALLS_PER_TURN == 0:
+            await asyncio.sleep(0)
 
 
 async def _expire(shares: Sequence[_Share], timeout_s: float) -> None:

@@ -19,9 +19,12 @@ from areal_sc.transport.socket import SEND_RETRY_S, AsyncSocket
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_REPLIES: Final = 1024
-MAX_WAITING_BYTES: Final = 16 << 20
-"""What may wait for one caller beside ZMQ's own queue; further replies are dropped."""
+MAX_WAITING_BYTES: Final = 64 << 20
+"""What may wait for one caller beside ZMQ's own queue; further replies are dropped. It holds the
+replies to as many requests as a server runs, should all of them end at once."""
+
+_ENTRY_BYTES: Final = 200
+"""What a waiting reply takes beside its own bytes."""
 
 
 @dataclass(slots=True)
@@ -66,14 +69,12 @@ class Outbox:
             if self._is_settled(caller, reply):
                 return
             backlog = self._backlogs[caller] = _Backlog(self._loop.time())
-        if (
-            len(backlog.replies) >= MAX_WAITING_REPLIES
-            or backlog.num_bytes + len(reply) > MAX_WAITING_BYTES
-        ):
+        num_bytes = backlog.num_bytes + _ENTRY_BYTES + len(reply)
+        if num_bytes > MAX_WAITING_BYTES:
             self._dropped.add(f"caller {caller.hex()} reads slower than it asks")
             return
+        backlog.num_bytes = num_bytes
         backlog.replies.append(reply)
-        backlog.num_bytes += len(reply)
         if self._retry is None:
             self._retry = self._loop.call_later(SEND_RETRY_S, self._try_again)
 
@@ -90,7 +91,7 @@ class Outbox:
         for caller, backlog in list(self._backlogs.items()):
             replies = backlog.replies
             while replies and self._is_settled(caller, replies[0]):
-                backlog.num_bytes -= len(replies.popleft())
+                backlog.num_bytes -= _ENTRY_BYTES + len(replies.popleft())
                 backlog.since_s = now_s
             if now_s - backlog.since_s >= self._timeout_s:
                 reason = f"caller {caller.hex()} read nothing for {self._timeout_s:g} s"

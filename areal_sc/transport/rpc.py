@@ -57,7 +57,12 @@ class Transport(Protocol):
     def connect(self, address: str, node_id: str, incarnation: str) -> Connection: ...
 
     async def call_all(
-        self, calls: Sequence[tuple[Any, dict[str, Any]]], method: str, *, timeout_s: float
+        self,
+        calls: Sequence[tuple[Any, dict[str, Any]]],
+        method: str,
+        *,
+        timeout_s: float,
+        stops_at_error: bool = False,
     ) -> list[Any | ArealError]: ...
 
     async def close(self) -> None: ...
@@ -109,16 +114,27 @@ class ZmqTransport:
         return connection
 
     async def call_all(
-        self, calls: Sequence[tuple[RpcClient, dict[str, Any]]], method: str, *, timeout_s: float
+        self,
+        calls: Sequence[tuple[RpcClient, dict[str, Any]]],
+        method: str,
+        *,
+        timeout_s: float,
+        stops_at_error: bool = False,
     ) -> list[Any | ArealError]:
         """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
 
         The outcome of a call that failed is its error, as `RpcClient.call` would raise it: the
-        caller decides what it means for the others. Arguments that are one and the same dict are
-        encoded once. A cancellation is passed on to all servers that have not answered.
+        caller decides what it means for the others, or says beforehand with `stops_at_error` that
+        the first error ends all: calls without a reply are cancelled then, and their outcomes mean
+        nothing. Arguments that are one and the same dict are encoded once. A cancellation is passed
+        on to all servers that have not answered.
         """
         return await fan_out(
-            calls, method, timeout_s=timeout_s, new_request_id=self._new_request_id
+            calls,
+            method,
+            timeout_s=timeout_s,
+            new_request_id=self._new_request_id,
+            stops_at_error=stops_at_error,
         )
 
     async def close(self) -> None:

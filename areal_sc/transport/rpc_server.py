@@ -75,7 +75,7 @@ class RpcServer:
         max_running: requests executed at a time; more are refused with `ServerBusy`. One that
             generates a group stays for minutes, so it is far above what controllers ask for.
         max_running_bytes: of these requests.
-        reply_timeout_s: how long replies wait for a caller that does not read.
+        reply_timeout_s: how long a caller may read nothing before it is dropped with its replies.
 
     Attributes:
         bytes_received: of all frames.
@@ -140,6 +140,8 @@ class RpcServer:
         configure_socket(raw, self._limits.max_bytes)
         # without it a message to a full or vanished peer is dropped without a word
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # what ZMQ has queued for a stopped caller is freed when the kernel gives it up
+        raw.setsockopt(zmq.TCP_MAXRT, round(self._reply_timeout_s * 1000))
         if self._authenticator is not None:
             self._guard = self._authenticator.configure_server(self._context, raw)
         try:

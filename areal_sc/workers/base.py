@@ -64,6 +64,9 @@ class Worker:
             interface=self._interface,
             arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
         )
+        self._control_guard = CurveAuthenticator(self.keys, spec.name)
+        self._beats_guard = CurveAuthenticator(self.keys, spec.name)
+        self._server: RpcServer | None = None
         self.address = ""
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._done = asyncio.Event()
@@ -81,19 +84,19 @@ class Worker:
         """Binds the sockets, reports, and serves until the end."""
         keep_message_memory()
         handlers: dict[str, Handler] = {**self.methods(), **await self.plane.start()}
-        server = RpcServer(
+        server = self._server = RpcServer(
             handlers,
             node_id=self.spec.name,
             incarnation=self.spec.incarnation,
             bind=self._interface.bind,
-            authenticator=CurveAuthenticator(self.keys, self.spec.name),
+            authenticator=self._control_guard,
         )
         beats = BeatServer(
             BeatBoard(beats_folder(self._run_memory)),
             name=self.spec.name,
             incarnation=self.spec.incarnation,
             bind=self._interface.bind,
-            authenticator=CurveAuthenticator(self.keys, self.spec.name),
+            authenticator=self._beats_guard,
             interval_s=self.spec.heartbeat_interval_s,
             orphan_timeout_s=self.spec.orphan_timeout_s,
             on_orphaned=self._done.set,
@@ -140,8 +143,15 @@ class Worker:
         return {"last_sequence": self.plane.store.last_sequence}
 
     async def stats(self, args: dict[str, Any]) -> dict[str, float]:
-        """Counters of the data plane; see `DataPlane.stats`."""
-        return self.plane.stats()
+        """Counters of both planes; see `DataPlane.stats`.
+
+        `control_refused` counts connections without the run's keys, and messages that no member
+        of the run sends, on the control and heartbeat sockets.
+        """
+        refused = self._control_guard.num_refused + self._beats_guard.num_refused
+        if self._server is not None:
+            refused += self._server.num_malformed
+        return {**self.plane.stats(), "control_refused": refused}
 
     async def shutdown(self, args: dict[str, Any]) -> None:
         """Ends the worker after the reply."""

@@ -92,17 +92,24 @@ class Program:
         """Leaves a block without a ticket, as a process does that dies while it puts."""
         self.unsealed = self.store._backend.allocate(3 * MIB)
 
-    def fork(self) -> int:
-        """Starts a child that lives on, with all that it inherits; its pid."""
-        pid = os.fork()
-        if pid == 0:
-            self.drop()  # must not release the locks of its parent
-            self.arenas.close()
-            self.store.close()  # must not delete the arena of its parent
-            self.folder.remove()
-            time.sleep(600)
-            os._exit(0)
-        return pid
+    def fork(self) -> list[int]:
+        """Starts two children that live on, and do away with all or nothing of what they inherit;
+        their pids."""
+        pids = []
+        for drops in (True, False):
+            is_done, tell = os.pipe()
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                if drops:
+                    self.drop()  # must not release the locks of its parent
+                    self.arenas.close()
+                    self.store.close()  # must not delete the arena of its parent
+                    self.folder.remove()
+                os.write(tell, b"x")
+                time.sleep(600)
+                os._exit(0)
+            os.read(is_done, 1)
+        return pids
 
     def write_into(self, shard_id: str) -> None:
         """Is killed for it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
 from areal_sc.transport import beats
 from areal_sc.transport.beat_board import BeatBoard, this_node
@@ -33,12 +35,24 @@ async def serve(spec: WorkerSpec) -> None:
         time.sleep(args["seconds"])  # noqa: ASYNC251 - that is what it is for
         return "done"
 
+    async def wait(args: dict[str, Any]) -> None:
+        try:
+            await asyncio.sleep(args["seconds"])
+        except asyncio.CancelledError:
+            logging.getLogger(__name__).info("the wait was cancelled")
+            raise
+
+    async def fail(args: dict[str, Any]) -> None:
+        if args["seconds"]:
+            return await wait(args)
+        raise ModelError("no weights")
+
     async def shutdown(args: dict[str, Any]) -> None:
         asyncio.get_running_loop().call_later(0.05, done.set)
 
     keys = RunKeys.read(spec.keys_path)
     server = RpcServer(
-        {"ping": ping, "block": block, "shutdown": shutdown},
+        {"ping": ping, "block": block, "wait": wait, "fail": fail, "shutdown": shutdown},
         node_id=spec.name,
         incarnation=spec.incarnation,
         authenticator=CurveAuthenticator(keys, spec.name),

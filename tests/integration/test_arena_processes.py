@@ -148,7 +148,7 @@ def test_shards_outlive_their_writer_and_are_adopted(
 
     # the mark of the controller; the readers of a dropped shard keep it
     assert successor.sweep([1], 1, adopted_live=ids[3:]) == 3
-    assert all(is_intact(mapped[shard_id], seed) for shard_id, seed in zip(ids, range(100, 105)))
+    assert all(is_intact(mapped[ids[i]], seeds[i]) for i in range(5))
     for gone in ids[:3]:
         with pytest.raises(ShardGone, match=gone):
             successor.describe(gone)
@@ -226,7 +226,7 @@ def test_blocks_wait_for_pullers_that_are_stopped_and_not_for_dead_ones(
     store.close()
 
 
-def test_a_child_of_a_fork_keeps_nothing_locked_and_deletes_nothing(
+def test_children_of_a_fork_keep_nothing_locked_and_delete_nothing(
     folder: ArenaFolder, start: Callable[[str, str], Worker]
 ) -> None:
     store = store_in(folder, "train/0", "life1")
@@ -234,17 +234,18 @@ def test_a_child_of_a_fork_keeps_nothing_locked_and_deletes_nothing(
     worker = start("rollout/0", "dead")
     (theirs,) = worker.call("put", [55])
     assert worker.call("hold", {shard: 4_000})
-    child = worker.call("fork")
+    children = worker.call("fork")
     try:
-        # the locks of the parent hold, whatever the child has dropped
+        # the locks of the parent hold, whatever a child has dropped
         assert worker.call("are_held_intact")
         store.sweep([], store.last_sequence)
         assert store.mapped_retired_bytes > 0
         assert worker.call("put", [56])
         worker.process.send_signal(signal.SIGKILL)
         worker.process.wait()
-        # the child lives, and holds neither the block nor the arena
-        os.kill(child, 0)
+        # the children live, and hold neither the block nor the arena
+        for child in children:
+            os.kill(child, 0)
         store.sweep([], store.last_sequence)
         assert store.num_bytes == 0
         successor = store_in(folder, "rollout/0", "next")
@@ -252,8 +253,9 @@ def test_a_child_of_a_fork_keeps_nothing_locked_and_deletes_nothing(
         assert holds(successor, theirs, 55)
         successor.close()
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
     store.close()
 
 

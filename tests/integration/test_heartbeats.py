@@ -20,7 +20,7 @@ import pytest
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.controller.fleet import Fleet, Member
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import WorkerLost
+from areal_sc.errors import ModelError, WorkerLost
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.transport.keys import RunKeys
 from areal_sc.workers.spec import WorkerReport, WorkerSpec, keys_path
@@ -171,6 +171,26 @@ async def test_a_killed_worker_is_lost_at_once_and_its_neighbour_is_heard(tmp_pa
         await asyncio.sleep(BOUND_S + 1.0)
         await fleet.call(neighbour, "ping", {}, timeout_s=LIMIT_S)
         assert lost(fleet) == [speaker]
+
+
+async def test_the_first_error_ends_a_call_of_all_at_once(tmp_path: Path) -> None:
+    async with fleet_of(3, tmp_path) as (fleet, scheduler):
+        args = [{"seconds": 1000}, {"seconds": 0}, {"seconds": 1000}]
+        with pytest.raises(ModelError, match="no weights"):
+            await fleet.call_all("fail", args, timeout_s=LIMIT_S)
+        for name in ("rollout/0", "rollout/2"):
+            await until(lambda name=name: "the wait was cancelled" in scheduler.log(name))
+        assert lost(fleet) == []
+        waiting = asyncio.create_task(
+            fleet.call_all("wait", [{"seconds": 1000}] * 3, timeout_s=LIMIT_S)
+        )
+        await asyncio.sleep(2 * INTERVAL_S)
+        scheduler.processes["rollout/1"].kill()
+        with pytest.raises(WorkerLost, match="rollout/1 ended with exit code -9"):
+            await waiting
+        # what is lost stays lost, also for calls of all
+        with pytest.raises(WorkerLost, match="rollout/1 ended with exit code -9"):
+            await fleet.call_all("ping", [{}] * 3)
 
 
 CONTROLLER = """

@@ -193,15 +193,28 @@ class SimulatedTransport:
         return connection
 
     async def call_all(
-        self, calls: Sequence[tuple[Any, dict[str, Any]]], method: str, *, timeout_s: float
+        self,
+        calls: Sequence[tuple[SimulatedConnection, dict[str, Any]]],
+        method: str,
+        *,
+        timeout_s: float,
+        stops_at_error: bool = False,
     ) -> list[Any | ArealError]:
-        async def outcome(connection: SimulatedConnection, args: dict[str, Any]) -> Any:
-            try:
-                return await connection.call(method, args, timeout_s=timeout_s)
-            except ArealError as error:
-                return error
-
-        return list(await asyncio.gather(*(outcome(*call) for call in calls)))
+        running = [
+            asyncio.create_task(connection.call(method, args, timeout_s=timeout_s))
+            for connection, args in calls
+        ]
+        until = asyncio.FIRST_EXCEPTION if stops_at_error else asyncio.ALL_COMPLETED
+        try:
+            done, _ = await asyncio.wait(running, return_when=until) if running else (set(), None)
+            failed = [call for call in running if call in done and call.exception()]
+            if failed and stops_at_error:
+                return [call.exception() if call is failed[0] else None for call in running]
+            return [call.exception() or call.result() for call in running]
+        finally:
+            for call in running:
+                call.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def close(self) -> None:
         """Nothing is left to close: connections are closed by their users."""

@@ -53,9 +53,26 @@ TORCH_FREE = (
     "areal_sc.engines.handles",
     "areal_sc.algorithms.packing",
     "areal_sc.algorithms.advantages",
-    "areal_sc.transport.socket",
-    "areal_sc.transport.codec",
-    "areal_sc.transport.rpc",
+    *(
+        f"areal_sc.transport.{name}"
+        for name in (
+            "arena_folder",
+            "beat_board",
+            "beats",
+            "codec",
+            "curve",
+            "endpoint",
+            "fan_out",
+            "hub",
+            "interface",
+            "keys",
+            "outbox",
+            "refusals",
+            "rpc",
+            "socket",
+        )
+    ),
+    "areal_sc.workers.run_memory",
     "areal_sc.workers.spec",
 )
 """Modules, and folders of modules (with a dot at the end), that scripts import."""

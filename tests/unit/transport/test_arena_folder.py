@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from areal_sc.errors import ConfigError, TransportError
-from areal_sc.transport.arena_folder import ArenaFolder, choose_root, clean_leftovers
+from areal_sc.transport.arena_folder import ArenaFolder, choose_root, clean_leftovers, user_folder
+from areal_sc.transport.arena_memory import MappedFile
 
 UID = os.geteuid()
 
@@ -50,7 +52,7 @@ def test_everything_is_open_to_its_owner_alone(tmp_path: Path) -> None:
     try:
         folder = ArenaFolder(tmp_path / "root", "run")
         files = folder.create("train/0", "life1")
-        os.close(files.create_segment(1, 8192))
+        files.create_segment(1, 8192)
         files.write_ticket(7, b"ticket")
     finally:
         os.umask(before)
@@ -58,9 +60,11 @@ def test_everything_is_open_to_its_owner_alone(tmp_path: Path) -> None:
         str(path.relative_to(tmp_path)): stat.S_IMODE(path.lstat().st_mode)
         for path in (tmp_path / "root").rglob("*")
     }
-    run = f"root/areal-sc-{UID}/run"
+    base = f"root/{user_folder(tmp_path).name}"
+    assert base.startswith(f"root/areal-sc-{UID}-")
+    run = f"{base}/run"
     assert modes == {
-        f"root/areal-sc-{UID}": 0o700,
+        base: 0o700,
         run: 0o700,
         f"{run}/lock": 0o600,
         f"{run}/train-0.life1": 0o700,
@@ -75,7 +79,7 @@ def test_everything_is_open_to_its_owner_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_others_can_enter_is_closed(tmp_path: Path) -> None:
-    base = tmp_path / f"areal-sc-{UID}"
+    base = user_folder(tmp_path)
     base.mkdir()
     base.chmod(0o755)
     folder = ArenaFolder(tmp_path, "run")
@@ -96,6 +100,21 @@ def test_names_that_could_be_paths_are_refused(tmp_path: Path, name: str) -> Non
     folder.remove()
 
 
+def test_another_node_of_a_shared_file_system_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "elsewhere")
+        there = ArenaFolder(tmp_path, "run")
+        there.create("train/0", "life1").close()
+        there.close()
+    assert clean_leftovers(tmp_path) == 0
+    here = ArenaFolder(tmp_path, "run")
+    assert here.by_incarnation() == {}
+    assert list(there.by_incarnation()) == ["life1"]
+    here.remove()
+
+
 def test_an_incarnation_has_one_arena(tmp_path: Path) -> None:
     folder = ArenaFolder(tmp_path, "run")
     files = folder.create("train/0", "life1")
@@ -107,7 +126,7 @@ def test_an_incarnation_has_one_arena(tmp_path: Path) -> None:
 
 def test_what_a_killed_run_left_is_deleted_by_the_next(tmp_path: Path) -> None:
     killed, living = start_run(tmp_path, "killed"), start_run(tmp_path, "living")
-    base = tmp_path / f"areal-sc-{UID}"
+    base = user_folder(tmp_path)
     try:
         assert clean_leftovers(tmp_path) == 0
         end(killed)
@@ -153,20 +172,48 @@ def test_runs_that_start_and_clean_up_at_once_leave_each_other_alone(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_starts_while_its_folder_is_deleted_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is deleted after the lock file was opened, and before it is locked."""
+    take = fcntl.flock
+    num_deleted = 0
+
+    def delete_first(fd: int, kind: int) -> None:
+        nonlocal num_deleted
+        if num_deleted == 0 and kind & fcntl.LOCK_SH:
+            num_deleted += 1
+            num_deleted += clean_leftovers(tmp_path)
+        take(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", delete_first)
+    folder = ArenaFolder(tmp_path, "run")
+    assert num_deleted == 2
+    assert folder.path.is_dir()
+    assert clean_leftovers(tmp_path) == 0
+    folder.remove()
+
+
+def test_a_deletion_that_was_cut_short_is_completed(tmp_path: Path) -> None:
+    (user_folder(tmp_path) / ".deleted-0123" / "train-0.life0").mkdir(parents=True)
+    assert clean_leftovers(tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_link_in_the_place_of_the_own_folder_is_refused(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     for path in (root, elsewhere / "run"):
         path.mkdir(parents=True)
-    (root / f"areal-sc-{UID}").symlink_to(elsewhere)
+    (user_folder(root)).symlink_to(elsewhere)
     for attempt in (lambda: ArenaFolder(root, "run"), lambda: clean_leftovers(root)):
-        with pytest.raises(ConfigError, match=rf"areal-sc-{UID}.*not a folder"):
+        with pytest.raises(ConfigError, match=rf"areal-sc-{UID}-.*not a folder"):
             attempt()
     assert (elsewhere / "run").is_dir()
 
 
 def test_links_are_never_followed(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
-    base = root / f"areal-sc-{UID}"
+    base = user_folder(root)
     (elsewhere / "deep").mkdir(parents=True)
     (elsewhere / "deep" / "kept").write_text("kept")
     base.mkdir(parents=True)
@@ -184,7 +231,7 @@ def test_links_are_never_followed(tmp_path: Path) -> None:
     assert list(folder.by_incarnation()) == ["life0"]
     (files,) = folder.take_over("train/0")
     with pytest.raises(OSError, match="symbolic links"):
-        files.open_segment(1)
+        MappedFile(files.segment_path(1), writable=True)
     folder.close()
     files.close()
     (base / "locked" / "lock").unlink()
@@ -195,7 +242,7 @@ def test_links_are_never_followed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(UID != 0, reason="only root can give a folder away")
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    base = tmp_path / f"areal-sc-{UID}"
+    base = user_folder(tmp_path)
     base.mkdir(mode=0o700)
     os.chown(base, 12345, 12345)
     for attempt in (lambda: ArenaFolder(tmp_path, "run"), lambda: clean_leftovers(tmp_path)):

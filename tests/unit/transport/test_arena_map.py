@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +171,82 @@ def test_a_sweep_at_any_moment_of_opening_is_noticed(
         assert node.arenas.open_shard(shard).tensor("x")[0] == 1
 
 
+def test_a_puller_that_comes_just_before_the_sweep_keeps_its_block(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens the shard right before the writer deletes the ticket."""
+    shard = node.put(1)
+    found = []
+    unlink = os.unlink
+
+    def open_first(path: str) -> None:
+        if path.endswith("/train-0.life1/1"):
+            found.append(node.arenas.open_shard(shard))
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", open_first)
+        assert node.sweep_all() == 1
+    assert node.store.mapped_retired_bytes == PAGE
+    node.put(2)
+    assert found[0].tensor("x")[0] == 1
+
+
+class LateMap(ArenaMap):
+    """Threads that drop a shard stop on the way to telling so."""
+
+    def __init__(self, folder: ArenaFolder) -> None:
+        super().__init__(folder)
+        self.late: list[tuple[Any, ...]] = []
+
+    def _on_dropped(self, *told: Any) -> None:
+        self.late.append(told)
+
+    def deliver(self) -> None:
+        while self.late:
+            super()._on_dropped(*self.late.pop())
+
+
+def test_news_of_a_drop_that_come_late_unlock_nothing_that_is_in_use(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arenas = LateMap(node.folder)
+    first = node.put(1, num_pages=4)
+    arenas.open_shard(first)
+    again = arenas.open_shard(first)
+    arenas.deliver()  # of the first time
+    node.sweep_all()
+    assert node.store.mapped_retired_bytes == 4 * PAGE
+    del again
+    arenas.deliver()
+    node.sweep_all()
+    assert node.store.num_bytes == 0
+
+    # opened, dropped, lost while it is opened again, and its block taken by another shard
+    second = node.put(2, num_pages=4)
+    arenas.open_shard(second)
+    look = os.access
+    num_looks = 0
+
+    def sweep_before_the_second(path: str, mode: int) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 2:
+            node.sweep_all()
+        return look(path, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", sweep_before_the_second)
+        with pytest.raises(ShardGone):
+            arenas.open_shard(second)
+    node.sweep_all()
+    third = arenas.open_shard(node.put(3, num_pages=4))
+    arenas.deliver()
+    node.sweep_all()
+    assert node.store.mapped_retired_bytes == 4 * PAGE
+    assert third.tensor("x")[0] == 3
+
+
 def test_other_spellings_of_an_id_are_the_same_shard(node: Node) -> None:
     shard = node.put(3)
     one, other = node.arenas.open_shard(shard), node.arenas.open_shard("life1.001")
@@ -321,13 +398,14 @@ def spoil(node: Node, change: Callable[[bytes], bytes]) -> str:
 def test_tickets_that_lie_are_refused(node: Node) -> None:
     with pytest.raises(ProtocolError, match="not msgpack"):
         node.arenas.open_shard(spoil(node, lambda ticket: ticket[:-1]))
-    # bytes 1 to 3 of the ticket: version, segment, start
+    # msgpack: version, segment and start of the second block
+    start, beyond = (b"\xcd" + n.to_bytes(2, "big") for n in (PAGE, 4 * PAGE))
+    moved = spoil(node, lambda ticket: ticket.replace(start, beyond, 1))
     with pytest.raises(ProtocolError, match=r"names bytes 16384 to 20480 of a segment of 16384"):
-        start = b"\xcd" + (4 * PAGE).to_bytes(2, "big")
-        before = (2 * PAGE // 2).to_bytes(2, "big")
-        node.arenas.open_shard(spoil(node, lambda t: t.replace(b"\xcd" + before, start, 1)))
+        node.arenas.open_shard(moved)
+    elsewhere = spoil(node, lambda ticket: ticket[:2] + b"\x09" + ticket[3:])
     with pytest.raises(ShardGone):
-        node.arenas.open_shard(spoil(node, lambda t: t[:2] + b"\x09" + t[3:]))
+        node.arenas.open_shard(elsewhere)
 
 
 def test_want_of_descriptors_is_a_typed_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ def test_memory_comes_back_when_the_last_tensor_on_it_is_gone() -> None:
     del buffer, tensor
     gc.collect()
     assert pool.idle_bytes == 0
-    assert address(other := pool.take(5 * MIB)) != where
+    other = pool.take(5 * MIB)
+    assert address(other) != where
     del view
     assert pool.idle_bytes == 6 * MIB
     assert address(pool.take(6 * MIB)) == where

@@ -70,9 +70,9 @@ def test_every_flipped_bit_is_noticed(sealer: Sealer) -> None:
     for bit in range(8 * len(header)):
         flipped = bytearray(header)
         flipped[bit // 8] ^= 1 << bit % 8
+        frame = view(bytes(flipped))
         with pytest.raises(ProtocolError):
-            sequence = parse_head(view(bytes(flipped)), MAX_REQUEST_BYTES)[1]
-            sealer.open_header(view(bytes(flipped)), sequence)
+            sealer.open_header(frame, parse_head(frame, MAX_REQUEST_BYTES)[1])
     for bit in range(8 * len(sent)):
         flipped = bytearray(sent)
         flipped[bit // 8] ^= 1 << bit % 8

@@ -4,7 +4,7 @@ import math
 import pickle
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integration.message_mutations import mutated
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.codec import (
@@ -106,80 +107,14 @@ def test_a_message_is_exactly_one_frame(count: int) -> None:
         decode([frame] * count, LIMITS)
 
 
-# ---------------------------------------------------------------- 100,000 mutated messages
-
-SAMPLES = [
-    encode(message, LIMITS)
-    for message in (
-        Request("0123456789abcdef-1f", "a" * 32, "ping", {}),
-        Request("id", "life", "sweep", {"live": list(range(300)), "acknowledged": 2**40}),
-        Request("id", "life", "run", {"rows": [[i, f"g{i}", 0.5, [[3, 7]]] for i in range(40)]}),
-        Request("é" * 20, "life", "π", {"nested": {"a": {"b": [None, True, -1.5, b"\xff" * 70]}}}),
-        Reply("0123456789abcdef-1f", None),
-        Reply("id", {"text": "x" * 2000, "numbers": [2**63, -(2**31), 1e300]}),
-        Failure("id", "KeyError", "", "absent", "Traceback ...\n" * 30, 4),
-        Cancel("id", "life"),
-    )
-]
-
-
-def flip_bits(rng: random.Random, frame: bytearray) -> None:
-    for _ in range(rng.randint(1, 4)):
-        frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
-
-
-def cut(rng: random.Random, frame: bytearray) -> None:
-    del frame[rng.randrange(len(frame)) :]
-
-
-def splice(rng: random.Random, frame: bytearray) -> None:
-    other = rng.choice(SAMPLES)
-    start, stop = sorted(rng.randrange(len(other) + 1) for _ in range(2))
-    at = rng.randrange(len(frame))
-    frame[at : at + rng.randrange(40)] = other[start:stop]
-
-
-def change_type(rng: random.Random, frame: bytearray) -> None:
-    """Another msgpack type byte, where one may stand."""
-    frame[rng.randrange(4, len(frame))] = rng.choice(
-        b"\x00\x7f\x80\x8f\x90\x9f\xa0\xbf\xc0\xc1\xc3\xc4\xc6\xc7\xc9\xca\xcb\xcf\xd3\xd4\xd9"
-        b"\xdb\xdc\xdd\xde\xdf\xe0\xff"
-    )
-
-
-def claim_more(rng: random.Random, frame: bytearray) -> None:
-    """A length of up to four bytes, written over what is there."""
-    at = rng.randrange(4, len(frame))
-    frame[at : at + 5] = bytes([rng.choice(b"\xc6\xdb\xdd\xdf")]) + rng.randbytes(4)
-
-
-def repeat(rng: random.Random, frame: bytearray) -> None:
-    start, stop = sorted(rng.randrange(4, len(frame) + 1) for _ in range(2))
-    frame[start:start] = frame[start:stop] * rng.randint(1, 20)
-
-
-MUTATIONS: list[Callable[[random.Random, bytearray], None]] = [
-    flip_bits,
-    cut,
-    splice,
-    change_type,
-    claim_more,
-    repeat,
-]
-
-
 def test_mutated_messages_are_refused_or_well_typed_and_cost_no_memory() -> None:
     rng = random.Random(20)
     refusals: set[str] = set()
     num_refused = 0
     with at_most(8 << 20):
         for _ in range(100_000):
-            frame = bytearray(rng.choice(SAMPLES))
-            for _ in range(rng.randint(1, 2)):
-                if len(frame) > 4:
-                    rng.choice(MUTATIONS)(rng, frame)
             try:
-                arrived = decoded(bytes(frame))
+                arrived = decoded(mutated(rng))
             except ProtocolError as error:
                 num_refused += 1
                 refusals.add(str(error))

@@ -141,7 +141,7 @@ def test_a_malformed_file_is_refused_without_a_word_of_it(
 
 
 def test_no_text_shows_a_secret(keys: RunKeys) -> None:
-    shown = f"{keys} {keys!r} {[keys]} %s" % (keys,)
+    shown = f"{keys} {keys!r} {[keys]}"
     assert keys.server_public.decode() in shown
     for secret in secrets_of(keys):
         assert secret not in shown

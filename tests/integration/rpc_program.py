@@ -1,0 +1,80 @@
+"""One end of RPC in a process of its own.
+
+    python rpc_program.py serve KEYS        prints its address; serves until its input closes
+    python rpc_program.py call KEYS ADDRESS calls `blob` all the time; prints a line at first
+
+KEYS is the key file of a run, or "-": then nobody is kept out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.rpc import RpcServer, ZmqTransport
+
+LIFE = "life1"
+
+
+def authenticator_of(keys: str, node_id: str) -> CurveAuthenticator | None:
+    return None if keys == "-" else CurveAuthenticator(RunKeys.read(Path(keys)), node_id)
+
+
+def print_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+async def serve(keys: str) -> None:
+    authenticator = authenticator_of(keys, "train/2")
+    num_calls = 0
+
+    def count(args: dict[str, Any]) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        return num_calls
+
+    def blob(args: dict[str, Any]) -> bytes:
+        return bytes(int(args["size"]))
+
+    async def echo(args: dict[str, Any]) -> Any:
+        return args
+
+    def counters(args: dict[str, Any]) -> dict[str, int]:
+        return {
+            "num_calls": num_calls,
+            "num_malformed": server.num_malformed,
+            "num_dropped_replies": server.num_dropped_replies,
+            "num_refused": authenticator.num_refused if authenticator else 0,
+        }
+
+    server = RpcServer(
+        {"count": count, "blob": blob, "echo": echo, "counters": counters},
+        node_id="train/2",
+        incarnation=LIFE,
+        authenticator=authenticator,
+        reply_timeout_s=1.0,
+    )
+    print_line(await server.start())
+    await asyncio.to_thread(sys.stdin.read)
+    await server.close()
+
+
+async def call(keys: str, address: str) -> None:
+    transport = ZmqTransport(authenticator=authenticator_of(keys, "caller"))
+    connection = transport.connect(address, "train/2", LIFE)
+    await connection.call("blob", {"size": 100_000}, timeout_s=30)
+    print_line("calling")
+    while True:
+        calls = [connection.call("blob", {"size": 1_000_000}, timeout_s=30) for _ in range(150)]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    asyncio.run(serve(sys.argv[2]) if sys.argv[1] == "serve" else call(*sys.argv[2:]))

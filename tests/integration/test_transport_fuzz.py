@@ -1,0 +1,288 @@
+"""A server in a process of its own against strangers at its port, and members that send rubbish."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+from integration.message_mutations import mutated
+from integration.rpc_process import PROGRAM, ServerProcess, counters, server_process
+
+from areal_sc.errors import PeerLost, RpcTimeout
+from areal_sc.transport.codec import MessageLimits, Reply, Request, decode, encode
+from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.rpc import ZmqTransport
+
+LIMITS = MessageLimits()
+MAX_GROWTH_BYTES = 24 << 20
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with server_process(tmp_path) as process:
+        yield process
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - nobody could set an event
+            await asyncio.sleep(0.05)
+
+
+# ---------------------------------------------------------------- strangers
+
+NULL, CURVE = b"NULL".ljust(20, b"\x00"), b"CURVE".ljust(20, b"\x00")
+
+
+def greeting(mechanism: bytes, version: bytes = b"\x03\x01") -> bytes:
+    """What a ZMTP 3 peer sends first (RFC 23)."""
+    return b"\xff" + bytes(8) + b"\x7f" + version + mechanism + b"\x00" + bytes(31)
+
+
+def rubbish(rng: random.Random) -> bytes:
+    """What a stranger sends at first: nothing of it opens a connection."""
+    match rng.randrange(7):
+        case 0:
+            return greeting(CURVE)
+        case 1:
+            return greeting(NULL) + b"\x04\x26\x05READY" + rng.randbytes(32)
+        case 2:
+            return greeting(CURVE) + b"\x04\xc8\x05HELLO" + rng.randbytes(194)
+        case 3:  # a command of 2^62 bytes
+            return greeting(CURVE) + b"\x06" + b"\x40" + bytes(7)
+        case 4:  # ZMTP 1: a frame of 2^62 bytes
+            return b"\xff\x40" + bytes(7) + b"\x00"
+        case 5:  # ZMTP 2
+            return b"\xff" + bytes(8) + b"\x7f\x01\x06" + rng.randbytes(20)
+    return rng.randbytes(rng.randrange(1, 100))
+
+
+def send_frames(port: int, rng: random.Random, count: int) -> int:
+    """Sends up to `count` random frames on one connection; returns how many it took."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+        if rng.random() < 0.1:  # it goes without the end of the connection being told
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00" + bytes(4))
+        num_sent = 0
+        with suppress(ConnectionError):
+            stranger.sendall(rubbish(rng))
+            while num_sent < count:
+                body = rng.randbytes(rng.randrange(1, 300))
+                stranger.sendall(rng.choice((b"\x00", b"\x01", b"\x04")) + body)
+                num_sent += 1
+        return num_sent
+
+
+async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerProcess) -> None:
+    rng = random.Random(6)
+    transport = ZmqTransport(authenticator=server.member())
+    member = server.connect(transport)
+
+    def attack(num_frames: int) -> None:
+        while num_frames > 0:
+            num_frames -= send_frames(server.port, rng, 40)
+
+    assert await member.call("echo", {"x": 1}, timeout_s=30) == {"x": 1}
+    num_files = server.num_open_files
+    await asyncio.to_thread(attack, 10_000)  # so that what is made once is made
+    warm_bytes = server.memory_bytes
+    attacking = asyncio.create_task(asyncio.to_thread(attack, 100_000))
+    while not attacking.done():  # meanwhile
+        assert await member.call("echo", {"x": 2}, timeout_s=30) == {"x": 2}
+        await asyncio.sleep(0.05)
+    await attacking
+    assert await member.call("echo", {"x": 3}, timeout_s=30) == {"x": 3}
+    await until(lambda: server.num_open_files <= num_files)
+    await until(server.is_idle)
+    assert server.memory_bytes - warm_bytes < MAX_GROWTH_BYTES
+    counted = await counters(member)
+    assert counted["num_calls"] == counted["num_malformed"] == 0
+    assert counted["num_refused"] > 100
+    assert 1 <= server.log.count("refused_connection") <= 10
+    await transport.close()
+
+
+async def test_strangers_that_hold_connections_open_are_put_out(server: ServerProcess) -> None:
+    transport = ZmqTransport(authenticator=server.member())
+    member = server.connect(transport)
+    assert await member.call("echo", {}, timeout_s=30) == {}
+    before_bytes = server.memory_bytes
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(500)]
+    try:
+        for i, stranger in enumerate(strangers):
+            stranger.sendall(greeting(CURVE)[: i % 64])
+        assert await member.call("echo", {"x": 1}, timeout_s=30) == {"x": 1}
+        for stranger in strangers:
+            stranger.settimeout(30)
+            with suppress(ConnectionError):
+                while stranger.recv(4096):  # until the server closes it
+                    pass
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    assert await member.call("echo", {"x": 2}, timeout_s=30) == {"x": 2}
+    assert server.memory_bytes - before_bytes < MAX_GROWTH_BYTES
+    await transport.close()
+
+
+async def test_a_caller_with_the_keys_of_another_run_is_told_so(server: ServerProcess) -> None:
+    transport = ZmqTransport(authenticator=CurveAuthenticator(RunKeys.create(), "stranger"))
+    with pytest.raises(PeerLost, match=r"the handshake failed: .* the keys of another run"):
+        await server.connect(transport).call("count", {}, timeout_s=30)
+    await transport.close()
+
+
+async def test_a_caller_without_keys_gets_nothing(server: ServerProcess) -> None:
+    transport = ZmqTransport()
+    with pytest.raises((PeerLost, RpcTimeout)):
+        await server.connect(transport).call("count", {}, timeout_s=2)
+    await transport.close()
+    members = ZmqTransport(authenticator=server.member())
+    assert (await counters(server.connect(members)))["num_calls"] == 0
+    await members.close()
+
+
+# ---------------------------------------------------------------- members
+
+
+@contextmanager
+def raw_member(server: ServerProcess) -> Iterator[zmq.Socket[bytes]]:
+    """An admitted socket that sends whatever it is given."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        server.member().configure_client(dealer)
+        dealer.connect(server.address)
+        yield dealer
+
+
+def receive(dealer: zmq.Socket[bytes]) -> bytes:
+    assert dealer.poll(30_000), "no reply"
+    return dealer.recv()
+
+
+async def test_mutated_messages_of_a_member_are_counted_and_end_nothing(
+    server: ServerProcess,
+) -> None:
+    rng = random.Random(7)
+    transport = ZmqTransport(authenticator=server.member())
+    client = server.connect(transport)
+
+    def send(dealer: zmq.Socket[bytes], count: int) -> None:
+        for i in range(count):
+            match i % 10:
+                case 0:
+                    dealer.send(rng.randbytes(rng.randrange(100)))
+                case 1:
+                    dealer.send_multipart([mutated(rng) for _ in range(rng.randrange(2, 5))])
+                case _:
+                    dealer.send(mutated(rng))
+            if i % 100 == 0:  # what was refused with a reply
+                while dealer.poll(0):
+                    dealer.recv()
+
+    with raw_member(server) as dealer:
+        await asyncio.to_thread(send, dealer, 2_000)
+        assert await client.call("echo", {"x": 1}, timeout_s=30) == {"x": 1}
+        warm_bytes = server.memory_bytes
+        await asyncio.to_thread(send, dealer, 20_000)
+        # the server has them all once it answers what was sent after them
+        dealer.send(encode(Request("last", "life1", "echo", {"last": 1}), LIMITS))
+        async with asyncio.timeout(60):
+            while True:
+                frame = await asyncio.to_thread(receive, dealer)
+                message = decode([memoryview(frame)], LIMITS)
+                if message == Reply("last", {"last": 1}):
+                    break
+        assert await client.call("echo", {"x": 2}, timeout_s=30) == {"x": 2}
+    counted = await counters(client)
+    assert 10_000 < counted["num_malformed"] < 22_000
+    assert counted["num_calls"] == 0
+    assert server.memory_bytes - warm_bytes < MAX_GROWTH_BYTES
+    assert 1 <= server.log.count("malformed_message") <= 10
+    assert max(map(len, server.log.splitlines())) < 600
+    await transport.close()
+
+
+async def test_a_replayed_request_is_answered_and_not_executed(server: ServerProcess) -> None:
+    request = encode(Request("the same", "life1", "count", {}), LIMITS)
+    with raw_member(server) as first, raw_member(server) as second:
+        replies = []
+        for dealer in (first, first, second):
+            dealer.send(request)
+            replies.append(await asyncio.to_thread(receive, dealer))
+    assert replies == [encode(Reply("the same", 1), LIMITS)] * 3
+    transport = ZmqTransport(authenticator=server.member())
+    assert (await counters(server.connect(transport)))["num_calls"] == 1
+    await transport.close()
+
+
+async def test_oversized_truncated_and_foreign_messages_are_refused(server: ServerProcess) -> None:
+    good = encode(Request("id", "life1", "count", {}), LIMITS)
+    refused = [
+        good[:-1],
+        good[:3],
+        b"",
+        good[:3] + bytes([good[3] + 1]) + good[4:],  # another protocol version
+        good + b"\x00",
+        b"\x00" * LIMITS.max_bytes,
+    ]
+    transport = ZmqTransport(authenticator=server.member())
+    client = server.connect(transport)
+    with raw_member(server) as dealer:
+        for frame in refused:
+            dealer.send(frame)
+        dealer.send_multipart([good, good])
+        dealer.send_multipart([good] * 1000)
+        dealer.send(encode(Request("after", "life1", "echo", {}), LIMITS))
+        answer = await asyncio.to_thread(receive, dealer)
+        assert decode([memoryview(answer)], LIMITS) == Reply("after", {})
+        counted = await counters(client)
+        assert (counted["num_malformed"], counted["num_calls"]) == (len(refused) + 2, 0)
+        # one byte more, and ZMQ ends the connection before there is room for it
+        before_bytes = server.memory_bytes
+        dealer.send(b"\x00" * (LIMITS.max_bytes + 1))
+        dealer.send(encode(Request("lost", "life1", "count", {}), LIMITS))
+        assert await client.call("echo", {}, timeout_s=30) == {}
+        assert server.memory_bytes - before_bytes < LIMITS.max_bytes // 2
+    counted = await counters(client)
+    assert counted["num_malformed"] == len(refused) + 2
+    await transport.close()
+
+
+async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProcess) -> None:
+    transport = ZmqTransport(authenticator=server.member())
+    client = server.connect(transport)
+    assert await client.call("echo", {}, timeout_s=30) == {}
+    num_files = server.num_open_files
+    caller = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(PROGRAM), "call", str(server.keys_path), server.address),
+        stdout=subprocess.PIPE,
+    )
+    assert caller.stdout is not None
+    try:
+        assert await caller.stdout.readline() == b"calling\n"
+        assert server.num_open_files > num_files
+        caller.send_signal(signal.SIGSTOP)
+        warm_bytes = server.memory_bytes
+        for i in range(50):
+            assert await client.call("echo", {"x": i}, timeout_s=30) == {"x": i}
+        assert server.memory_bytes - warm_bytes < 200 << 20  # what it asks for at a time
+        await until(lambda: server.num_open_files == num_files)
+        assert server.is_idle()
+        # it finds out when it goes on, and calls again
+        caller.send_signal(signal.SIGCONT)
+        await until(lambda: server.num_open_files > num_files)
+        assert await client.call("echo", {}, timeout_s=30) == {}
+    finally:
+        caller.kill()
+        await caller.wait()
+    await transport.close()
