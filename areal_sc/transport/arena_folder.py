@@ -93,8 +93,9 @@ def clean_leftovers(root: Path) -> int:
     base = user_folder(root)
     if not _has_own_folder(base):
         return 0
-    with os.scandir(base) as entries:
-        names = [entry.name for entry in entries if _is_folder(entry)]
+    names: list[str] = []
+    with suppress(FileNotFoundError), os.scandir(base) as entries:
+        names += [entry.name for entry in entries if _is_folder(entry)]
     num_deleted = 0
     for name in names:
         if name.startswith(_DELETED):  # whoever began died over it, or is at it

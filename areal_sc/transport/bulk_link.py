@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ from areal_sc.transport.bulk_wire import (
     parse_head,
 )
 from areal_sc.transport.hub import Link, PeerHub
-from areal_sc.transport.pull_plan import Owner, Part, SegmentCursor, fill
+from areal_sc.transport.pull_plan import Owner, Part, SegmentCursor
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc import Transport
 from areal_sc.transport.socket import Frame
@@ -194,11 +194,14 @@ class OwnerLink:
         try:
             body = self._replies.open_header(frames[0], sequence)
             tags = body.pop() if isinstance(body, list) and body else None
-            payload = self._replies.open_payload(sequence, frames[1:], tags)
             if isinstance(asked, Description):
                 self._on_description(asked, body)
+            elif isinstance(body, list) and body[:1] == [0]:
+                wanted = [part.destination for _, part in asked]
+                self._replies.open_payload(sequence, frames[1:], tags, wanted)
+                self._on_chunk(asked, body)
             else:
-                self._on_chunk(asked, body, payload)
+                self._on_failure(asked, body)
         except ProtocolError as error:
             self._refused.add(error)
             self._fail_asked(asked, error)
@@ -305,31 +308,27 @@ class OwnerLink:
             case _:
                 raise ProtocolError(f"not a description of a shard: {body!r:.200}")
 
-    def _on_chunk(self, chunk: Chunk, body: Any, payload: Sequence[Frame]) -> None:
+    def _on_chunk(self, chunk: Chunk, body: Any) -> None:
+        """The payload is in its place; what the owner says of its rows has to fit the metadata."""
         match body:
             case [0, [*held]] if len(held) == len(chunk):
-                self._fill(chunk, held, payload)
+                for (job, part), found in zip(chunk, held, strict=True):
+                    try:
+                        part.check(found)
+                    except ProtocolError as error:
+                        job.fail(error)  # its metadata does not fit; the other pulls' may
+                    job.arrived(len(part.destination))
+            case _:
+                raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
+
+    def _on_failure(self, chunk: Chunk, body: Any) -> None:
+        match body:
             case [1, int(number), str(name), str(message)] if 0 <= number < len(chunk):
                 # only the pull that asked for it fails; the others ask again
                 chunk[number][0].fail(failure_of_body(name, message))
                 self._put_back(chunk)
             case _:
                 raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
-
-    def _fill(self, chunk: Chunk, held: Iterable[Any], payload: Sequence[Frame]) -> None:
-        wanted, received = sum(len(p.destination) for _, p in chunk), sum(map(len, payload))
-        if wanted != received:
-            raise ProtocolError(
-                f"shard {_shard_of(chunk)} on {self.owner.node_id}: expected {wanted} bytes, "
-                f"got {received}"
-            )
-        fill((part for _, part in chunk), payload)
-        for (job, part), found in zip(chunk, held, strict=True):
-            try:
-                part.check(found)
-            except ProtocolError as error:
-                job.fail(error)  # its metadata does not fit; the other pulls' may
-            job.arrived(len(part.destination))
 
     def _put_back(self, asked: Chunk | Description) -> None:
         if isinstance(asked, Description):

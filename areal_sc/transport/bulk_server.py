@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import zmq
 
 from areal_sc.errors import MetadataError, PeerLost, ProtocolError, ShardGone, TransportError
+from areal_sc.transport.buffer_pool import BufferPool
 from areal_sc.transport.bulk_wire import (
     MAX_REQUEST_BYTES,
     Sealer,
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 OPEN_SESSION: Final = "bulk.open"
 READ: Final = 0
 DESCRIBE: Final = 1
+
+IDLE_BUFFER_BYTES: Final = 64 << 20
+"""Memory of ciphertext kept for later replies."""
 
 LAST_REPLIES_LINGER_S: Final = 1.0
 MAX_WAITING_REPLIES: Final = 64
@@ -108,6 +112,7 @@ class BulkServer:
         self._max_reply_bytes = max_reply_bytes
         self._max_sessions = max_sessions
         self._reply_timeout_s = reply_timeout_s
+        self._pool = BufferPool(IDLE_BUFFER_BYTES)
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._sending: set[asyncio.Task[None]] = set()
         self._address = ""
@@ -162,7 +167,7 @@ class BulkServer:
         self._sessions[grant.session_id] = _Session(
             puller,
             Sealer(grant.session_id, grant.request_key, grant.is_encrypted),
-            Sealer(grant.session_id, grant.reply_key, grant.is_encrypted),
+            Sealer(grant.session_id, grant.reply_key, grant.is_encrypted, self._pool),
         )
         while len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
+from areal_sc.transport.buffer_pool import BufferPool
 from areal_sc.transport.socket import Buffer, Frame
 
 MAGIC: Final = b"ASB"
@@ -93,9 +94,20 @@ class SessionGrant:
 
 
 class Sealer:
-    """Authenticates, and encrypts where the session says so, one direction of one session."""
+    """Authenticates, and encrypts where the session says so, one direction of one session.
 
-    def __init__(self, session_id: bytes, key: bytes, is_encrypted: bool) -> None:
+    Args:
+        pool: gives the memory of encrypted payload.
+    """
+
+    def __init__(
+        self,
+        session_id: bytes,
+        key: bytes,
+        is_encrypted: bool,
+        pool: BufferPool | None = None,
+    ) -> None:
+        self._pool = pool or BufferPool(0)
         self._session_id = session_id
         self._aead = AESGCM(key)
         self._is_encrypted = is_encrypted
@@ -143,33 +155,70 @@ class Sealer:
         nonces = [_NONCE.pack(sequence, number) for number in range(1, len(frames) + 1)]
         if self._is_encrypted:
             pairs = zip(nonces, frames, strict=True)
-            return [self._aead.encrypt(nonce, frame, None) for nonce, frame in pairs], []
+            return [self._encrypted(nonce, frame) for nonce, frame in pairs], []
         tags = [
             self._aead.encrypt(nonce, b"", frame)
             for nonce, frame in zip(nonces, frames, strict=True)
         ]
         return list(frames), tags
 
-    def open_payload(self, sequence: int, frames: Sequence[Frame], tags: Any) -> list[Frame]:
-        """The payload, checked and readable.
+    def open_payload(
+        self,
+        sequence: int,
+        frames: Sequence[Frame],
+        tags: Any,
+        destinations: Sequence[memoryview],
+    ) -> None:
+        """Checks the payload and puts it into its destinations, which are of its size together.
 
-        Raises: ProtocolError: a tag is wrong or missing.
+        Raises: ProtocolError: a tag is wrong or missing, or the sizes differ; what the
+            destinations hold then must not be used.
         """
         num_tags = 0 if self._is_encrypted else len(frames)
         if not isinstance(tags, list) or len(tags) != num_tags:
             raise ProtocolError(f"{len(frames)} payload frames need {num_tags} tags")
+        extra = TAG_BYTES if self._is_encrypted else 0
+        sizes = [len(frame) - extra for frame in frames]
+        wanted = sum(map(len, destinations))
+        if min(sizes, default=0) < 0 or sum(sizes) != wanted:
+            raise ProtocolError(f"expected {wanted} bytes of payload, got {sum(sizes)}")
+        # frame by frame, where each has a destination of its own: nothing is copied twice
+        is_direct = self._is_encrypted and sizes == list(map(len, destinations))
         opened = []
         for number, frame in enumerate(frames, start=1):
             nonce = _NONCE.pack(sequence, number)
             try:
-                if self._is_encrypted:
+                if is_direct:
+                    self._aead.decrypt_into(nonce, frame, None, destinations[number - 1])
+                elif self._is_encrypted:
                     opened.append(memoryview(self._aead.decrypt(nonce, frame, None)))
                 else:
                     self._aead.decrypt(nonce, tags[number - 1], frame)
                     opened.append(frame)
             except (InvalidTag, TypeError):
                 raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
-        return opened
+        if not is_direct:
+            _scatter(opened, destinations)
+
+    def _encrypted(self, nonce: bytes, frame: Buffer) -> memoryview:
+        """The ciphertext and its tag, in memory that is used again once it has been sent."""
+        sealed = self._pool.take(len(frame) + TAG_BYTES)
+        self._aead.encrypt_into(nonce, frame, None, sealed)
+        return sealed.data
+
+
+def _scatter(frames: Iterable[Frame], destinations: Iterable[memoryview]) -> None:
+    """Copies the frames, one after the other, to the destinations, one after the other."""
+    rooms = iter(destinations)
+    room = memoryview(b"")
+    for frame in frames:
+        while len(frame):
+            if not len(room):
+                room = next(rooms)
+                continue
+            size = min(len(room), len(frame))
+            room[:size] = frame[:size]
+            room, frame = room[size:], frame[size:]
 
 
 def parse_head(frame: Frame, max_bytes: int) -> tuple[bytes, int]:

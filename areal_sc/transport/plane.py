@@ -97,7 +97,8 @@ class DataPlane:
     def stats(self) -> dict[str, float]:
         """What is held now, and counters since the start.
 
-        `store_bytes` and `store_shards` are held; `swept_...` were forgotten; `pulled_bytes` came
+        `store_bytes` and `store_shards` are held; `swept_...` were forgotten, and of their bytes
+        `mapped_retired_bytes` are still read by others, and so still held; `pulled_bytes` came
         from elsewhere, `mapped_bytes` from other workers' memory on this node, `local_bytes` from
         the own store; `served_bytes` went out in answer to `bulk_requests`; `bulk_refused` counts
         frames that no member of the run sent.
@@ -105,8 +106,10 @@ class DataPlane:
         return {
             "store_bytes": self.store.num_bytes,
             "store_shards": self.store.num_shards,
+            "sealed_shards": self.store.num_sealed,
             "swept_shards": self.store.num_swept,
             "swept_bytes": self.store.swept_bytes,
+            "mapped_retired_bytes": self.store.mapped_retired_bytes,
             "pulled_bytes": self.puller.pulled_bytes,
             "mapped_bytes": self.puller.mapped_bytes,
             "local_bytes": self.puller.local_bytes,

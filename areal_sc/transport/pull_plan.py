@@ -19,7 +19,6 @@ from typing import Any
 from areal_sc.errors import MetadataError, ProtocolError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.shard_ids import parse_shard_id
-from areal_sc.transport.socket import Frame
 from areal_sc.transport.tensor_bytes import dtype_named
 
 
@@ -168,19 +167,6 @@ class SegmentCursor:
                 self._segments.popleft()
                 self._position = 0
         return parts
-
-
-def fill(parts: Iterable[Part], frames: Iterable[Frame]) -> None:
-    """Copies the frames, which have the size of all parts together, to the destinations."""
-    destinations = iter(part.destination for part in parts)
-    room = memoryview(b"")
-    for frame in frames:
-        while len(frame):
-            if not len(room):
-                room = next(destinations)
-            size = min(len(room), len(frame))
-            room[:size] = frame[:size]
-            room, frame = room[size:], frame[size:]
 
 
 def pieces_of(batch: BatchMetadata) -> dict[str, list[Piece]]:

@@ -5,7 +5,12 @@ Torch-free, because controllers read sequence numbers to tell a store what may b
 
 from __future__ import annotations
 
+from typing import Final
+
 from areal_sc.errors import MetadataError
+
+MAX_DIGITS: Final = 19
+"""What a sequence number may have: it fits into 64 bits."""
 
 
 def make_shard_id(incarnation: str, sequence: int) -> str:
@@ -19,6 +24,7 @@ def parse_shard_id(shard_id: str) -> tuple[str, int]:
     Raises: MetadataError: it is not a shard id.
     """
     incarnation, dot, sequence = shard_id.rpartition(".")
-    if not dot or not (sequence.isascii() and sequence.isdecimal()):
+    is_number = sequence.isascii() and sequence.isdecimal() and len(sequence) <= MAX_DIGITS
+    if not dot or not is_number:
         raise MetadataError(f"a shard id has the form incarnation.sequence, got {shard_id!r}")
     return incarnation, int(sequence)

@@ -65,12 +65,14 @@ class TrainWorker(Worker):
         """Seals `proximal_logprobs` of the batch's rows."""
         batch = BatchMetadata.from_wire(args["batch"])
         rows = await self.plane.puller.pull(batch)
-        logprobs = await self.compute(lambda: self.engine.compute_logprobs(rows))
-        if not rows.num_rows:
-            return self._shard_reply("")
-        return self._shard_reply(
-            self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
-        )
+
+        def compute() -> str:
+            logprobs = self.engine.compute_logprobs(rows)
+            if not rows.num_rows:
+                return ""
+            return self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
+
+        return self._shard_reply(await self.compute(compute))
 
     async def ppo_update(self, args: dict[str, Any]) -> dict[str, float]:
         """One optimizer update per minibatch."""
@@ -108,11 +110,16 @@ class TrainWorker(Worker):
 
     async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
         """Seals this rank's part of every parameter; the policy version becomes `version`."""
-        shards = await self.compute(lambda: list(self.engine.export_weights()))
-        shard_id = self.plane.store.put(
-            {shard.name: shard.values for shard in shards},
-            {shard.name: [shard.values.numel()] for shard in shards},
-        )
+
+        def seal() -> str:
+            # in the engine's thread: the event loop must not wait for gigabytes
+            shards = list(self.engine.export_weights())
+            return self.plane.store.put(
+                {shard.name: shard.values for shard in shards},
+                {shard.name: [shard.values.numel()] for shard in shards},
+            )
+
+        shard_id = await self.compute(seal)
         self.version = int(args["version"])
         return self._shard_reply(shard_id)
 

@@ -345,8 +345,9 @@ class Asking:
         async with asyncio.timeout(20):
             frames = await self.replies.get()
         answer = self._answers.open_header(frames[0], sequence)
-        payload = self._answers.open_payload(sequence, frames[1:], answer.pop())
-        return answer, b"".join(payload)
+        payload = bytearray(sum(map(len, frames[1:])))
+        self._answers.open_payload(sequence, frames[1:], answer.pop(), [memoryview(payload)])
+        return answer, bytes(payload)
 
     async def close(self) -> None:
         await self._hub.close()

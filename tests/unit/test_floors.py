@@ -56,6 +56,7 @@ TORCH_FREE = (
     *(
         f"areal_sc.transport.{name}"
         for name in (
+            "arena_files",
             "arena_folder",
             "beat_board",
             "beats",
@@ -63,6 +64,8 @@ TORCH_FREE = (
             "curve",
             "endpoint",
             "fan_out",
+            "file_lock",
+            "free_extents",
             "hub",
             "interface",
             "keys",

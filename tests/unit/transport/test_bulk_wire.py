@@ -20,6 +20,7 @@ from areal_sc.transport.bulk_wire import (
 
 SESSION = bytes(range(16))
 KEY = bytes(range(32))
+ROOM = memoryview(bytearray(3))
 BODY = [0, ["life1.1", "ids", 0, 12, [0]]]
 
 
@@ -38,8 +39,14 @@ def test_headers_and_payload_come_through(sealer: Sealer) -> None:
     assert sealer.open_header(header, 7) == BODY
     payload = [b"a" * 1000, memoryview(b"bc"), b"x"]
     sent, tags = sealer.seal_payload(7, payload)
-    opened = sealer.open_payload(7, [view(bytes(frame)) for frame in sent], tags)
-    assert [bytes(frame) for frame in opened] == [bytes(frame) for frame in payload]
+    received = [view(bytes(frame)) for frame in sent]
+    for sizes in ([1000, 2, 1], [500, 503], [0, 1003], [1001, 0, 1, 1]):
+        places = [bytearray(size) for size in sizes]
+        sealer.open_payload(7, received, tags, [memoryview(place) for place in places])
+        assert b"".join(places) == b"a" * 1000 + b"bc" + b"x"
+    for size in (1002, 1004):
+        with pytest.raises(ProtocolError, match=f"expected {size} bytes of payload, got 1003"):
+            sealer.open_payload(7, received, tags, [memoryview(bytearray(size))])
 
 
 def test_the_tag_is_gmac_as_the_library_computes_it() -> None:
@@ -77,7 +84,7 @@ def test_every_flipped_bit_is_noticed(sealer: Sealer) -> None:
         flipped = bytearray(sent)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ProtocolError, match="tag of payload frame 1"):
-            sealer.open_payload(7, [view(bytes(flipped))], tags)
+            sealer.open_payload(7, [view(bytes(flipped))], tags, [memoryview(bytearray(50))])
 
 
 def test_frames_do_not_fit_elsewhere(sealer: Sealer) -> None:
@@ -88,8 +95,9 @@ def test_frames_do_not_fit_elsewhere(sealer: Sealer) -> None:
         (7, frames[::-1], tags_of_first[::-1]),
         (7, frames[1:], tags_of_first[1:]),
     ]:
+        target = memoryview(bytearray(4 * len(moved)))
         with pytest.raises(ProtocolError, match="tag"):
-            sealer.open_payload(sequence, moved, tags)
+            sealer.open_payload(sequence, moved, tags, [target])
     with pytest.raises(ProtocolError, match="tag"):
         Sealer(SESSION, KEY[::-1], False).open_header(view(sealer.seal_header(7, BODY)), 7)
 
@@ -97,7 +105,9 @@ def test_frames_do_not_fit_elsewhere(sealer: Sealer) -> None:
 @pytest.mark.parametrize("tags", [None, [], [b""], [b"x" * 16], ["x" * 16], [None], 3])
 def test_payload_without_its_tag_is_refused(tags: Any) -> None:
     with pytest.raises(ProtocolError, match="tag"):
-        Sealer(SESSION, KEY, False).open_payload(1, [view(b"abc")], tags)
+        Sealer(SESSION, KEY, False).open_payload(
+            1, [view(b"abc")], tags, [memoryview(bytearray(3))]
+        )
 
 
 @pytest.mark.parametrize(
