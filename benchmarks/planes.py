@@ -20,6 +20,7 @@ cores latencies and lags are upper bounds. Controller CPU is that of its process
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from contextlib import ExitStack
@@ -73,11 +74,12 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, nargs="+", help="default: all; quick: no peers")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
+    load = os.getloadavg()[0]
     parts = arguments.part or (PARTS[:-1] if arguments.quick else PARTS)
     metrics = measure(list(parts), quick=arguments.quick)
     report.print_table(
         "Metrics",
-        {"ratios": "medians over the rounds"},
+        {"ratios": "medians over the rounds", "load of the machine beforehand": f"{load:.1f}"},
         ["metric", "value", "unit"],
         [[name, value, unit] for name, (value, unit) in metrics.items()],
     )

@@ -107,6 +107,12 @@ def metrics(calls: Calls, steps: Steps) -> dict[str, tuple[float, str]]:
     by_length = {
         length: size for (rows, length), size in steps.resident_bytes.items() if rows == USUAL_ROWS
     }
+    by_rows = {
+        rows: size
+        for (rows, length), size in steps.resident_bytes.items()
+        if length == USUAL_LENGTH
+    }
+    fewest, most = min(by_rows), max(by_rows)
     found = {
         "noop_rpc_vs_bare": (ratio(calls.p50_s, "rpc", "zmq"), "ratio"),
         "noop_rpc_p99_vs_bare": (ratio(calls.p99_s, "rpc", "zmq"), "ratio"),
@@ -120,6 +126,10 @@ def metrics(calls: Calls, steps: Steps) -> dict[str, tuple[float, str]]:
             "ratio",
         ),
     }
+    found["controller_resident_bytes_per_row"] = (
+        (by_rows[most] - by_rows[fewest]) / (most - fewest),
+        "B",
+    )
     for num_workers, seconds in calls.fan_out_cpu_s.items():
         found[f"fanout_{num_workers}_cpu_ms"] = (1e3 * statistics.median(seconds), "ms")
     return found

@@ -1,10 +1,11 @@
-"""Processes that take part in a benchmark, one side each, driven over their standard streams.
+"""Processes that take part in a benchmark, one side each, driven by calls over pipes.
 
     benchmark ── {"call": name, "args": {...}} ──► role        one JSON line each
               ◄─ {"value": ...} | {"error": text} ──
 
-A role ends when its standard input does, so none outlives a benchmark that is killed. What it
-prints goes to its log. Standard library only: roles also run under the peers' environment.
+A role ends when its standard input does, so none outlives a benchmark that is killed. Answers come
+through a pipe of their own; what a role prints goes to its log. Standard library only: roles also
+run under the peers' environment.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 CALL_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 15.0
 _LOG_TAIL_BYTES = 4_000
+_ANSWERS_FD = "PLANES_ANSWERS_FD"
 
 
 class RoleFailed(Exception):
@@ -53,14 +55,22 @@ class Role:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed in close()
         self._unread = b""
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
+        self._answers, answers = os.pipe()
         self._process = subprocess.Popen(
             [str(python or sys.executable), str(script), *arguments],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._log,
             stderr=self._log,
+            pass_fds=[answers],
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                _ANSWERS_FD: str(answers),
+            },
         )
+        os.close(answers)
 
     def call(self, method: str, *, timeout_s: float = CALL_TIMEOUT_S, **args: Any) -> Any:
         """The method's value.
@@ -100,8 +110,7 @@ class Role:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        os.close(self._answers)
         self._log.close()
 
     def __enter__(self) -> Role:
@@ -111,17 +120,16 @@ class Role:
         self.close()
 
     def _read_line(self, deadline: float, timeout_s: float) -> bytes:
-        assert self._process.stdout is not None
         while b"\n" not in self._unread:
             readable, _, _ = select.select(
-                [self._process.stdout], [], [], max(deadline - time.monotonic(), 0.0)
+                [self._answers], [], [], max(deadline - time.monotonic(), 0.0)
             )
             if not readable:
                 raise RoleFailed(
                     f"{self.name} gave no answer within {timeout_s:g} s; its log:\n"
                     f"{self._log_tail()}"
                 )
-            received = os.read(self._process.stdout.fileno(), 1 << 16)
+            received = os.read(self._answers, 1 << 16)
             if not received:
                 raise RoleFailed(f"{self.name} has ended; its log:\n{self._log_tail()}")
             self._unread += received
@@ -139,7 +147,7 @@ Handlers = Mapping[str, Callable[..., Any]]
 
 def serve(handlers: Handlers) -> None:
     """Answers calls until standard input ends."""
-    answers = _take_stdout()
+    answers = _open_answers()
     for line in sys.stdin.buffer:
         answers.write(_answer(handlers, line))
         answers.flush()
@@ -147,7 +155,7 @@ def serve(handlers: Handlers) -> None:
 
 async def serve_async(handlers: Handlers) -> None:
     """The same beside a running event loop; handlers may be coroutine functions."""
-    answers = _take_stdout()
+    answers = _open_answers()
     reader = asyncio.StreamReader(limit=1 << 26)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -198,11 +206,10 @@ _COMMON: Handlers = {
 }
 
 
-def _take_stdout() -> Any:
-    """The stream of answers; whatever else prints goes to the log."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return answers
+def _open_answers() -> BinaryIO:
+    fd = int(os.environ.pop(_ANSWERS_FD))
+    os.set_inheritable(fd, False)
+    return os.fdopen(fd, "wb")
 
 
 def _answer(handlers: Handlers, line: bytes) -> bytes:

@@ -30,13 +30,14 @@ PULLERS = {
 }
 
 
-def shard_of(num_bytes: int) -> torch.Tensor:
-    """[num_bytes / 4] float32: the pattern that all roles know."""
-    return torch.from_numpy(pattern(num_bytes)).view(torch.float32)
-
-
 def owner_handlers(owner: Worker) -> Handlers:
     store = owner.plane.store
+    source = torch.from_numpy(pattern())
+    made = {name: make() for name, make in PAYLOADS.items()}
+
+    def shard_of(num_bytes: int) -> torch.Tensor:
+        """[num_bytes / 4] float32: the pattern that all roles know."""
+        return source[:num_bytes].view(torch.float32)
 
     def seal_shards(num_bytes: int, count: int) -> list[Any]:
         """One batch for each of `count` shards with one row of `num_bytes`."""
@@ -44,8 +45,6 @@ def owner_handlers(owner: Worker) -> Handlers:
         return [
             owner.seal([{"values": values}], [[values.numel()]]).to_wire() for _ in range(count)
         ]
-
-    made = {name: make() for name, make in PAYLOADS.items()}
 
     def put_payload(payload: str) -> dict[str, Any]:
         """{"wire": the payload as one batch, "put_s"}."""
@@ -106,7 +105,8 @@ class PullerHandlers:
         batch = self._batches[name] = BatchMetadata.from_wire(wire)
         rows = await self._puller.pull(batch)
         if payload is None:
-            expected = {"values": shard_of(rows.fields["values"].numel() * 4)}
+            num_bytes = rows.fields["values"].numel() * 4
+            expected = {"values": torch.from_numpy(pattern(num_bytes)).view(torch.float32)}
         else:
             shards = PAYLOADS[payload]().shards
             expected = {

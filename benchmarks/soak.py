@@ -106,7 +106,8 @@ def _resident_megabytes(pid: int) -> Mapping[str, float]:
 
 
 def _steps(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    records = (json.loads(line) for line in path.read_text().splitlines())
+    return [record for record in records if record["kind"] == "step"]
 
 
 def _growth(sizes: Sequence[float]) -> float:

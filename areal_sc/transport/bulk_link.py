@@ -224,7 +224,7 @@ class OwnerLink:
                     f"transport.encrypt is {options.is_encrypted} here and {grant.is_encrypted} on "
                     f"{owner.node_id}: it has to be the same in the whole run"
                 )
-            self._link = self._open_hub().connect(grant.address, self)
+            self._link = self._open_hub().connect(grant.address, self, ticket=grant.ticket)
         except (PeerLost, IncarnationMismatch) as error:
             self._end(str(error))
             return

@@ -10,6 +10,7 @@ Whoever has no session gets nothing, not even an error: such frames are counted 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,7 @@ from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc import Handler
 from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.socket import ZERO_COPY_BYTES, AsyncSocket, Buffer, Frame
+from areal_sc.transport.zap import ZapGuard
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +65,13 @@ class _Session:
     """One puller's.
 
     Attributes:
+        password: admits one connection; None once it has.
         last_sequence: number of the newest request; older ones are replays.
         connection: routing id that the session is bound to by its first request.
     """
 
     puller: str
+    password: bytes | None
     requests: Sealer
     replies: Sealer
     last_sequence: int = 0
@@ -117,6 +121,7 @@ class BulkServer:
         self._sending: set[asyncio.Task[None]] = set()
         self._address = ""
         self._context: Context | None = None
+        self._guard: ZapGuard | None = None
         self._socket: AsyncSocket | None = None
 
     @property
@@ -134,6 +139,9 @@ class BulkServer:
         raw = self._context.socket(zmq.ROUTER)
         configure_socket(raw, MAX_REQUEST_BYTES)
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        raw.plain_server = True
+        # without it a stranger could send parts of a message without end, which ZMQ would keep
+        self._guard = ZapGuard(self._context, raw, self._admit_connection, self._refused)
         # A stopped puller is given up by ZMQ's pings while nothing is on the way to it, and by the
         # kernel while something is: then no ping is sent. Either way its queue is dropped.
         timeout_ms = round(self._reply_timeout_s * 1000)
@@ -144,6 +152,7 @@ class BulkServer:
         try:
             raw.bind(f"{self._interface.bind}:0")
         except zmq.ZMQError as error:
+            self._guard.close()
             raw.close()
             self._context.term()
             raise TransportError(
@@ -166,6 +175,7 @@ class BulkServer:
         grant = SessionGrant.create(self._address, self._is_encrypted)
         self._sessions[grant.session_id] = _Session(
             puller,
+            grant.password,
             Sealer(grant.session_id, grant.request_key, grant.is_encrypted),
             Sealer(grant.session_id, grant.reply_key, grant.is_encrypted, self._pool),
         )
@@ -175,8 +185,9 @@ class BulkServer:
 
     async def close(self) -> None:
         """Stops serving; replies already queued are still sent, for a bounded time."""
-        if self._socket is None or self._context is None:
+        if self._socket is None or self._context is None or self._guard is None:
             return
+        self._guard.close()
         for task in self._sending:
             task.cancel()
         try:
@@ -184,6 +195,19 @@ class BulkServer:
         finally:
             self._socket.close(LAST_REPLIES_LINGER_S)
         await asyncio.to_thread(self._context.term)
+
+    def _admit_connection(self, mechanism: bytes, credentials: list[bytes]) -> str | None:
+        """Whether a connection shows the ticket of a session that has none yet."""
+        match credentials:
+            case [session_id, password] if mechanism == b"PLAIN":
+                session = self._sessions.get(_from_hex(session_id))
+                if session is None or session.password is None:
+                    return "shows no ticket of a session, or one that was used"
+                if not hmac.compare_digest(session.password, _from_hex(password)):
+                    return f"shows a wrong ticket of the session of {session.puller}"
+                session.password = None
+                return None
+        return "shows no ticket"
 
     def _on_message(self, frames: list[Frame]) -> None:
         connection = bytes(frames[0])
@@ -302,6 +326,14 @@ class BulkServer:
                 "puller_dropped node=%s puller=%s error=%r",
                 *(self._source.node_id, session.puller, error),
             )
+
+
+def _from_hex(text: bytes) -> bytes:
+    """The bytes that a text stands for; b"" when it is none of ours."""
+    try:
+        return bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        return b""
 
 
 def _window(slices: Iterable[memoryview], start: int, stop: int) -> list[memoryview]:

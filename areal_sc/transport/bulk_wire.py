@@ -6,11 +6,13 @@
     head      magic and protocol version (4), session id (16), sequence number (8)
     body      msgpack: what is asked, or what was found and the tag of each payload frame
 
-A session is made by a call on the (CurveZMQ) control socket, which hands over one fresh key for
-each direction. Every header and every payload frame carries an AES-GCM tag (GMAC where nothing is
-encrypted; NIST SP 800-38D). The nonce is (sequence number, frame number): numbers only grow within
-a session and the directions have keys of their own, so no nonce is ever used twice. A request whose
-number is not larger than the last one is a replay.
+A session is made by a call on the (CurveZMQ) control socket, which hands over a ticket and one
+fresh key for each direction. The ticket admits one connection, once (ZMQ's PLAIN mechanism): of
+others not a byte is kept. It can be seen on the wire, and opens nothing any more then. Every header
+and every payload frame carries an AES-GCM tag (GMAC where nothing is encrypted; NIST SP 800-38D).
+The nonce is (sequence number, frame number): numbers only grow within a session and the directions
+have keys of their own, so no nonce is ever used twice. A request whose number is not larger than
+the last one is a replay.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
 from areal_sc.transport.buffer_pool import BufferPool
+from areal_sc.transport.codec import unpack
 from areal_sc.transport.socket import Buffer, Frame
 
 MAGIC: Final = b"ASB"
@@ -36,6 +39,8 @@ SESSION_ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
 MAX_REQUEST_BYTES: Final = 256 << 10
 MAX_REPLY_HEADER_BYTES: Final = 4 << 20
+MAX_ELEMENTS: Final = 1 << 20
+"""In the lists of one body; a description has one for each row of each field."""
 
 _PREFIX: Final = MAGIC + bytes([PROTOCOL_VERSION])
 _HEAD: Final = struct.Struct("<4s16sQ")
@@ -50,25 +55,33 @@ class SessionGrant:
     Attributes:
         address: the owner's bulk socket.
         session_id: [16] names the session.
+        password: [16] admits one connection to the bulk socket, once.
         request_key, reply_key: [32] AES-256 keys, one for each direction.
         is_encrypted: payload and bodies are encrypted, not only authenticated.
     """
 
     address: str
     session_id: bytes
+    password: bytes = field(repr=False)
     request_key: bytes = field(repr=False)
     reply_key: bytes = field(repr=False)
     is_encrypted: bool
 
     @classmethod
     def create(cls, address: str, is_encrypted: bool) -> SessionGrant:
-        random = os.urandom(SESSION_ID_BYTES), os.urandom(KEY_BYTES), os.urandom(KEY_BYTES)
-        return cls(address, *random, is_encrypted)
+        names = os.urandom(SESSION_ID_BYTES), os.urandom(SESSION_ID_BYTES)
+        return cls(address, *names, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES), is_encrypted)
+
+    @property
+    def ticket(self) -> tuple[str, str]:
+        """Name and password to connect with."""
+        return self.session_id.hex(), self.password.hex()
 
     def to_wire(self) -> list[Any]:
         return [
             self.address,
             self.session_id,
+            self.password,
             self.request_key,
             self.reply_key,
             self.is_encrypted,
@@ -81,15 +94,16 @@ class SessionGrant:
             case [
                 str(address),
                 bytes(session_id),
+                bytes(password),
                 bytes(request_key),
                 bytes(reply_key),
                 bool(is_encrypted),
             ] if (
-                len(session_id) == SESSION_ID_BYTES
+                len(session_id) == len(password) == SESSION_ID_BYTES
                 and len(request_key) == KEY_BYTES
                 and len(reply_key) == KEY_BYTES
             ):
-                return cls(address, session_id, request_key, reply_key, is_encrypted)
+                return cls(address, session_id, password, request_key, reply_key, is_encrypted)
         raise ProtocolError("expected the grant of a pull session")
 
 
@@ -142,7 +156,7 @@ class Sealer:
                 self._aead.decrypt(nonce, sealed[-TAG_BYTES:], frame[:-TAG_BYTES])
         except InvalidTag:
             raise ProtocolError("the header's tag is wrong") from None
-        return _unpacked(packed)
+        return unpack(packed, MAX_ELEMENTS)
 
     def seal_payload(
         self, sequence: int, frames: Sequence[Buffer]
@@ -203,7 +217,7 @@ class Sealer:
     def _encrypted(self, nonce: bytes, frame: Buffer) -> memoryview:
         """The ciphertext and its tag, in memory that is used again once it has been sent."""
         sealed = self._pool.take(len(frame) + TAG_BYTES)
-        self._aead.encrypt_into(nonce, frame, None, sealed)
+        self._aead.encrypt_into(nonce, frame, None, sealed.data)
         return sealed.data
 
 
@@ -245,10 +259,3 @@ def failure_body(segment: int, error: TransportError | MetadataError) -> list[An
 def failure_of_body(name: str, message: str) -> TransportError | MetadataError:
     """The error that a reply body names."""
     return _FAILURES.get(name, TransportError)(message)
-
-
-def _unpacked(packed: Buffer) -> Any:
-    try:
-        return msgpack.unpackb(packed, raw=False, strict_map_key=False, max_ext_len=0)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the header is not msgpack: {error!r}") from error

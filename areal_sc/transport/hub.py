@@ -54,6 +54,7 @@ class Link:
     Attributes:
         address: of the server, as the user of the hub named it.
         endpoint: the address in a spelling that no other link of the hub uses.
+        ticket: name and password to show to a server that asks for them.
         is_lost: why it is not reachable now; None while it is, or may still become so.
     """
 
@@ -61,6 +62,7 @@ class Link:
     endpoint: str
     peer: Peer
     hub: PeerHub = field(repr=False)
+    ticket: tuple[str, str] | None = field(default=None, repr=False)
     routing_id: bytes = b""
     is_lost: str | None = None
     is_up: bool = False
@@ -118,8 +120,12 @@ class PeerHub:
         self._by_endpoint: dict[str, Link] = {}
         self._is_closed = False
 
-    def connect(self, address: str, peer: Peer) -> Link:
+    def connect(self, address: str, peer: Peer, *, ticket: tuple[str, str] | None = None) -> Link:
         """A link that is connected in the background; messages sent meanwhile wait in its queue.
+
+        Args:
+            ticket: name and password, for a server that admits by them; each of 1 to 255 ASCII
+                characters.
 
         Raises: TransportError: the address is not like tcp://10.0.0.1:5555, or the hub is closed.
         """
@@ -130,7 +136,7 @@ class PeerHub:
         # the port tell several links to one server apart.
         spellings = (f"tcp://{host}:{port:0{width}d}" for width in itertools.count(1))
         endpoint = next(text for text in spellings if text not in self._by_endpoint)
-        link = self._by_endpoint[endpoint] = Link(address, endpoint, peer, self)
+        link = self._by_endpoint[endpoint] = Link(address, endpoint, peer, self, ticket)
         self._open(link)
         return link
 
@@ -163,6 +169,10 @@ class PeerHub:
         link.routing_id = next(self._routing_ids).to_bytes(8, "big")
         self._links[link.routing_id] = link
         self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, link.routing_id)
+        if link.ticket is not None:  # ZMQ copies what is set now
+            self.socket.raw.plain_username, self.socket.raw.plain_password = (
+                part.encode("ascii") for part in link.ticket
+            )
         self.socket.raw.connect(link.endpoint)
 
     def _on_message(self, frames: list[Frame]) -> None:

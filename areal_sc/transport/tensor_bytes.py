@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
 
 from areal_sc.errors import MetadataError
@@ -64,6 +65,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def copy_to_bytes(tensor: torch.Tensor, buffer: memoryview) -> None:
     """Copies the values of a 1-D tensor, on whatever device, into a buffer of their size."""
-    if buffer.nbytes:
-        source = tensor.detach().contiguous().view(torch.uint8)
+    if not buffer.nbytes:
+        return
+    source = tensor.detach().contiguous().view(torch.uint8)
+    if source.device.type == "cpu":
+        # beyond some 100 MB twice as fast as torch's copy; both leave the GIL to others
+        np.frombuffer(buffer, dtype=np.uint8)[:] = source.numpy()
+    else:
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(source)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
@@ -49,6 +50,12 @@ class ServerProcess:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     @property
+    def num_connections(self) -> int:
+        """Established ones at its port, as the kernel sees them."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return sum(row[1].endswith(f":{self.port:04X}") and row[3] == "01" for row in rows)
+
+    @property
     def log(self) -> str:
         return self.log_path.read_text()
 
@@ -66,9 +73,10 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(folder: Path) -> Iterator[ServerProcess]:
-    keys = RunKeys.create()
-    keys_path, log_path = folder / "keys", folder / "server.log"
+def server_process(folder: Path, keys: RunKeys | None = None) -> Iterator[ServerProcess]:
+    """A server that lives at most as long as the block; its log and its keys lie in `folder`."""
+    keys = keys or RunKeys.create()
+    keys_path, log_path = folder / "keys", folder / f"server-{uuid4().hex}.log"
     keys.write(keys_path)
     with (
         log_path.open("w") as log,
@@ -85,7 +93,6 @@ def server_process(folder: Path) -> Iterator[ServerProcess]:
             address = process.stdout.readline().strip()
             assert address, log_path.read_text()
             yield ServerProcess(process, address, keys, keys_path, log_path)
-            assert process.poll() is None, f"the server ended: {log_path.read_text()}"
         finally:
             process.kill()
 

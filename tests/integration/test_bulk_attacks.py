@@ -31,6 +31,8 @@ from areal_sc.transport.tensor_store import TensorStore
 
 PULLER_SCRIPT = Path(__file__).with_name("bulk_puller.py")
 NUM_BYTES = 64 << 20
+GREETING_START = bytes([255, 0, 0, 0, 0, 0, 0, 0, 1, 127, 3, 0])
+"""Of ZMTP 3.0; the name of a mechanism follows."""
 
 
 @asynccontextmanager
@@ -140,7 +142,7 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
 
             def on_lost(self, reason: str) -> None: ...
 
-        link = hub.connect(grant.address, Liar())
+        link = hub.connect(grant.address, Liar(), ticket=grant.ticket)
         for sequence in range(1, 3001):
             body = mutated(rng.choice(REQUESTS), rng)
             await link.send([sealer.seal_header(sequence, body)])
@@ -178,9 +180,7 @@ async def test_changed_frames_are_refused_before_they_are_read() -> None:
 
 async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
     rng = random.Random(3)
-    greeting = (
-        bytes([255, 0, 0, 0, 0, 0, 0, 0, 1, 127, 3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)
-    )
+    greeting = GREETING_START + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     async with serving(1000) as server:
         host, port = server._address.removeprefix("tcp://").split(":")
@@ -206,17 +206,88 @@ async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
             return answered
 
         assert await asyncio.to_thread(throw) == 0
-        assert server.num_refused > 1_000  # the rest went down with its connection
+        await until(lambda: server.num_refused >= 200)  # each connection
         assert server.num_reads == 0
         assert memory_mib() - before < 100
         assert await fetch(server, 256) == expected(256)
+
+
+@pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN"])
+async def test_parts_without_end_are_not_kept(mechanism: bytes) -> None:
+    """Nobody but a member gets as far as to send a message, let alone a long one."""
+    greeting = GREETING_START + mechanism.ljust(20, b"\0") + bytes(32)
+    hello = b"\x05HELLO\x05admin\x05admin"
+    opening = {
+        b"NULL": b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER",
+        b"PLAIN": b"\x04" + bytes([len(hello)]) + hello,
+    }[mechanism]
+    part = b"\x03" + (1 << 17).to_bytes(8, "big") + bytes(1 << 17)  # one more comes
+    async with serving(1000) as server:
+        host, port = server._address.removeprefix("tcp://").split(":")
+        before = memory_mib()
+
+        def send() -> bool:
+            with socket.create_connection((host, int(port)), timeout=10) as stranger:
+                try:
+                    stranger.sendall(greeting + opening)
+                    for _ in range(4000):  # 500 MiB
+                        stranger.sendall(part)
+                except OSError:
+                    return True
+                return False
+
+        assert await asyncio.to_thread(send)
+        assert memory_mib() - before < 100
+        await until(lambda: server.num_refused >= 1)
+        assert await fetch(server, 256) == expected(256)
+
+
+async def test_a_ticket_admits_one_connection_once() -> None:
+    async with serving(1000) as server:
+        grant = server.open_session("test")
+        sealer = Sealer(grant.session_id, grant.request_key, False)
+        name, password = grant.ticket
+        hub = PeerHub(max_frame_bytes=1 << 20, max_frames=64)
+        replies: list[str] = []
+
+        class Member:
+            def __init__(self, label: str) -> None:
+                self.label = label
+
+            def on_message(self, frames: list[Any]) -> None:
+                replies.append(self.label)
+
+            def on_connected(self) -> None: ...
+
+            def on_lost(self, reason: str) -> None: ...
+
+        request = sealer.seal_header(1, REQUESTS[0])
+        for label, ticket in [
+            ("wrong password", (name, "00" * 16)),
+            ("wrong name", (password, name)),
+            ("not hexadecimal", ("x", "y")),
+            ("right", (name, password)),
+            ("captured", (name, password)),
+        ]:
+            before = server.num_refused
+            link = hub.connect(grant.address, Member(label), ticket=ticket)
+            link.send_nowait([request])
+            if label == "right":
+                await until(lambda: replies == ["right"])
+            else:
+                await until(lambda before=before: server.num_refused > before)
+            if label != "right":
+                link.close()
+        assert replies == ["right"]
+        assert server.num_reads == 1
+        await hub.close()
 
 
 @pytest.mark.parametrize("max_inflight_chunks", [2, 64], ids=["idle socket", "full socket"])
 async def test_a_stopped_puller_is_dropped_and_blocks_nobody(max_inflight_chunks: int) -> None:
     async with serving(NUM_BYTES, reply_timeout_s=3.0) as server:
         grant = server.open_session("stopped")
-        keys = [grant.session_id, grant.request_key, grant.reply_key]
+        keys = [grant.session_id, grant.password, grant.request_key, grant.reply_key]
         arguments = json.dumps([grant.address, *(key.hex() for key in keys), False])
         with subprocess.Popen(  # noqa: ASYNC220 - it is only started here
             [sys.executable, str(PULLER_SCRIPT), arguments, str(max_inflight_chunks)],

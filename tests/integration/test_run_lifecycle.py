@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ from integration.run_process import SCRIPTS, open_gate, tiny_run
 
 ROWS_A_STEP = 4 * 2
 ENDLESS = "total_steps=100000"
+SEEN_BY_OTHERS = ("cmdline", "environ")
+"""What other users, or children, may see of a process."""
 
 
 def test_kill_9_of_the_script_leaves_no_orphan_and_the_same_command_goes_on(
@@ -52,6 +55,37 @@ def test_orphans_of_a_killed_script_end_by_themselves(
         run.send(signal.SIGKILL)
         run.wait()
         run.wait_until_gone(30.0)
+
+
+def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    memory = tmp_path / "memory"
+    shared = f"transport.shared_memory={memory}"
+    with tiny_run(tmp_path / "killed", tiny_model_folder, ENDLESS, shared) as killed:
+        killed.wait_for_step(2)
+        assert killed.records("step")[-1]["counters"]["mapped_bytes"] > 0
+        keys = killed.run_dir / "keys.json"
+        assert keys.stat().st_mode & 0o777 == 0o600
+        secrets = [value for value in json.loads(keys.read_text()).values() if len(value) == 40]
+        assert len(secrets) == 4
+        for pid in killed.processes():
+            seen = b"".join(Path(f"/proc/{pid}/{name}").read_bytes() for name in SEEN_BY_OTHERS)
+            assert not any(secret.encode() in seen for secret in secrets)
+        for pid in killed.processes():
+            os.kill(pid, signal.SIGKILL)
+        killed.wait()
+        killed.wait_until_gone()
+    (user_folder,) = memory.iterdir()
+    (left_over,) = user_folder.iterdir()
+    assert sum(1 for _ in left_over.glob("*/segment-*")) >= 2
+    with tiny_run(tmp_path / "next", tiny_model_folder, shared) as run:
+        run.wait_for_step(1)
+        assert not left_over.exists()
+        run.finish()
+        run.wait_until_gone()
+        assert not (run.run_dir / "keys.json").exists()
+    assert list(memory.iterdir()) == []
 
 
 def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_folder: Path) -> None:

@@ -29,8 +29,9 @@ MAX_GROWTH_BYTES = 24 << 20
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with server_process(tmp_path) as process:
-        yield process
+    with server_process(tmp_path) as made:
+        yield made
+        assert made.process.poll() is None, f"the server ended: {made.log}"
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
@@ -92,8 +93,9 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
             num_frames -= send_frames(server.port, rng, 40)
 
     assert await member.call("echo", {"x": 1}, timeout_s=30) == {"x": 1}
-    num_files = server.num_open_files
     await asyncio.to_thread(attack, 10_000)  # so that what is made once is made
+    await until(lambda: server.num_connections == 1)
+    num_files = server.num_open_files
     warm_bytes = server.memory_bytes
     attacking = asyncio.create_task(asyncio.to_thread(attack, 100_000))
     while not attacking.done():  # meanwhile
@@ -101,7 +103,7 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
         await asyncio.sleep(0.05)
     await attacking
     assert await member.call("echo", {"x": 3}, timeout_s=30) == {"x": 3}
-    await until(lambda: server.num_open_files <= num_files)
+    await until(lambda: server.num_connections == 1 and server.num_open_files <= num_files)
     await until(server.is_idle)
     assert server.memory_bytes - warm_bytes < MAX_GROWTH_BYTES
     counted = await counters(member)
@@ -261,8 +263,8 @@ async def test_oversized_truncated_and_foreign_messages_are_refused(server: Serv
 async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProcess) -> None:
     transport = ZmqTransport(authenticator=server.member())
     client = server.connect(transport)
-    assert await client.call("echo", {}, timeout_s=30) == {}
-    num_files = server.num_open_files
+    assert await client.call("blob", {"size": 1_000_000}, timeout_s=30)
+    warm_bytes = server.memory_bytes
     caller = await asyncio.create_subprocess_exec(
         *(sys.executable, str(PROGRAM), "call", str(server.keys_path), server.address),
         stdout=subprocess.PIPE,
@@ -270,17 +272,22 @@ async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProce
     assert caller.stdout is not None
     try:
         assert await caller.stdout.readline() == b"calling\n"
-        assert server.num_open_files > num_files
-        caller.send_signal(signal.SIGSTOP)
-        warm_bytes = server.memory_bytes
+        async with asyncio.timeout(60):
+            while server.memory_bytes - warm_bytes < 20 << 20:  # until many replies wait for it
+                caller.send_signal(signal.SIGCONT)
+                await asyncio.sleep(0.02)
+                caller.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.05)
         for i in range(50):
             assert await client.call("echo", {"x": i}, timeout_s=30) == {"x": i}
         assert server.memory_bytes - warm_bytes < 200 << 20  # what it asks for at a time
-        await until(lambda: server.num_open_files == num_files)
+        assert server.num_connections == 2
+        await until(lambda: server.num_connections == 1)
+        await until(lambda: server.memory_bytes - warm_bytes < 20 << 20)
         assert server.is_idle()
         # it finds out when it goes on, and calls again
         caller.send_signal(signal.SIGCONT)
-        await until(lambda: server.num_open_files > num_files)
+        await until(lambda: server.num_connections == 2)
         assert await client.call("echo", {}, timeout_s=30) == {}
     finally:
         caller.kill()

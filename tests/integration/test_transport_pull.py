@@ -326,11 +326,11 @@ class Asking:
     def __init__(self, owner: Owner) -> None:
         self.replies: asyncio.Queue[list[memoryview]] = asyncio.Queue()
         self.lost = asyncio.Event()
-        grant = owner.bulk.open_session("test")
+        grant = self.grant = owner.bulk.open_session("test")
         self.requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
         self._answers = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
         self._hub = PeerHub(max_frame_bytes=1 << 24, max_frames=1024)
-        self.link = self._hub.connect(grant.address, self)
+        self.link = self._hub.connect(grant.address, self, ticket=grant.ticket)
 
     def on_message(self, frames: list[memoryview]) -> None:
         self.replies.put_nowait(frames)

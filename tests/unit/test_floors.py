@@ -73,6 +73,7 @@ TORCH_FREE = (
             "refusals",
             "rpc",
             "socket",
+            "zap",
         )
     ),
     "areal_sc.workers.run_memory",

@@ -97,7 +97,7 @@ async def test_members_are_served(keys: RunKeys) -> None:
         assert echo.authenticator.num_refused == 0
 
 
-NOT_CURVE = "does not encrypt with CURVE|left before it was admitted"
+NOT_CURVE = "does not authenticate itself as asked|left before it was admitted"
 """Both sides notice, and the first one ends the connection."""
 
 
