@@ -22,13 +22,14 @@ MAX_PULLS = 512
 NUM_FIRST_PULLS = 5
 MAX_INFLIGHT_ROWS = 64
 
-LIMITS = ("memcpy", "socket", "zmq")
+LIMITS = ("memcpy", "socket", "zmq", "zmq-tuned")
 PULLERS = ("tcp", "tcp-fresh", "tcp-encrypted", "map")
 PUT = "put"
 LABELS = {
     "memcpy": "memcpy",
     "socket": "plain recv_into",
     "zmq": "bare pyzmq + copy",
+    "zmq-tuned": "the same, glibc tuned",
     "tcp": "pull over TCP, pooled",
     "tcp-fresh": "pull over TCP, fresh",
     "tcp-encrypted": "pull over TCP, encrypted",
@@ -56,7 +57,7 @@ class DataSides:
         self.pullers = {name: worker(name) for name in PULLERS}
         self.limits = {"memcpy": limit("memcpy")}
         self.limit_owners = {}
-        for name in ("socket", "zmq"):
+        for name in ("socket", "zmq", "zmq-tuned"):
             self.limit_owners[name] = limit(f"{name}-owner")
             self.limits[name] = limit(f"{name}-puller")
         for name, owner in self.limit_owners.items():
@@ -204,6 +205,7 @@ def throughput_metrics(throughput: Throughput) -> dict[str, tuple[float, str]]:
     map_s = [statistics.median(seconds) for seconds in throughput.first_pull_s.values()]
     found = {
         "tcp_vs_bare_pyzmq": worst("tcp", "zmq"),
+        "tcp_vs_tuned_pyzmq": worst("tcp", "zmq-tuned"),
         "tcp_fresh_vs_bare_pyzmq": worst("tcp-fresh", "zmq"),
         "tcp_encrypted_vs_bare_pyzmq": worst("tcp-encrypted", "zmq"),
         "tcp_vs_recv_into": worst("tcp", "socket"),

@@ -7,7 +7,8 @@ Run as `python planes_limits.py ROLE`, a role of planes_role.py.
   system calls matter (2.5 to 4.9 GB/s), socket buffers do not: the kernel sizes them itself.
 - zmq: ROUTER and DEALER, one request a chunk, a fixed number of them outstanding (credits), sent
   without a copy, received by one copy into its place. No authentication, no loop, no metadata. A
-  blocking receive; glibc keeps freed memory, or every message costs page faults (half as fast).
+  blocking receive. As pyzmq comes, every message costs page faults, since glibc gives its memory
+  back; `zmq-tuned` tells glibc to keep it, as areal_sc's workers do.
 
 Destinations are warm and used again and again.
 """
@@ -130,8 +131,17 @@ def socket_puller_role() -> Handlers:
     }
 
 
+def tuned(role: Callable[[], Handlers]) -> Callable[[], Handlers]:
+    """The role in a process whose freed memory is kept."""
+
+    def tuned_role() -> Handlers:
+        keep_freed_memory()
+        return role()
+
+    return tuned_role
+
+
 def zmq_owner_role() -> Handlers:
-    keep_freed_memory()
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -150,7 +160,6 @@ def zmq_owner_role() -> Handlers:
 
 
 def zmq_puller_role() -> Handlers:
-    keep_freed_memory()
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RCVTIMEO, IO_TIMEOUT_MS)
@@ -213,6 +222,8 @@ ROLES: dict[str, Callable[[], Handlers]] = {
     "socket-puller": socket_puller_role,
     "zmq-owner": zmq_owner_role,
     "zmq-puller": zmq_puller_role,
+    "zmq-tuned-owner": tuned(zmq_owner_role),
+    "zmq-tuned-puller": tuned(zmq_puller_role),
 }
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ def _resident_megabytes(pid: int) -> Mapping[str, float]:
             pages = int(Path(f"/proc/{member}/statm").read_text().split()[1])
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has just ended
-        sizes[f"process {member}"] = pages * os.sysconf("SC_PAGESIZE") / 1e6
+        name = "script" if member == pid else f"process {member}"
+        sizes[name] = pages * os.sysconf("SC_PAGESIZE") / 1e6
     return sizes
 
 

@@ -41,8 +41,11 @@ from areal_sc.transport.tensor_store import TensorStore
 IDLE_BUFFER_BYTES: Final = 1 << 30
 """Destinations kept for later pulls."""
 
-THREAD_COPY_BYTES: Final = 8 << 20
+THREAD_COPY_BYTES: Final = 32 << 20
 """Larger copies run in a thread: the event loop must not wait for memory."""
+
+NUMPY_COPY_BYTES: Final = 1 << 20
+"""Making arrays costs a microsecond, which is nothing beside larger copies."""
 
 _ALIGNMENT: Final = 64
 
@@ -218,13 +221,16 @@ class Puller:
         for owner, wanted in segments.items():
             if self._is_own(owner):
                 assert self._local_store is not None
-                for segment in wanted:
-                    fields = self._local_store.describe(segment.piece.shard_id)
-                    self.local_bytes += _plan_copy(segment, fields, None, copies)
+                for shard_id, of_shard in _by_shard(wanted):
+                    fields: Mapping[str, SealedField] = self._local_store.describe(shard_id)
+                    for segment in of_shard:
+                        self.local_bytes += _plan_copy(segment, fields, None, copies)
             elif self._is_mapped(owner):
-                for segment in wanted:
-                    shard = self._open_mapped(owner, segment.piece.shard_id)
-                    self.mapped_bytes += _plan_copy(segment, shard.fields, shard, copies)
+                for shard_id, of_shard in _by_shard(wanted):
+                    shard = self._open_mapped(owner, shard_id)
+                    fields = shard.fields
+                    for segment in of_shard:
+                        self.mapped_bytes += _plan_copy(segment, fields, shard, copies)
             else:
                 fetches.append((owner, wanted))
                 self.pulled_bytes += sum(len(segment.destination) for segment in wanted)
@@ -303,12 +309,25 @@ class Puller:
         return arenas is not None and not self._is_own(owner) and arenas.find(owner.incarnation)
 
 
+def _by_shard(segments: Iterable[Segment]) -> Iterable[tuple[str, list[Segment]]]:
+    """The segments of each shard, which is looked up but once."""
+    found: dict[str, list[Segment]] = {}
+    for segment in segments:
+        found.setdefault(segment.piece.shard_id, []).append(segment)
+    return found.items()
+
+
 def _plan_copy(
     segment: Segment, fields: Mapping[str, SealedField], keeper: object, copies: list[_Copy]
 ) -> int:
     """Adds what has to be copied for a segment; returns its bytes."""
     piece = segment.piece
     field = _field(fields, piece)
+    if piece.rows == tuple(range(len(field.row_lengths))):  # the whole shard, as is most common
+        piece.check(field.dtype, field.row_lengths)
+        if len(field.values):
+            copies.append(_Copy(field.values, segment.destination, keeper))
+        return len(field.values)
     slices = field.slices(piece.rows)
     piece.check(field.dtype, [field.row_lengths[row] for row in piece.rows])
     position = 0
@@ -321,8 +340,11 @@ def _plan_copy(
 
 def _run_copies(copies: Iterable[_Copy]) -> None:
     for copy in copies:
-        target = np.frombuffer(copy.destination, dtype=np.uint8)
-        target[:] = np.frombuffer(copy.source, dtype=np.uint8)  # without the GIL where it is long
+        if len(copy.source) < NUMPY_COPY_BYTES:
+            copy.destination[:] = copy.source
+        else:  # without the GIL
+            target = np.frombuffer(copy.destination, dtype=np.uint8)
+            target[:] = np.frombuffer(copy.source, dtype=np.uint8)
 
 
 def _field(fields: Mapping[str, SealedField], piece: Piece) -> SealedField:

@@ -63,8 +63,8 @@ class Piece:
 
         Raises: ProtocolError: they differ.
         """
-        wanted = list(self.lengths[first : first + len(lengths)])
-        if dtype != self.dtype or list(lengths) != wanted:
+        wanted = tuple(self.lengths[first : first + len(lengths)])
+        if dtype != self.dtype or tuple(lengths) != wanted:
             raise ProtocolError(
                 f"shard {self.shard_id} on {self.owner.node_id}, field {self.field!r}: expected "
                 f"{self.dtype} rows of {_abridged(wanted)} values, got {dtype} rows of "
