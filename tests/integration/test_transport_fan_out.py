@@ -89,12 +89,13 @@ async def test_who_is_late_is_given_up_and_told_so() -> None:
     async with fleet(4) as (callers, clients, methods, _):
         methods[1].go_on.set()
         calls: list[tuple[RpcClient, dict[str, Any]]] = [(client, {}) for client in clients]
-        outcomes = await callers.call_all(calls, "wait", timeout_s=0.3)
+        assert await callers.call_all(calls, "echo", timeout_s=20) == [{}] * 4
+        outcomes = await callers.call_all(calls, "wait", timeout_s=1.5)
         assert outcomes[1] == 1
         for i in (0, 2, 3):
             assert isinstance(outcomes[i], RpcTimeout)
             assert "wait on train/2 (tcp://" in str(outcomes[i])
-            assert "within 0.3 s" in str(outcomes[i])
+            assert "within 1.5 s" in str(outcomes[i])
         await until(lambda: [m.num_cancelled for m in methods] == [1, 0, 1, 1])
         assert not any(client._pending for client in clients)
 
@@ -112,26 +113,46 @@ async def test_a_cancellation_is_passed_on_to_all() -> None:
         assert await clients[0].call("echo", {}, timeout_s=20) == {}
 
 
+async def test_the_first_error_may_end_all(caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet(3) as (callers, clients, methods, _):
+        late = callers.connect(clients[1].address, "train/2", "life0")
+        for method in methods:
+            method.go_on.clear()
+        calls: list[tuple[RpcClient, dict[str, Any]]] = [
+            (clients[0], {}),
+            *[(late, {})] * 2,
+            *[(client, {"i": i}) for i in range(200) for client in clients],
+        ]
+        outcomes = await callers.call_all(calls, "wait", timeout_s=60, stops_at_error=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        assert [type(error) for error in errors] == [IncarnationMismatch]
+        await until(lambda: not any(method.num_waiting for method in methods))
+        assert not any(client._pending for client in clients)
+        values = await callers.call_all(calls[3:], "echo", timeout_s=20, stops_at_error=True)
+        assert values == [args for _, args in calls[3:]]
+    assert "never retrieved" not in caplog.text
+
+
 async def test_full_queues_delay_only_their_own_calls() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as unread:
         unread.setsockopt(zmq.RCVHWM, 1)
-        unread.setsockopt(zmq.RCVBUF, 1 << 14)
+        unread.setsockopt(zmq.RCVBUF, 1 << 16)
         unread.bind("tcp://127.0.0.1:0")
         async with fleet(1) as (callers, clients, _, _):
             address = unread.getsockopt_string(zmq.LAST_ENDPOINT)
             mute = callers.connect(address, "rollout/0", LIFE)
-            args = {"blob": bytes(1 << 15)}
-            calls = [(mute, args)] * 2000 + [(clients[0], {})] * 10
+            args = {"blob": bytes(1 << 14)}
+            calls = [(mute, args)] * 1500 + [(clients[0], {})] * 10
             gathering = asyncio.create_task(callers.call_all(calls, "quick", timeout_s=30))
             assert await clients[0].call("echo", {}, timeout_s=20) == {}
             received = []
             async with asyncio.timeout(20):
-                while len(received) < 2000:  # it reads, after all
+                while len(received) < 1500:  # it reads, after all
                     if unread.poll(0):
                         received.append(unread.recv_multipart()[1])
                     await asyncio.sleep(0)
             ids = {decode([memoryview(frame)], LIMITS).request_id for frame in received}
-            assert len(ids) == 2000  # each exactly once
+            assert len(ids) == 1500  # each exactly once
             gathering.cancel()
             await asyncio.wait({gathering})
 
