@@ -108,12 +108,9 @@ async def worker(
         shares_memory: with the workers on this node; else every pull goes over TCP.
         pools: destinations are used again.
     """
-    from areal_sc.transport import pull
     from areal_sc.transport.plane import DataPlane, keep_message_memory
 
     keep_message_memory()
-    if not pools:
-        pull.IDLE_BUFFER_BYTES = 0  # type: ignore[misc]
     incarnation = random_id()
     async with AsyncExitStack() as stack:
         transport = ZmqTransport(authenticator=authenticator(folder))
@@ -129,6 +126,7 @@ async def worker(
             store_bytes=STORE_BYTES,
             transport=transport,
             arenas=arenas,
+            idle_buffer_bytes=(1 << 30) if pools else 0,
         )
         stack.push_async_callback(plane.close)
         server = rpc_server(node_id, incarnation, folder, await plane.start())

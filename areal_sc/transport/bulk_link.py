@@ -159,6 +159,7 @@ class OwnerLink:
         self._requests: Sealer | None = None
         self._replies: Sealer | None = None
         self._opening = asyncio.create_task(self._open(), name=f"session with {owner.node_id}")
+        self._opening.add_done_callback(self._on_opened)
 
     def submit(self, job: FetchJob) -> None:
         """Its parts are asked for as credits allow."""
@@ -236,6 +237,11 @@ class OwnerLink:
         self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
         self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
         self._pump_soon()
+
+    def _on_opened(self, opening: asyncio.Task[None]) -> None:
+        """Whatever else ended it: nobody may wait for a session that never comes."""
+        if not opening.cancelled() and (error := opening.exception()) is not None:
+            self._end(f"no session with it: {error!r}")
 
     def _pump_soon(self) -> None:
         """Once a turn: what several pulls submit in one turn shares requests."""

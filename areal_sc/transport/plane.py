@@ -40,6 +40,7 @@ class DataPlane:
         transport: control connections to other workers.
         interface: where the bulk socket listens.
         arenas: this run's folder in shared memory; None: every shard travels.
+        idle_buffer_bytes: destinations of pulls that are kept for later ones.
 
     Attributes:
         store: the worker's own shards.
@@ -58,6 +59,7 @@ class DataPlane:
         transport: Transport,
         interface: Interface | None = None,
         arenas: ArenaFolder | None = None,
+        idle_buffer_bytes: int = 1 << 30,
     ) -> None:
         backend = None if arenas is None else ArenaBackend(arenas, node_id, incarnation)
         self.room_bytes = 0 if arenas is None else _room_bytes(arenas)
@@ -83,6 +85,7 @@ class DataPlane:
             local_store=self.store,
             arenas=self._arena_map,
             timeout_s=config.pull_timeout_s,
+            idle_buffer_bytes=idle_buffer_bytes,
         )
 
     async def start(self) -> dict[str, Handler]:

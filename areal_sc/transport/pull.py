@@ -38,9 +38,6 @@ from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.tensor_bytes import dtype_named
 from areal_sc.transport.tensor_store import TensorStore
 
-IDLE_BUFFER_BYTES: Final = 1 << 30
-"""Destinations kept for later pulls."""
-
 THREAD_COPY_BYTES: Final = 32 << 20
 """Larger copies run in a thread: the event loop must not wait for memory."""
 
@@ -78,6 +75,7 @@ class Puller:
         local_store: the worker's own store, which is read directly.
         arenas: shared memory of the other workers on this node.
         timeout_s: deadline of a pull.
+        idle_buffer_bytes: destinations kept for later pulls.
 
     Attributes:
         pulled_bytes: payload asked of owners elsewhere.
@@ -92,6 +90,7 @@ class Puller:
         local_store: TensorStore | None = None,
         arenas: ArenaMap | None = None,
         timeout_s: float = 300.0,
+        idle_buffer_bytes: int = 1 << 30,
     ) -> None:
         self.pulled_bytes = 0
         self.mapped_bytes = 0
@@ -100,7 +99,7 @@ class Puller:
         self._local_store = local_store
         self._arenas = arenas
         self._timeout_s = timeout_s
-        self._pool = BufferPool(IDLE_BUFFER_BYTES)
+        self._pool = BufferPool(idle_buffer_bytes)
 
     async def pull(
         self,
