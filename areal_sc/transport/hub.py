@@ -10,6 +10,7 @@ callbacks and monitors. Here a peer is a routing id of our own choice (`CONNECT_
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import itertools
 import logging
@@ -29,6 +30,12 @@ logger = logging.getLogger(__name__)
 REFUSALS_UNTIL_LOST: Final = 3
 """Failed attempts (0.1 s and 0.2 s apart) before a peer that was never reached counts as gone. An
 address is only known once its server listens, so a refusal is not a matter of waiting longer."""
+
+REOPEN_S: Final = 0.1
+MAX_REOPEN_S: Final = 2.0
+"""Between two attempts at a server that ends the handshake; twice as long each time."""
+
+MAX_PORT_DIGITS: Final = 200
 
 _LIFE_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
@@ -53,21 +60,25 @@ class Link:
 
     Attributes:
         address: of the server, as the user of the hub named it.
-        endpoint: the address in a spelling that no other link of the hub uses.
+        server: its IP address and port.
+        endpoint: the address in a spelling that is this connection's alone; "" between two.
         ticket: name and password to show to a server that asks for them.
         is_lost: why it is not reachable now; None while it is, or may still become so.
     """
 
     address: str
-    endpoint: str
+    server: tuple[str, int]
     peer: Peer
     hub: PeerHub = field(repr=False)
     ticket: tuple[str, str] | None = field(default=None, repr=False)
+    endpoint: str = ""
+    is_closed: bool = False
     routing_id: bytes = b""
     is_lost: str | None = None
     is_up: bool = False
     was_up: bool = False
     num_refusals: int = 0
+    num_failed_handshakes: int = 0
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         """Queues a message if there is room; tells whether it did.
@@ -115,7 +126,9 @@ class PeerHub:
             authenticator.configure_client(raw)
         self._monitor = AsyncSocket(monitor_of(context, raw, _LIFE_EVENTS), self._on_life_event)
         self.socket = AsyncSocket(raw, self._on_message, max_parts=max_frames + 1)
+        self._loop = asyncio.get_running_loop()
         self._routing_ids = itertools.count(1)
+        self._widths = itertools.cycle(range(1, MAX_PORT_DIGITS))
         self._links: dict[bytes, Link] = {}
         self._by_endpoint: dict[str, Link] = {}
         self._is_closed = False
@@ -132,22 +145,15 @@ class PeerHub:
         host, port = _parsed(address)
         if self._is_closed:
             raise TransportError(f"cannot connect to {address}: this side is closed")
-        # Life events name no connection, only the endpoint as it was spelled: leading zeros of
-        # the port tell several links to one server apart.
-        spellings = (f"tcp://{host}:{port:0{width}d}" for width in itertools.count(1))
-        endpoint = next(text for text in spellings if text not in self._by_endpoint)
-        link = self._by_endpoint[endpoint] = Link(address, endpoint, peer, self, ticket)
+        link = Link(address, (host, port), peer, self, ticket)
         self._open(link)
         return link
 
     def forget(self, link: Link) -> None:
         """Ends one connection; see `Link.close`."""
-        if self._by_endpoint.get(link.endpoint) is not link:
-            return
-        del self._by_endpoint[link.endpoint]
-        del self._links[link.routing_id]
+        self._disconnect(link)
+        link.is_closed = True
         link.is_lost = "the connection was closed here"
-        self.socket.raw.disconnect(link.endpoint)
 
     async def close(self) -> None:
         """Ends all connections; peers are not told."""
@@ -164,16 +170,31 @@ class PeerHub:
             self._own_context.term()
 
     def _open(self, link: Link) -> None:
-        self._links.pop(link.routing_id, None)
+        if link.is_closed or self._is_closed:
+            return
         # A fresh id each time: the pipe of the connection before may still hold the old one.
         link.routing_id = next(self._routing_ids).to_bytes(8, "big")
         self._links[link.routing_id] = link
+        # Life events name no connection, only the endpoint as it was spelled. Leading zeros of the
+        # port tell connections apart, the ended ones too, whose last events may still come.
+        host, port = link.server
+        spellings = (f"tcp://{host}:{port:0{width}d}" for width in self._widths)
+        link.endpoint = next(text for text in spellings if text not in self._by_endpoint)
+        self._by_endpoint[link.endpoint] = link
         self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, link.routing_id)
         if link.ticket is not None:  # ZMQ copies what is set now
             self.socket.raw.plain_username, self.socket.raw.plain_password = (
                 part.encode("ascii") for part in link.ticket
             )
         self.socket.raw.connect(link.endpoint)
+
+    def _disconnect(self, link: Link) -> None:
+        """Ends the connection; nothing that is still on its way from it is heard."""
+        if self._by_endpoint.pop(link.endpoint, None) is None:
+            return
+        del self._links[link.routing_id]
+        self.socket.raw.disconnect(link.endpoint)
+        link.endpoint = ""
 
     def _on_message(self, frames: list[Frame]) -> None:
         link = self._links.get(bytes(frames[0]))
@@ -188,6 +209,7 @@ class PeerHub:
         match happened["event"]:
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 link.is_up = link.was_up = True
+                link.num_failed_handshakes = 0
                 link.is_lost = None
                 link.peer.on_connected()
             case zmq.EVENT_DISCONNECTED if link.is_up:
@@ -204,12 +226,17 @@ class PeerHub:
         self.socket.receive_ready()
         if link.routing_id not in self._links:
             return  # one of them closed the link
-        link.is_up, link.is_lost = False, reason
+        was_up, link.is_up, link.is_lost = link.is_up, False, reason
         # A new connection instead of ZMQ's own reconnection, which would deliver the requests that
         # are still queued; their calls fail now. (IMMEDIATE would drop them too, but ZMQ 4.3 then
         # also loses the last of many replies that arrived before the end.)
-        self.socket.raw.disconnect(link.endpoint)
-        self._open(link)
+        self._disconnect(link)
+        if was_up:
+            self._open(link)
+        else:  # a server that refuses is not asked again at once
+            delay_s = min(REOPEN_S * 2**link.num_failed_handshakes, MAX_REOPEN_S)
+            link.num_failed_handshakes += 1
+            self._loop.call_later(delay_s, self._open, link)
         link.peer.on_lost(reason)
 
 

@@ -189,7 +189,7 @@ def test_a_reward_that_always_fails_ends_the_script_in_one_block(
 def test_a_snapshot_that_cannot_be_written_is_a_warning(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    """During steps 3 and 4 the training rank cannot write more than a few bytes to any file."""
+    """During steps 3 and 4 the training rank cannot write more than a page to any file."""
     with tiny_run(
         tmp_path / "run",
         tiny_model_folder,
@@ -199,7 +199,7 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning(
         run.wait_until(lambda: len(run.events("snapshot")) == 2, "two snapshots")
         kept = {path.name: _sizes(path) for path in (run.run_dir / "checkpoints").iterdir()}
         rank = run.worker_pid("train/0")
-        limits = resource.prlimit(rank, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        limits = resource.prlimit(rank, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         open_gate(run.run_dir)
         run.wait_until(lambda: len(run.events("snapshot_failed")) == 2, "two failed snapshots")
         assert {p.name: _sizes(p) for p in (run.run_dir / "checkpoints").iterdir()} == kept
