@@ -22,8 +22,10 @@ from areal_sc.metadata import (
     TensorMetadata,
     WeightsReference,
 )
+from areal_sc.transport.bulk_server import BulkServer
+from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.transport.pull import pull_handlers
 from areal_sc.transport.rpc_server import RpcServer
 from areal_sc.transport.tensor_store import TensorStore
 
@@ -38,12 +40,16 @@ class RowSource:
 
     worker_lost: WorkerLost | None = None
 
-    def __init__(self, rows: PackedRows) -> None:
+    def __init__(self, rows: PackedRows, keys: RunKeys) -> None:
         incarnation = random_id()
         self._rows = rows
         self._store = TensorStore("rollout/0", incarnation, max_bytes=1 << 30)
+        self._bulk = BulkServer(self._store)
         self._server = RpcServer(
-            pull_handlers(self._store), node_id="rollout/0", incarnation=incarnation
+            self._bulk.handlers(),
+            node_id="rollout/0",
+            incarnation=incarnation,
+            authenticator=CurveAuthenticator(keys, "rollout/0"),
         )
         self._address = ""
 
@@ -51,10 +57,12 @@ class RowSource:
         pass
 
     async def start_async(self) -> None:
+        await self._bulk.start()
         self._address = await self._server.start()
 
     async def close_async(self) -> None:
         await self._server.close()
+        await self._bulk.close()
 
     async def hold_pulls_async(self) -> None:
         pass
@@ -126,7 +134,7 @@ def controller_side(
     scheduler = PidScheduler(SchedulerConfig(run_dir=str(run_dir), transport=TransportConfig()))
     try:
         actor = TrainController(FSDPPPOActor(config), scheduler)
-        source = RowSource(rows)
+        source = RowSource(rows, scheduler.keys)
         with start(source, actor):
             yield ControllerSide(actor, source, scheduler)
     finally:

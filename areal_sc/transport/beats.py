@@ -120,8 +120,6 @@ class BeatServer:
             self._loop.call_soon_threadsafe(self._end.set)
         await asyncio.to_thread(self._thread.join, THREAD_LIMIT_S)
 
-    # ------------------------------------------------------------------ in the thread
-
     async def _serve(self, started: asyncio.Future[str]) -> None:
         self._loop = asyncio.get_running_loop()
         try:
@@ -207,8 +205,6 @@ class BeatServer:
         frame = sys._current_frames().get(self._main_thread)
         stack = traceback.format_stack(frame, _STACK_FRAMES) if frame else ["nowhere\n"]
         return "".join(stack).rstrip()
-
-    # ------------------------------------------------------------------ on the main event loop
 
     def _note_turn(self) -> None:
         self._turn_ns = time.monotonic_ns()

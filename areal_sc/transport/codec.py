@@ -1,6 +1,6 @@
-"""The wire form of RPC: every message is one ZMQ frame.
+"""The wire form of RPC: every message is one ZMQ frame, which is one msgpack list.
 
-    magic "ASC", protocol version (1 byte), msgpack list [kind, request id, ...]
+    [protocol, kind, request id, ...]           protocol: "ASC" and the version, as one number
 
 Never pickle: decoding a peer's bytes gives plain lists, dicts, strings and numbers, nothing else.
 Tuples arrive as lists. What a message may cost is bounded before anything of it is built.
@@ -8,9 +8,9 @@ Tuples arrive as lists. What a message may cost is bounded before anything of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgpack
 from msgpack import packb, unpackb
@@ -18,9 +18,9 @@ from msgpack import packb, unpackb
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.socket import Buffer, Frame
 
-MAGIC: Final = b"ASC"
 PROTOCOL_VERSION: Final = 2
-_PREFIX: Final = MAGIC + bytes([PROTOCOL_VERSION])
+_MAGIC: Final = int.from_bytes(b"ASC")
+_PROTOCOL: Final = _MAGIC << 8 | PROTOCOL_VERSION
 
 
 class _Kind:
@@ -32,8 +32,8 @@ class _Kind:
     CANCEL: Final = 3
 
 
-# a msgpack list of five parts that starts with the kind; id, incarnation and the call follow
-_REQUEST_PREFIX: Final = _PREFIX + b"\x95" + bytes([_Kind.REQUEST])
+_REQUEST_PREFIX: Final = b"\x96" + packb(_PROTOCOL) + bytes([_Kind.REQUEST])
+"""A list of six parts begins; the request id, the incarnation and the call follow."""
 
 _MAX_UNCHECKED_BYTES: Final = 1 << 10
 """Up to here false lengths cost little: the decoder makes room for what a list claims to hold, at
@@ -60,10 +60,8 @@ class MessageLimits:
     max_name_chars: int = 256
 
 
-# Tuples, not dataclasses: several of them are made and read for every call.
-
-
-class Request(NamedTuple):
+@dataclass(slots=True)
+class Request:
     """A call of `method`, meant for one incarnation of the server."""
 
     request_id: str
@@ -72,14 +70,16 @@ class Request(NamedTuple):
     args: dict[str, Any]
 
 
-class Reply(NamedTuple):
+@dataclass(slots=True)
+class Reply:
     """What the method returned."""
 
     request_id: str
     value: Any
 
 
-class Failure(NamedTuple):
+@dataclass(slots=True)
+class Failure:
     """What the method raised.
 
     Attributes:
@@ -98,7 +98,8 @@ class Failure(NamedTuple):
     exit_code: int = 1
 
 
-class Cancel(NamedTuple):
+@dataclass(slots=True)
+class Cancel:
     """Nobody waits any more for the reply to the request."""
 
     request_id: str
@@ -107,20 +108,35 @@ class Cancel(NamedTuple):
 
 Message = Request | Reply | Failure | Cancel
 
-_KINDS: Final[Mapping[type, int]] = {
-    Request: _Kind.REQUEST,
-    Reply: _Kind.REPLY,
-    Failure: _Kind.FAILURE,
-    Cancel: _Kind.CANCEL,
-}
-
 
 def encode(message: Message, limits: MessageLimits) -> bytes:
     """The frame of a message.
 
     Raises: ProtocolError: something is not msgpack-able, or over a limit.
     """
-    return _framed([_KINDS[type(message)], *message], limits)
+    match message:
+        case Request(request_id, incarnation, method, args):
+            return encode_request(request_id, incarnation, method, args, limits)
+        case Reply(request_id, value):
+            return encode_reply(request_id, value, limits)
+        case Failure(request_id, error_type, known_as, text, trace, exit_code):
+            parts = [request_id, error_type, known_as, text, trace, exit_code]
+            return _framed([_PROTOCOL, _Kind.FAILURE, *parts], limits)
+        case Cancel(request_id, incarnation):
+            return _framed([_PROTOCOL, _Kind.CANCEL, request_id, incarnation], limits)
+
+
+def encode_request(
+    request_id: str, incarnation: str, method: str, args: dict[str, Any], limits: MessageLimits
+) -> bytes:
+    """The frame of a `Request`, without making one; raises as `encode`."""
+    body = [_PROTOCOL, _Kind.REQUEST, request_id, incarnation, method, args]
+    return _framed(body, limits)
+
+
+def encode_reply(request_id: str, value: Any, limits: MessageLimits) -> bytes:
+    """The frame of a `Reply`, without making one; raises as `encode`."""
+    return _framed([_PROTOCOL, _Kind.REPLY, request_id, value], limits)
 
 
 def pack_call(method: str, args: dict[str, Any]) -> bytes:
@@ -132,7 +148,7 @@ def pack_call(method: str, args: dict[str, Any]) -> bytes:
 
 
 def request_frame(request_id: str, incarnation: str, call: bytes, limits: MessageLimits) -> bytes:
-    """The frame of a `Request`, as `encode` makes it, around what `pack_call` gave.
+    """The frame of a `Request`, as `encode_request` gives it, around what `pack_call` gave.
 
     Raises: ProtocolError: it is over a limit.
     """
@@ -152,12 +168,13 @@ def decode(frames: Sequence[Frame], limits: MessageLimits) -> Message:
     frame = frames[0]
     if len(frame) > limits.max_bytes:
         raise _too_large(frame, limits)
-    if frame[:4].tobytes() != _PREFIX:
-        raise _not_of_this_protocol(frame)
-    body = unpack(frame[4:], limits.max_elements)
-    if type(body) is list and len(body) > 2 and type(body[0]) is int and type(body[1]) is str:
-        message = _message(body)
-        if message is not None and _has_short_names(message, limits.max_name_chars):
+    body = unpack(frame, limits.max_elements)
+    if type(body) is not list or len(body) < 4 or body[0] != _PROTOCOL:
+        raise _not_of_this_protocol(body)
+    request_id = body[2]
+    if type(request_id) is str and len(request_id) <= limits.max_name_chars:
+        message = _message(body, request_id, limits)
+        if message is not None:
             return message
     raise ProtocolError("the parts are those of no kind of message, or a name is too long")
 
@@ -203,39 +220,37 @@ class _ElementCount:
         return container
 
 
-def _message(body: list[Any]) -> Message | None:
-    """The message of these parts, of which the first two are checked; None if there is none.
+def _message(body: list[Any], request_id: str, limits: MessageLimits) -> Message | None:
+    """The message of these parts; None if there is none.
 
-    What a handler gets has the types that its sender's code says. Written out: the whole of this
-    module takes a few microseconds for a message, on which every call waits twice.
+    What a handler gets has the types that its sender's code says. Written out: every call waits
+    twice for what this module does.
     """
-    kind, num_parts = body[0], len(body)
-    if kind == _Kind.REQUEST and num_parts == 5:
-        _, request_id, incarnation, method, args = body
-        if type(incarnation) is str and type(method) is str and type(args) is dict:
-            for name in args:
-                if type(name) is not str:
-                    return None
+    kind, num_parts = body[1], len(body)
+    if type(kind) is not int:
+        return None
+    if kind == _Kind.REPLY and num_parts == 4:
+        return Reply(request_id, body[3])
+    if kind == _Kind.REQUEST and num_parts == 6:
+        _, _, _, incarnation, method, args = body
+        if type(incarnation) is not str or type(method) is not str or type(args) is not dict:
+            return None
+        for name in args:
+            if type(name) is not str:
+                return None
+        if len(method) <= limits.max_name_chars:
             return Request(request_id, incarnation, method, args)
-    elif kind == _Kind.REPLY and num_parts == 3:
-        return Reply(body[1], body[2])
-    elif kind == _Kind.FAILURE and num_parts == 7:
-        *_, exit_code = body
-        if all(type(text) is str for text in body[1:-1]) and type(exit_code) is int:
-            return Failure(*body[1:])
-    elif kind == _Kind.CANCEL and num_parts == 3 and type(body[2]) is str:
-        return Cancel(body[1], body[2])
+    elif kind == _Kind.FAILURE and num_parts == 8:
+        *texts, exit_code = body[3:]
+        if all(type(text) is str for text in texts) and type(exit_code) is int:
+            return Failure(request_id, *texts, exit_code)
+    elif kind == _Kind.CANCEL and num_parts == 4 and type(body[3]) is str:
+        return Cancel(request_id, body[3])
     return None
 
 
-def _has_short_names(message: Message, max_chars: int) -> bool:
-    if type(message) is Request and len(message.method) > max_chars:
-        return False
-    return len(message.request_id) <= max_chars
-
-
 def _framed(body: list[Any], limits: MessageLimits) -> bytes:
-    frame = _PREFIX + _pack(body)
+    frame = _pack(body)
     if len(frame) > limits.max_elements or len(frame) > limits.max_bytes:
         _check_large(frame, limits)
     return frame
@@ -253,18 +268,21 @@ def _check_large(frame: bytes, limits: MessageLimits) -> None:
     if len(frame) > limits.max_bytes:
         raise _too_large(frame, limits)
     if len(frame) > limits.max_elements:
-        unpack(memoryview(frame)[len(_PREFIX) :], limits.max_elements)
+        unpack(frame, limits.max_elements)
 
 
 def _too_large(frame: Buffer, limits: MessageLimits) -> ProtocolError:
     return ProtocolError(f"a message has {len(frame)} bytes, the limit is {limits.max_bytes}")
 
 
-def _not_of_this_protocol(frame: Frame) -> ProtocolError:
-    prefix = bytes(frame[: len(_PREFIX)])
-    if prefix.startswith(MAGIC) and len(prefix) == len(_PREFIX):
-        return ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {prefix[-1]}")
-    return ProtocolError("the message does not start with the protocol's magic")
+def _not_of_this_protocol(body: Any) -> ProtocolError:
+    match body:
+        case [int(protocol), *_] if protocol >> 8 == _MAGIC:
+            version = protocol & 0xFF
+            if version != PROTOCOL_VERSION:
+                return ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
+            return ProtocolError("the message has too few parts")
+    return ProtocolError("the message is not of this protocol")
 
 
 def _refuse_extension(code: int, payload: bytes) -> Any:

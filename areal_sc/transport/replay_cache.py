@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from typing import Final
 
 _ENTRY_BYTES: Final = 300
 """What an entry takes beside its reply: the id, the tuple, the dict's slot."""
 
 
-class FinishedRequest(NamedTuple):
-    """`reply` is the encoded answer, or None when it was too large to keep."""
-
-    method: str
-    reply: bytes | None
+FinishedRequest = tuple[str, bytes | None]
+"""(method, encoded answer), the answer None when it was too large to keep."""
 
 
 class ReplayCache:
@@ -41,7 +38,7 @@ class ReplayCache:
     def add(self, request_id: str, method: str, reply: bytes) -> None:
         assert request_id not in self._finished
         kept = reply if len(reply) <= self._max_reply_bytes else None
-        self._finished[request_id] = FinishedRequest(method, kept)
+        self._finished[request_id] = method, kept
         self.num_bytes += _ENTRY_BYTES + len(kept or b"")
         while self.num_bytes > self._max_bytes:
             _, (_, oldest) = self._finished.popitem(last=False)

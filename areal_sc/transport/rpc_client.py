@@ -21,9 +21,9 @@ from areal_sc.transport.codec import (
     Failure,
     MessageLimits,
     Reply,
-    Request,
     decode,
     encode,
+    encode_request,
     request_frame,
 )
 from areal_sc.transport.deadlines import Deadlines
@@ -153,7 +153,7 @@ class RpcClient:
             RemoteError: the method raised; errors of `areal_sc.errors` arrive as themselves.
         """
         request_id = request_id or self._new_request_id()
-        frame = encode(Request(request_id, self.incarnation, method, args), self._limits)
+        frame = encode_request(request_id, self.incarnation, method, args, self._limits)
         call = _Call(self, method, request_id, timeout_s, self._loop.create_future())
         waits = self._deadlines.within(timeout_s)
         waits.add(call)
@@ -180,8 +180,6 @@ class RpcClient:
         """Ends the connection; waiting calls raise PeerLost."""
         self._link.close()
         self.fail_pending(self._peer_lost("call ended"))
-
-    # ------------------------------------------------------------------ for fan-outs
 
     def frame_of(self, request_id: str, call: bytes) -> bytes:
         """The request's frame around what `pack_call` gave. Raises: ProtocolError."""
@@ -225,8 +223,6 @@ class RpcClient:
         return RpcTimeout(
             f"{method} on {self.node_id} ({self.address}) gave no reply within {timeout_s:g} s"
         )
-
-    # ------------------------------------------------------------------ Peer
 
     def on_message(self, frames: Sequence[Frame]) -> None:
         """One reply; what no correct server sends is counted and dropped."""

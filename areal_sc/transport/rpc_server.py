@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CoroutineType
 from typing import Any, Final
 
 import zmq
@@ -26,10 +27,10 @@ from areal_sc.errors import (
 from areal_sc.transport.codec import (
     Cancel,
     MessageLimits,
-    Reply,
     Request,
     decode,
     encode,
+    encode_reply,
 )
 from areal_sc.transport.endpoint import Authenticator, Context, Guard, configure_socket
 from areal_sc.transport.outbox import Outbox
@@ -228,19 +229,22 @@ class RpcServer:
     def _on_repeat(self, caller: bytes, request: Request) -> None:
         """Joins what runs, or answers from memory."""
         running = self._running.get(request.request_id)
-        finished = self._finished.get(request.request_id)
-        earlier = running or finished
-        assert earlier is not None
-        if earlier.method != request.method:
+        if running is not None:
+            method, reply = running.method, None
+        else:
+            finished = self._finished.get(request.request_id)
+            assert finished is not None
+            method, reply = finished
+        if method != request.method:
             error: ArealError = ProtocolError(
-                f"request {request.request_id} called {earlier.method} before, "
+                f"request {request.request_id} called {method} before, "
                 f"now {request.method}: request ids must be unique"
             )
         elif running is not None:
             running.callers.add(caller)
             return
-        elif finished is not None and finished.reply is not None:
-            self._send(caller, finished.reply)
+        elif reply is not None:
+            self._send(caller, reply)
             return
         else:
             error = TransportError(
@@ -258,7 +262,7 @@ class RpcServer:
         except Exception as error:  # the RPC boundary: whatever a method raises goes to its caller
             self._finish(request, [caller], self._failure(request, error))
             return
-        if not asyncio.iscoroutine(outcome):
+        if not isinstance(outcome, CoroutineType):
             self._finish(request, [caller], self._reply(request, outcome))
             return
         task = asyncio.create_task(outcome)
@@ -287,7 +291,7 @@ class RpcServer:
 
     def _reply(self, request: Request, value: Any) -> bytes:
         try:
-            return encode(Reply(request.request_id, value), self._limits)
+            return encode_reply(request.request_id, value, self._limits)
         except ProtocolError as error:
             return self._failure(request, error)
 
