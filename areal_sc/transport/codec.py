@@ -152,7 +152,7 @@ def request_frame(request_id: str, incarnation: str, call: bytes, limits: Messag
 
     Raises: ProtocolError: it is over a limit.
     """
-    frame = _REQUEST_PREFIX + _pack(request_id) + _pack(incarnation) + call
+    frame: bytes = _REQUEST_PREFIX + _pack(request_id) + _pack(incarnation) + call
     if len(frame) > limits.max_elements or len(frame) > limits.max_bytes:
         _check_large(frame, limits)
     return frame
@@ -241,9 +241,10 @@ def _message(body: list[Any], request_id: str, limits: MessageLimits) -> Message
         if len(method) <= limits.max_name_chars:
             return Request(request_id, incarnation, method, args)
     elif kind == _Kind.FAILURE and num_parts == 8:
-        *texts, exit_code = body[3:]
-        if all(type(text) is str for text in texts) and type(exit_code) is int:
-            return Failure(request_id, *texts, exit_code)
+        _, _, _, error_type, known_as, text, trace, exit_code = body
+        texts = (error_type, known_as, text, trace)
+        if all(type(part) is str for part in texts) and type(exit_code) is int:
+            return Failure(request_id, error_type, known_as, text, trace, exit_code)
     elif kind == _Kind.CANCEL and num_parts == 4 and type(body[3]) is str:
         return Cancel(request_id, body[3])
     return None

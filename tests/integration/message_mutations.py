@@ -8,7 +8,8 @@ from typing import Final
 
 from areal_sc.transport.codec import Cancel, Failure, MessageLimits, Reply, Request, encode
 
-_PREFIX_BYTES: Final = 4
+_PREFIX_BYTES: Final = 6
+"""The list and the protocol, with which a message begins."""
 
 SAMPLES: Final = [
     encode(message, MessageLimits())

@@ -233,7 +233,7 @@ async def test_oversized_truncated_and_foreign_messages_are_refused(server: Serv
         good[:-1],
         good[:3],
         b"",
-        good[:3] + bytes([good[3] + 1]) + good[4:],  # another protocol version
+        good[:5] + bytes([good[5] + 1]) + good[6:],  # another protocol version
         good + b"\x00",
         b"\x00" * LIMITS.max_bytes,
     ]

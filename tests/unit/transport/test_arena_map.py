@@ -269,8 +269,8 @@ def test_ids_of_nothing_are_gone(node: Node, shard_id: str) -> None:
 def test_absurd_ids_are_typed_errors(node: Node) -> None:
     node.put(1)
     with pytest.raises(ShardGone):
-        node.arenas.open_shard(f"life1.{'9' * 400}")
-    for shard_id in ("", "life1", "life1.-1", "life1.x"):
+        node.arenas.open_shard(f"life1.{'9' * 19}")
+    for shard_id in ("", "life1", "life1.-1", "life1.x", f"life1.{'9' * 5000}"):
         with pytest.raises(MetadataError):
             node.arenas.open_shard(shard_id)
 

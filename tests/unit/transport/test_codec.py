@@ -16,7 +16,6 @@ from integration.message_mutations import mutated
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.codec import (
-    MAGIC,
     PROTOCOL_VERSION,
     Cancel,
     Failure,
@@ -32,7 +31,8 @@ from areal_sc.transport.codec import (
 )
 
 LIMITS = MessageLimits()
-PREFIX = MAGIC + bytes([PROTOCOL_VERSION])
+PROTOCOL = int.from_bytes(b"ASC" + bytes([PROTOCOL_VERSION]))
+PREFIX = msgpack.packb(PROTOCOL)
 
 names = st.text(st.characters(codec="utf-8"), max_size=40)
 values = st.recursive(
@@ -91,10 +91,10 @@ def test_random_frames_only_ever_raise_protocol_errors(frame: bytes) -> None:
 
 
 @settings(max_examples=400)
-@given(st.binary(max_size=200))
-def test_random_bodies_only_ever_raise_protocol_errors(body: bytes) -> None:
+@given(st.integers(2, 9), st.binary(max_size=200))
+def test_random_parts_only_ever_raise_protocol_errors(num_parts: int, parts: bytes) -> None:
     try:
-        message = decoded(PREFIX + body)
+        message = decoded(bytes([0x90 | num_parts]) + PREFIX + parts)
     except ProtocolError:
         return
     assert isinstance(message, Request | Reply | Failure | Cancel)
@@ -135,47 +135,64 @@ def is_well_typed(message: Message) -> bool:
     return False
 
 
+def packed(*parts: object) -> bytes:
+    """A frame of this protocol with these parts."""
+    return msgpack.packb([PROTOCOL, *parts])  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    "body",
+    "frame",
     [
         pytest.param(b"\x91" * 2000 + b"\x00", id="nested 2000 deep"),
-        pytest.param(b"\xdd\xff\xff\xff\xff", id="claims 4 G elements"),
-        pytest.param(b"\xdf\xff\xff\xff\xff", id="claims 4 G pairs"),
-        pytest.param(b"\xc6\xff\xff\xff\xff", id="claims 4 GB"),
-        pytest.param(b"\xdb\xff\xff\xff\xff", id="claims 4 G characters"),
-        pytest.param(msgpack.packb([1, "id", msgpack.ExtType(5, b"x")]), id="extension"),
-        pytest.param(msgpack.packb([1, "id", msgpack.ExtType(5, b"")]), id="empty extension"),
-        pytest.param(msgpack.packb([1, "id", msgpack.Timestamp(1)]), id="timestamp"),
-        pytest.param(msgpack.packb([True, "id", 1]), id="kind is a bool"),
-        pytest.param(msgpack.packb([1.0, "id", 1]), id="kind is a float"),
-        pytest.param(msgpack.packb([9, "id", 1]), id="unknown kind"),
-        pytest.param(msgpack.packb([1, 7, 1]), id="request id is a number"),
-        pytest.param(msgpack.packb([0, "id", "life", "method", [1]]), id="args are no dict"),
-        pytest.param(msgpack.packb([0, "id", "life", "method", {1: 2}]), id="args without names"),
-        pytest.param(msgpack.packb([0, "id", b"life", "method", {}]), id="incarnation is bytes"),
-        pytest.param(msgpack.packb([0, "id", "life", None, {}]), id="no method"),
-        pytest.param(msgpack.packb([0, "i" * 257, "life", "method", {}]), id="long request id"),
-        pytest.param(msgpack.packb([0, "id", "life", "m" * 257, {}]), id="long method"),
-        pytest.param(msgpack.packb([2, "id", "a", "b", "c", "d", True]), id="exit code is a bool"),
-        pytest.param(msgpack.packb([2, "id", "a", "b", "c", 4, 1]), id="traceback is a number"),
-        pytest.param(msgpack.packb([3, "id", 3]), id="cancels a number"),
-        pytest.param(msgpack.packb({1: "id"}), id="a dict"),
-        pytest.param(msgpack.packb([1, "id", 0]) + b"\x00", id="trailing bytes"),
-        pytest.param(msgpack.packb([1, "id", "x" * 3000]) + b"\x00", id="trailing after much"),
-        pytest.param(b"\x93\x01\xa1\xff\x00", id="request id is not UTF-8"),
-        pytest.param(b"\x93\x01\xa2id\x81\x90\x00", id="a list as a key"),
-        pytest.param(pickle.dumps([1, "id", 0]), id="pickle"),
+        pytest.param(b"\xdd\xff\xff\xff\xff" + PREFIX, id="claims 4 G elements"),
+        pytest.param(b"\xdf\xff\xff\xff\xff" + PREFIX, id="claims 4 G pairs"),
+        pytest.param(b"\x94" + PREFIX + b"\x01\xa2id\xc6\xff\xff\xff\xff", id="claims 4 GB"),
+        pytest.param(b"\x94" + PREFIX + b"\x01\xdb\xff\xff\xff\xff", id="claims 4 G characters"),
+        pytest.param(packed(1, "id", msgpack.ExtType(5, b"x")), id="extension"),
+        pytest.param(packed(1, "id", msgpack.ExtType(5, b"")), id="empty extension"),
+        pytest.param(packed(1, "id", msgpack.Timestamp(1)), id="timestamp"),
+        pytest.param(packed(), id="no parts"),
+        pytest.param(packed(1, "id"), id="too few parts"),
+        pytest.param(packed(1, "id", 1, 1), id="too many parts"),
+        pytest.param(packed(True, "id", 1), id="kind is a bool"),
+        pytest.param(packed(1.0, "id", 1), id="kind is a float"),
+        pytest.param(packed(9, "id", 1), id="unknown kind"),
+        pytest.param(packed(1, 7, 1), id="request id is a number"),
+        pytest.param(packed(0, "id", "life", "method", [1]), id="args are no dict"),
+        pytest.param(packed(0, "id", "life", "method", {1: 2}), id="args without names"),
+        pytest.param(packed(0, "id", b"life", "method", {}), id="incarnation is bytes"),
+        pytest.param(packed(0, "id", "life", None, {}), id="no method"),
+        pytest.param(packed(0, "i" * 257, "life", "method", {}), id="long request id"),
+        pytest.param(packed(0, "id", "life", "m" * 257, {}), id="long method"),
+        pytest.param(packed(2, "id", "a", "b", "c", "d", True), id="exit code is a bool"),
+        pytest.param(packed(2, "id", "a", "b", "c", 4, 1), id="traceback is a number"),
+        pytest.param(packed(3, "id", 3), id="cancels a number"),
+        pytest.param(msgpack.packb({PROTOCOL: "id"}), id="a dict"),
+        pytest.param(msgpack.packb(PROTOCOL), id="a number"),
+        pytest.param(msgpack.packb([str(PROTOCOL), 1, "id", 0]), id="protocol is text"),
+        pytest.param(packed(1, "id", 0) + b"\x00", id="trailing bytes"),
+        pytest.param(packed(1, "id", "x" * 3000) + b"\x00", id="trailing after much"),
+        pytest.param(b"\x94" + PREFIX + b"\x01\xa1\xff\x00", id="request id is not UTF-8"),
+        pytest.param(b"\x94" + PREFIX + b"\x01\xa2id\x81\x90\x00", id="a list as a key"),
+        pytest.param(pickle.dumps([PROTOCOL, 1, "id", 0]), id="pickle"),
         pytest.param(b"", id="nothing"),
     ],
 )
-def test_bodies_of_no_correct_peer_are_refused(body: bytes) -> None:
+def test_frames_of_no_correct_peer_are_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decoded(PREFIX + body)
+        decoded(frame)
+
+
+def test_the_parts_of_those_frames_are_otherwise_right() -> None:
+    """Or else they would be refused for another reason than the one named."""
+    assert decoded(packed(1, "id", 1)) == Reply("id", 1)
+    assert decoded(packed(0, "id", "life", "m", {"a": 2})) == Request("id", "life", "m", {"a": 2})
+    assert decoded(packed(2, "id", "a", "b", "c", "d", 1)) == Failure("id", "a", "b", "c", "d", 1)
+    assert decoded(packed(3, "id", "life")) == Cancel("id", "life")
 
 
 def test_another_protocol_version_is_named() -> None:
-    body = encode(Cancel("id", "life"), LIMITS)[len(PREFIX) :]
-    other = MAGIC + bytes([PROTOCOL_VERSION + 1]) + body
+    other = msgpack.packb([PROTOCOL + 1, 3, "id", "life"])
     expected = f"expected protocol version {PROTOCOL_VERSION}, got {PROTOCOL_VERSION + 1}"
     with pytest.raises(ProtocolError, match=expected):
         decoded(other)
@@ -184,9 +201,9 @@ def test_another_protocol_version_is_named() -> None:
 def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
     tight = MessageLimits(max_bytes=64)
     large = Reply("id", "x" * 65)
-    with pytest.raises(ProtocolError, match="a message has 76 bytes, the limit is 64"):
+    with pytest.raises(ProtocolError, match="a message has 77 bytes, the limit is 64"):
         encode(large, tight)
-    with pytest.raises(ProtocolError, match="a message has 76 bytes, the limit is 64"):
+    with pytest.raises(ProtocolError, match="a message has 77 bytes, the limit is 64"):
         decoded(encode(large, LIMITS), tight)
     assert decoded(encode(Reply("id", "x" * 40), tight), tight) == Reply("id", "x" * 40)
 
@@ -226,9 +243,9 @@ def test_lists_that_claim_what_they_do_not_hold_cost_no_memory(num_bytes: int) -
 
 
 def test_an_error_does_not_repeat_the_input() -> None:
-    for body in (b"\xc0" + b"A" * 100_000, b"\x92\xc0\xda\x90\x00" + b"\xff" * 0x9000):
+    for frame in (b"\xc0" + b"A" * 100_000, b"\x92\xc0\xda\x90\x00" + b"\xff" * 0x9000):
         with pytest.raises(ProtocolError) as refused:
-            decoded(PREFIX + body)
+            decoded(frame)
         assert len(str(refused.value)) < 300
         assert refused.value.__cause__ is None
 
