@@ -163,11 +163,11 @@ class RpcClient:
             return await call.answer
         except asyncio.CancelledError:
             self.abandon(request_id, call)
-            if call.answer.done() and not call.answer.cancelled():
-                call.answer.exception()  # it failed in the same turn; nobody looks any more
             raise
         finally:
             waits.discard(call)
+            if call.answer.done() and not call.answer.cancelled():
+                call.answer.exception()  # it may have failed in the turn in which the wait ended
 
     def fail_pending(self, error: ArealError) -> None:
         """Makes every call that waits now raise `error`; later calls are made as usual."""
@@ -192,12 +192,13 @@ class RpcClient:
         """
         if self._link.is_lost is not None:
             raise self._peer_lost(f"{waiter.method} not sent")
+        is_sent = self.send(frame)
         waiters = self._pending.get(request_id)
         if waiters is None:
             self._pending[request_id] = [waiter]
         else:
             waiters.append(waiter)
-        return self.send(frame)
+        return is_sent
 
     def send(self, frame: bytes) -> bool:
         """Queues a frame if there is room. Raises: PeerLost: the connection was closed."""

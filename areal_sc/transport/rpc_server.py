@@ -273,9 +273,9 @@ class RpcServer:
     def _on_executed(self, request: Request, task: asyncio.Task[Any]) -> None:
         execution = self._running.pop(request.request_id)
         self._num_running_bytes -= execution.num_bytes
-        if self._is_closing:
-            return
         if task.cancelled():
+            if self._is_closing:
+                return  # its callers learn it from the end of the connection
             cancelled = TransportError(f"{request.method} on {self.node_id} was cancelled")
             reply = encode(failure_of(cancelled, request.request_id), self._limits)
         elif (error := task.exception()) is not None:

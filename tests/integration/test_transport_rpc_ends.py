@@ -56,6 +56,18 @@ async def test_the_last_reply_of_an_ending_server_still_arrives() -> None:
         assert await call == 1
 
 
+async def test_what_a_method_returns_as_the_server_ends_still_arrives() -> None:
+    async with serving() as (server, methods, address), transport() as callers:
+        client = callers.connect(address, "train/2", LIFE)
+        call = asyncio.create_task(client.call("wait", {}, timeout_s=20))
+        await methods.started.wait()
+        methods.go_on.set()
+        await asyncio.sleep(0)  # the method has returned; its reply is not made yet
+        closing = asyncio.create_task(server.close())
+        assert await call == 1
+        await closing
+
+
 async def test_replies_that_arrived_before_the_end_are_delivered() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.bind("tcp://127.0.0.1:0")
