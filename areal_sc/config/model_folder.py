@@ -35,7 +35,8 @@ class ModelShape:
 def check_model_folder(path: str | Path) -> None:
     """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
 
-    Raises: ModelError: no folder, no config.json, or no weights; names what is missing.
+    Raises: ModelError: no folder, no config.json, no weights, or weights that are truncated or
+        lack a file; names what is missing.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -46,6 +47,25 @@ def check_model_folder(path: str | Path) -> None:
         raise ModelError(
             f"model folder {path}: it has no weights; "
             f"expected files named {' or '.join(WEIGHT_PATTERNS)}"
+        )
+    _check_index(folder)
+    _count_parameters(folder)
+
+
+def _check_index(folder: Path) -> None:
+    """Raises: ModelError: a file that the index of a split model names is not there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: cannot be read: {error!r}; copy the model again") from error
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise ModelError(
+            f"model folder {folder}: {len(missing)} of the {len(names)} files that "
+            f"{index.name} names are missing, e.g. {missing[0]}; copy them, too"
         )
 
 
@@ -98,10 +118,22 @@ def _count_in_safetensors(path: Path) -> int:
             if length > MAX_HEADER_BYTES:
                 raise ModelError(f"{path}: not a safetensors file: its header has {length} bytes")
             header = json.loads(file.read(length))
-        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-        return sum(prod(shape) for shape in shapes)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
+        header.pop("__metadata__", None)
+        size = path.stat().st_size
+        expected = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
+        if size != expected:
+            raise ModelError(
+                f"{path}: expected {expected} bytes by its header, got {size}; "
+                "it is truncated or damaged: copy or download it again"
+            )
+        return sum(prod(entry["shape"]) for entry in header.values())
+    except (
+        *(struct.error, ValueError, KeyError, IndexError),
+        *(TypeError, AttributeError, OSError),
+    ) as error:
+        raise ModelError(
+            f"{path}: not a readable safetensors file: {error}; copy or download it again"
+        ) from error
 
 
 def _kv_values_per_token(config: dict[str, Any]) -> int | None:

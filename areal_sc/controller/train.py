@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,9 @@ from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
 
 LOGPROB_FIELDS = ("input_ids",)
+WRITE_TIMEOUT_S = 4 * 3600.0
+"""For a snapshot or an export to be written, beside training; far above what any takes."""
+
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions")
 
 
@@ -76,7 +80,7 @@ class TrainController(Shell):
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self._trained_rows: list[RowMetadata] = []
-        self._num_exports = 0
+        self._num_writes = 0
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.
@@ -217,11 +221,13 @@ class TrainController(Shell):
 
         Raises: CheckpointError: the disk is full, say; an existing folder is left as it was.
         """
-        self._num_exports += 1
-        replies = await self._fleet.call_all(
-            "save_hf", [{"export": self._num_exports}] * self.config.num_workers
-        )
-        await asyncio.to_thread(_replace_folder, Path(replies[0]), Path(folder))
+        write, exported = await self._begin_write("begin_save_hf", {})
+        await self._finish_export(write, exported, Path(folder))
+
+    def begin_save_hf(self, folder: str | Path) -> Future[None]:
+        """`save_hf` beside training: returns once the ranks have copied their weights."""
+        write, exported = self._run(self._begin_write("begin_save_hf", {}))
+        return self._submit(self._finish_export(write, exported, Path(folder)))
 
     async def save_snapshot_async(self) -> None:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -230,9 +236,13 @@ class TrainController(Shell):
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        await self._fleet.call_all(
-            "save_snapshot", [{"step": self.version}] * self.config.num_workers
-        )
+        write, _ = await self._begin_write("begin_snapshot", {"step": self.version})
+        await self._finish_write(write)
+
+    def begin_snapshot(self) -> Future[None]:
+        """`save_snapshot` beside training: returns once the ranks have copied their state."""
+        write, _ = self._run(self._begin_write("begin_snapshot", {"step": self.version}))
+        return self._submit(self._finish_write(write))
 
     async def load_snapshot_async(self, step: int) -> None:
         """Goes back to the snapshot of that step; `version` becomes `step`.
@@ -308,6 +318,23 @@ class TrainController(Shell):
             {**arg, "operation": operation, "expected_version": self.version} for arg in args
         ]
         return await self._fleet.call_all(method, stamped)
+
+    async def _begin_write(self, method: str, args: dict[str, Any]) -> tuple[int, Any]:
+        """Number of the write, and what rank 0 says about it, once all ranks have copied."""
+        self._num_writes += 1
+        call = {**args, "write": self._num_writes}
+        replies = await self._fleet.call_all(
+            method, [call] * self.config.num_workers, timeout_s=WRITE_TIMEOUT_S
+        )
+        return call["write"], replies[0]
+
+    async def _finish_write(self, write: int) -> None:
+        calls = [{"write": write}] * self.config.num_workers
+        await self._fleet.call_all("finish_write", calls, timeout_s=WRITE_TIMEOUT_S)
+
+    async def _finish_export(self, write: int, exported: str, folder: Path) -> None:
+        await self._finish_write(write)
+        await asyncio.to_thread(_replace_folder, Path(exported), folder)
 
     async def _seal_weights(self, version: int) -> WeightsReference:
         replies = await self._fleet.call_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -121,9 +122,13 @@ class TrainEngine(Protocol):
 
     def export_weights(self) -> Iterable[WeightShard]: ...
 
-    def save_hf(self, folder: Path) -> None: ...
+    def begin_save_hf(self, folder: Path) -> Future[None]:
+        """Takes the weights as they are now. The future: when the folder has been written."""
+        ...
 
-    def save_snapshot(self, folder: Path) -> None: ...
+    def begin_snapshot(self, folder: Path) -> Future[None]:
+        """Takes the engine's whole state as it is now. The future: when it has been written."""
+        ...
 
     def load_snapshot(self, folder: Path) -> None: ...
 

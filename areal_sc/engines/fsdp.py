@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -20,7 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from areal_sc.algorithms.losses import Metrics, decoupled_ppo_loss, sft_loss
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.engines.base import WeightShard
-from areal_sc.engines.fsdp_checkpoint import load_snapshot, save_hf, save_snapshot
+from areal_sc.engines.fsdp_background import BackgroundWriter
+from areal_sc.engines.fsdp_checkpoint import Snapshots
+from areal_sc.engines.fsdp_export import begin_export
 from areal_sc.engines.fsdp_model import compute_dtype, load_sharded_model, needs_sharding
 from areal_sc.engines.fsdp_optimizer import ShardedAdamW, learning_rate, local_part
 from areal_sc.engines.micro_batches import (
@@ -54,6 +57,8 @@ class FSDPEngine:
         self._group: ProcessGroup
         self._model: PackedModel
         self._optimizer: ShardedAdamW
+        self._writer: BackgroundWriter
+        self._snapshots: Snapshots
 
     def create_rendezvous(self, host: str = "127.0.0.1") -> str:
         """On rank 0, before `initialize`: opens the ranks' meeting point on a free port.
@@ -90,6 +95,8 @@ class FSDPEngine:
         self._optimizer = ShardedAdamW(
             dict(self._model.causal_lm.named_parameters()), self.config.optimizer, self._group
         )
+        self._writer = BackgroundWriter(self._group)
+        self._snapshots = Snapshots(self._model.causal_lm, self._optimizer, self._writer)
         logger.info(
             "engine_ready model=%s rank=%d world_size=%d device=%s dtype=%s abilities=%s",
             type(self._model.causal_lm).__name__,
@@ -153,35 +160,58 @@ class FSDPEngine:
             values = local_part(parameter.detach()).to(dtype).flatten()
             yield WeightShard(name, tuple(parameter.shape), values)
 
-    def save_hf(self, folder: Path) -> None:
-        """Writes a folder that `transformers` loads, tokenizer included; whole or not at all.
+    def begin_save_hf(self, folder: Path) -> Future[None]:
+        """Takes the weights as they are now; a folder that `transformers` loads is written later.
 
-        Raises: CheckpointError: on every rank, when it could not be written.
+        Training may go on at once. One write goes on at a time: the one before is waited for.
+
+        Returns: a future that is done when the folder, tokenizer included, is on the disk under
+            its name. It fails with CheckpointError, on every rank, when it could not be written;
+            what was at `folder` then stays.
         """
-        save_hf(
+        return begin_export(
             self._model.causal_lm,
             Path(self.config.path),
             folder,
             compute_dtype(self.config),
-            self._group,
+            self._writer,
         )
 
-    def save_snapshot(self, folder: Path) -> None:
-        """Writes weights, optimizer state and random state; replaces `folder` when complete.
+    def save_hf(self, folder: Path) -> None:
+        """`begin_save_hf`, waited for.
 
         Raises: CheckpointError: on every rank, when it could not be written.
         """
-        save_snapshot(self._model.causal_lm, self._optimizer, folder, self._group)
+        self._writer.finish(self.begin_save_hf(folder))
+
+    def begin_snapshot(self, folder: Path) -> Future[None]:
+        """Takes weights, optimizer state and random state as they are now, and writes them later.
+
+        Training may go on at once. One write goes on at a time: the one before is waited for.
+
+        Returns: a future that is done when the snapshot is on the disk and has replaced `folder`.
+            It fails with CheckpointError, on every rank, when it could not be written.
+        """
+        return self._snapshots.begin(folder)
+
+    def save_snapshot(self, folder: Path) -> None:
+        """`begin_snapshot`, waited for.
+
+        Raises: CheckpointError: on every rank, when it could not be written.
+        """
+        self._writer.finish(self.begin_snapshot(folder))
 
     def load_snapshot(self, folder: Path) -> None:
-        """Restores what `save_snapshot` wrote, also with another number of ranks.
+        """Restores what `begin_snapshot` took, also with another number of ranks.
 
         Raises: CheckpointError: on every rank, when it is absent, damaged, or of another model.
         """
-        load_snapshot(self._model.causal_lm, self._optimizer, folder, self._group)
+        self._snapshots.load(folder)
 
     def close(self) -> None:
-        """Leaves the group. The engine cannot be used afterwards."""
+        """Waits for what is being written, and leaves the group. It cannot be used afterwards."""
+        if hasattr(self, "_writer"):
+            self._writer.close()
         if hasattr(self, "_group"):
             self._group.close()
         self._hosted = None

@@ -53,7 +53,7 @@ from areal_sc.trainer.metrics import (
     summarize,
     surviving_steps,
 )
-from areal_sc.trainer.recovery import load_latest_snapshot, save_snapshot
+from areal_sc.trainer.recovery import SnapshotWriter, load_latest_snapshot
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.sources import PromptSource
 
@@ -145,6 +145,9 @@ class PPOTrainer:
                 make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)
             )
             self._log = stack.enter_context(MetricsLog(self.folder.metrics_path))
+            self._snapshots = SnapshotWriter(
+                self.folder, self.config.checkpoint.keep, self._log.event
+            )
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -228,6 +231,7 @@ class PPOTrainer:
                 self._record_step(batch, rollout, actor, stats, clock)
                 phase.advance()
                 self._after_step(actor, rollout, evaluation)
+            self._collect_snapshot(wait=True)
             self._collect_evaluation()
 
     def _after_step(
@@ -242,13 +246,22 @@ class PPOTrainer:
         if _is_due(actor.version, self.config.evaluation.every_steps) and not is_last:
             self._collect_evaluation()
             self._begin_evaluation("periodic", actor, rollout, evaluation)
+        self._collect_snapshot(wait=False)
         if _is_due(actor.version, self.config.checkpoint.every_steps) and not is_last:
-            try:
-                save_snapshot(self.folder, actor, rollout, self.config.checkpoint.keep)
-                self._log.event("snapshot", step=actor.version)
-            except CheckpointError as error:
-                self.display.warning(f"{error}; the run goes on without this snapshot")
-                self._log.event("snapshot_failed", step=actor.version, error=str(error))
+            self._collect_snapshot(wait=True)
+            with self._without_snapshot():
+                self._snapshots.begin(actor, rollout)
+
+    def _collect_snapshot(self, *, wait: bool) -> None:
+        with self._without_snapshot():
+            self._snapshots.collect(wait=wait)
+
+    @contextmanager
+    def _without_snapshot(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self.display.warning(f"{error}; the run goes on without this snapshot")
 
     def _finish(
         self,

@@ -4,14 +4,17 @@
     checkpoints/step-<n>/controllers.msgpack policy version, ledger, place in the prompt stream
 
 A snapshot is written under another name and gets its own once everything is on disk, so one that
-has its name is whole. Rows that were generated but not trained are not kept: their groups are
-generated again.
+has its name is whole. It is written while training goes on, from copies of the state at its step.
+Rows that were generated but not trained are not kept: their groups are generated again.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,28 +27,76 @@ from areal_sc.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 CONTROLLERS = "controllers.msgpack"
+_PARTIAL = ".partial"
 
 
-def save_snapshot(
-    folder: RunFolder, actor: TrainController, rollout: RolloutController, keep: int
-) -> None:
-    """Writes a snapshot of the current policy version; the `keep` newest ones stay.
+class SnapshotWriter:
+    """Writes the snapshots of a run, one at a time, beside training.
 
-    Raises: CheckpointError: the disk is full, say; earlier snapshots are left as they were.
+    begin     every rank copies its state, and the controllers' is written; training goes on
+    complete  once the ranks have written theirs, on a thread of its own: the snapshot gets its
+              name, and outdated ones go
+    collect   what went wrong with it is told
+
+    Args:
+        folder: the run's, opened by this process.
+        keep: number of newest snapshots that stay.
+        record: keeps `snapshot` and `snapshot_failed`, each with its step, in the run's metrics.
     """
-    final = folder.snapshot_path(actor.version)
-    partial = final.with_name(final.name + ".partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        actor.save_snapshot()
-        folder.write_atomic(partial / CONTROLLERS, msgpack.packb(rollout.state()))
-        folder.commit_folder(partial, final)
-    except (OSError, RunFolderError) as error:
-        raise CheckpointError(f"snapshot {final} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    for outdated in folder.snapshots()[:-keep]:
-        shutil.rmtree(outdated, ignore_errors=True)
+
+    def __init__(self, folder: RunFolder, keep: int, record: Callable[..., None]) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._record = record
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._completed: Future[None] | None = None
+        for leftover in folder.checkpoints.glob("*" + _PARTIAL):
+            shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed meanwhile
+
+    def begin(self, actor: TrainController, rollout: RolloutController) -> None:
+        """Takes the current policy version; the snapshot before has been collected.
+
+        Raises: CheckpointError: the disk is full, say; earlier snapshots are left as they were.
+        """
+        assert self._completed is None, "the snapshot before is not collected"
+        step, partial = actor.version, self._partial(actor.version)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            self._folder.write_atomic(partial / CONTROLLERS, msgpack.packb(rollout.state()))
+            written = actor.begin_snapshot()
+        except (OSError, RunFolderError) as error:
+            raise self._failed(step, error) from error
+        self._completed = self._thread.submit(self._complete, step, written)
+
+    def collect(self, *, wait: bool) -> None:
+        """Ends with the snapshot that was begun, if any; without `wait`, if it is complete.
+
+        Raises: CheckpointError: it could not be written; earlier ones are left as they were.
+        """
+        if self._completed is None or not (wait or self._completed.done()):
+            return
+        completed, self._completed = self._completed, None
+        completed.result()  # bounded by the time limit of the ranks' writing
+
+    def _complete(self, step: int, written: Future[None]) -> None:
+        try:
+            written.result()
+            self._folder.commit_folder(self._partial(step), self._folder.snapshot_path(step))
+        except (OSError, RunFolderError, CheckpointError) as error:
+            raise self._failed(step, error) from error
+        for outdated in self._folder.snapshots()[: -self._keep]:
+            shutil.rmtree(outdated, ignore_errors=True)
+        self._record("snapshot", step=step)
+
+    def _partial(self, step: int) -> Path:
+        final = self._folder.snapshot_path(step)
+        return final.with_name(final.name + _PARTIAL)
+
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+        self._record("snapshot_failed", step=step, error=str(error))
+        final = self._folder.snapshot_path(step)
+        return CheckpointError(f"snapshot {final} could not be written: {error}")
 
 
 def load_latest_snapshot(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ class TrainWorker(Worker):
         self.engine: TrainEngine = self.handle.build()
         self.version = 0
         self._last_operation: tuple[str, Any] | None = None
+        self._writes: dict[int, Future[None]] = {}
 
     def methods(self) -> dict[str, Method]:
         return super().methods() | {
@@ -42,8 +45,9 @@ class TrainWorker(Worker):
             "ppo_update": self.ppo_update,
             "sft_update": self.sft_update,
             "seal_weights": self.seal_weights,
-            "save_hf": self.save_hf,
-            "save_snapshot": self.save_snapshot,
+            "begin_save_hf": self.begin_save_hf,
+            "begin_snapshot": self.begin_snapshot,
+            "finish_write": self.finish_write,
             "load_snapshot": self.load_snapshot,
         }
 
@@ -123,16 +127,27 @@ class TrainWorker(Worker):
         self.version = int(args["version"])
         return self._shard_reply(shard_id)
 
-    async def save_hf(self, args: dict[str, Any]) -> str:
-        """Writes a Hugging Face folder below the run folder; returns its path."""
-        folder = Path(self.spec.run_dir) / "exports" / str(int(args["export"]))
-        await self.compute(lambda: self.engine.save_hf(folder))
+    async def begin_save_hf(self, args: dict[str, Any]) -> str:
+        """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
+        number = int(args["write"])
+        folder = Path(self.spec.run_dir) / "exports" / str(number)
+        begun = await self.compute(lambda: self.engine.begin_save_hf(folder))
+        self._writes[number] = begun
         return str(folder)
 
-    async def save_snapshot(self, args: dict[str, Any]) -> None:
-        """Writes this rank's part of a snapshot that the controller completes."""
+    async def begin_snapshot(self, args: dict[str, Any]) -> None:
+        """Takes this rank's part of a snapshot that the controller completes."""
         folder = self._snapshot_folder(args, ".partial")
-        await self.compute(lambda: self.engine.save_snapshot(folder))
+        begun = await self.compute(lambda: self.engine.begin_snapshot(folder))
+        self._writes[int(args["write"])] = begun
+
+    async def finish_write(self, args: dict[str, Any]) -> None:
+        """Replies when what the write took is on the disk. The engine trains meanwhile.
+
+        Raises: CheckpointError: it could not be written.
+        """
+        # A call that is given up must not cancel the write, which other ranks take part in.
+        await asyncio.shield(asyncio.wrap_future(self._writes.pop(int(args["write"]))))
 
     async def load_snapshot(self, args: dict[str, Any]) -> None:
         """Goes back to a snapshot."""

@@ -93,3 +93,25 @@ def test_broken_safetensors(tmp_path: Path, content: bytes) -> None:
     (folder / "model-2.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model-2\.safetensors: not a"):
         read_model_shape(folder)
+
+
+def test_truncated_and_missing_weight_files(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    whole = struct.pack("<Q", len(header)) + header + bytes(16)
+    (folder / "model-2.safetensors").write_bytes(whole)
+    check_model_folder(folder)
+    (folder / "model-2.safetensors").write_bytes(whole[:-3])
+    with pytest.raises(
+        ModelError,
+        match=rf"model-2\.safetensors: expected {len(whole)} bytes .*got {len(whole) - 3}; .*copy",
+    ):
+        check_model_folder(folder)
+    (folder / "model-2.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "c": "model-2.st"}}))
+    with pytest.raises(ModelError, match=r"1 of the 2 files .* missing, e\.g\. model-2\.st"):
+        check_model_folder(folder)
+    index.write_text("[]")
+    with pytest.raises(ModelError, match=r"index\.json: cannot be read"):
+        check_model_folder(folder)

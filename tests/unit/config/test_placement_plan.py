@@ -35,7 +35,8 @@ def model(tmp_path: Path) -> Path:
     config = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config["num_key_value_heads"] = 1
     (folder / "config.json").write_text(json.dumps(config))
-    header = json.dumps({"w": {"dtype": "F32", "shape": [NUM_PARAMETERS]}}).encode()
+    entry = {"dtype": "F32", "shape": [NUM_PARAMETERS], "data_offsets": [0, 0]}  # without values
+    header = json.dumps({"w": entry}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     return folder
 

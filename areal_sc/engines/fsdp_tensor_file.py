@@ -1,0 +1,142 @@
+"""Safetensors files written in place: the layout is known first, then values go where they belong.
+
+`safetensors` itself writes a file from tensors that are all in memory, holding the interpreter's
+lock. Here each tensor, or a part of it, is written by itself, so that nothing is gathered or
+copied for it, several ranks can fill one file, and other threads go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from areal_sc.transport.tensor_bytes import bytes_of
+
+_DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_PIECE_BYTES = 4 << 20  # fits the cache, so that the checksum reads what the write has just read
+_HEADER_ALIGNMENT = 8
+
+TensorShapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The layout of one safetensors file.
+
+    Attributes:
+        header: its first bytes.
+        starts: position of each tensor's first byte in the file, in the order of the file.
+        num_bytes: size of the whole file.
+    """
+
+    header: bytes
+    starts: Mapping[str, int]
+    num_bytes: int
+
+    @classmethod
+    def lay_out(cls, tensors: TensorShapes) -> TensorFile:
+        """Tensors of wide dtypes come first, so that each starts at a multiple of its width.
+
+        Raises: ValueError: a dtype that safetensors does not know.
+        """
+        unknown = [name for name, (dtype, _) in tensors.items() if dtype not in _DTYPE_CODES]
+        if unknown:
+            raise ValueError(f"{unknown[0]}: safetensors holds no {tensors[unknown[0]][0]}")
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts: dict[str, int] = {}
+        position = 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+            end = position + prod(shape) * dtype.itemsize
+            entries[name] = {
+                "dtype": _DTYPE_CODES[dtype],
+                "shape": list(shape),
+                "data_offsets": [position, end],
+            }
+            starts[name] = position
+            position = end
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        header = len(text).to_bytes(8, "little") + text
+        return cls(
+            header,
+            {name: len(header) + start for name, start in starts.items()},
+            len(header) + position,
+        )
+
+    def create(self, path: Path) -> None:
+        """Writes the header and gives the file its size; the values are zero until written."""
+        with path.open("xb", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(self.header), 0)
+            file.truncate(self.num_bytes)
+            os.fsync(file.fileno())
+
+    def write_parts(self, path: Path, parts: Mapping[str, tuple[int, torch.Tensor]]) -> None:
+        """Fills in a part of each named tensor, and brings it to the disk.
+
+        Args:
+            path: a file that `create` made, maybe in another process.
+            parts: name -> index of the part's first value in the flat tensor, values on the CPU.
+        """
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for name, (first, values) in parts.items():
+                position = self.starts[name] + first * values.element_size()
+                _write_all(descriptor, _content(values), position)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write_whole(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Writes a new file with all its values, on the CPU, and brings it to the disk.
+
+        Returns: crc32 of the file.
+        """
+        with path.open("xb", buffering=0) as file:
+            descriptor = file.fileno()
+            _write_all(descriptor, memoryview(self.header), 0)
+            checksum = zlib.crc32(self.header)
+            for name, position in self.starts.items():
+                content = _content(tensors[name])
+                for begin in range(0, len(content), _PIECE_BYTES):
+                    piece = content[begin : begin + _PIECE_BYTES]
+                    _write_all(descriptor, piece, position + begin)
+                    checksum = zlib.crc32(piece, checksum)
+            os.fsync(descriptor)
+        return checksum
+
+
+def file_checksum(path: Path) -> int:
+    """crc32 of a file."""
+    checksum = 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _content(tensor: torch.Tensor) -> memoryview:
+    return bytes_of(tensor.detach().contiguous().reshape(-1))
+
+
+def _write_all(descriptor: int, content: memoryview, position: int) -> None:
+    written = 0
+    while written < len(content):  # a full disk takes a part, and refuses the rest
+        written += os.pwrite(descriptor, content[written:], position + written)

@@ -1,0 +1,360 @@
+"""Snapshots go on with other numbers of ranks, and outlive a rank that is killed while it writes.
+
+Everything is compared with one process that never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integration.run_process import tiny_run
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+PROGRAM = Path(__file__).with_name("checkpoint_program.py")
+KILLED = -signal.SIGKILL
+WORLD_SIZES = [(2, 1), (1, 2), (3, 2), (2, 3)]
+SAME_STEP = 1e-6
+Results = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On 3 ranks, most shards are uneven, and the last of each [4, 32] is empty."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=30,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Loading fuses its experts into one parameter a layer."""
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=30,
+        hidden_size=16,
+        moe_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=5,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
+    """Scenario name -> what each rank recorded; {} of a rank that was killed."""
+    common = {"model": str(model_folder), "max_tokens": 128}
+    snapshot, export, weights = "begin_snapshot", "begin_save_hf", "weights"
+    scenarios: dict[str, dict[str, Any]] = {
+        "never_stopped": {
+            "world_size": 1,
+            "actions": [
+                *train(0, 1),
+                [weights, "two_steps"],
+                *train(2),
+                [weights, "three_steps"],
+                *train(3, 4),
+                [weights, "five_steps"],
+            ],
+        }
+    }
+    for world_size in (1, 2, 3):
+        path = str(folder / f"by_{world_size}")
+        scenarios[f"saved_by_{world_size}"] = {
+            "world_size": world_size,
+            "actions": [
+                *train(0, 1),
+                ["seed", 7],
+                ["record_size", "size"],
+                [weights, "two_steps"],
+                ["hold_pwrite", world_size - 1],
+                [snapshot, path],
+                ["await_holding", world_size - 1],
+                *train(2),  # with the ranks' gradients summed while their snapshot is not written
+                ["release", None],
+                ["wait", "written"],
+                [weights, "three_steps"],
+                [export, str(folder / f"exported_by_{world_size}")],
+                *train(3, 4),
+                ["wait", "exported"],
+                ["seed", 7],
+                ["random", "random"],
+                [weights, "five_steps"],
+            ],
+        }
+    for saved, loaded in [*WORLD_SIZES, (2, 2)]:
+        scenarios[f"{saved}_to_{loaded}"] = {
+            "world_size": loaded,
+            "actions": [
+                *train(7),  # other weights and moments, that loading must replace
+                ["load", str(folder / f"by_{saved}")],
+                [weights, "two_steps"],
+                ["random", "random"],
+                *train(2),
+                [weights, "three_steps"],
+                *train(3, 4),
+                [weights, "five_steps"],
+            ],
+        }
+    for name, model in (("dense", model_folder), ("experts", experts_folder)):
+        scenarios[f"split_{name}"] = {
+            "world_size": 3,
+            "model": str(model),
+            "actions": [["begin_split_export", str(folder / f"split_{name}_model")], ["wait", ""]],
+        }
+    path = str(folder / "bfloat16")
+    next_step = [*train(2), [weights, "three_steps"]]
+    for name, world_size, before in (
+        ("bfloat16", 2, [*train(0, 1), [snapshot, path]]),
+        ("bfloat16_to_2", 2, [["load", path]]),
+        ("bfloat16_to_1", 1, [["load", path]]),
+    ):
+        scenarios[name] = {
+            "world_size": world_size,
+            "dtype": "bfloat16",
+            "actions": [*before, [export, f"{path}_by_{name}"], *next_step],
+        }
+    path = str(folder / "outlives" / "snapshot")
+    held: dict[str, list[list[Any]]] = {
+        "values": [["hold_pwrite", 1], [snapshot, path], ["await_holding", 1]],
+        "renames": [["hold_rename", ".snapshot.part"], [snapshot, path], ["await_holding", 0]],
+    }
+    for moment, hold in held.items():
+        scenarios[f"killed_in_{moment}"] = {
+            "world_size": 2,
+            "actions": [
+                *train(0, 1),
+                [snapshot, path],
+                ["wait", "written"],
+                *train(2),
+                *hold,
+                ["kill", None],
+            ],
+            "exit_codes": [KILLED, KILLED],
+        }
+        scenarios[f"after_kill_in_{moment}"] = {
+            "world_size": 1,
+            "actions": [
+                ["load", path],
+                *train(2),
+                [weights, "three_steps"],
+                [snapshot, path],  # what is left of the killed one is not in its way
+                ["wait", "written"],
+            ],
+        }
+    scenarios["a_rank_dies"] = {
+        "world_size": 2,
+        "actions": [
+            ["hold_pwrite", 1],
+            [snapshot, str(folder / "by_less")],
+            ["await_holding", 1],
+            ["kill", 1],
+            ["wait", "written"],
+        ],
+        "exit_codes": [0, KILLED],
+        "loses_ranks": True,
+    }
+    (folder / "scenarios.json").write_text(
+        json.dumps({name: {**common, **scenario} for name, scenario in scenarios.items()})
+    )
+    finished = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return {
+        name: [read(folder / f"{name}-{rank}.pt") for rank in range(scenario["world_size"])]
+        for name, scenario in scenarios.items()
+    }
+
+
+def train(*steps: int) -> list[list[Any]]:
+    return [["train", step] for step in steps]
+
+
+def read(path: Path) -> dict[str, Any]:
+    recorded: dict[str, Any] = torch.load(path) if path.exists() else {}
+    assert "error" not in recorded, recorded["error"]
+    return recorded
+
+
+def whole(ranks: list[dict[str, Any]], label: str) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.cat([rank[label][name][1] for rank in ranks]).view(shape)
+        for name, (shape, _) in ranks[0][label].items()
+    }
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n].double() - expected[n].double()).abs().max()) for n in found)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [*WORLD_SIZES, (2, 2)])
+def test_the_next_step_is_that_of_a_run_that_never_stopped(
+    saved: int, loaded: int, results: Results
+) -> None:
+    resumed, reference = results[f"{saved}_to_{loaded}"], results["never_stopped"]
+    for label in ("two_steps", "three_steps", "five_steps"):
+        expected = whole(reference, label)
+        assert difference(whole(resumed, label), expected) <= SAME_STEP, label
+        assert difference(whole(reference, "two_steps"), expected) > 1e-4 or label == "two_steps"
+
+
+def test_a_snapshot_written_while_training_goes_on_is_not_torn(results: Results) -> None:
+    """Its values were written after the third step, and are those of the second, to the bit."""
+    for saved, loaded in [*WORLD_SIZES, (2, 2)]:
+        assert results[f"saved_by_{saved}"][0]["written"] == ""
+        taken = whole(results[f"{saved}_to_{loaded}"], "two_steps")
+        assert difference(taken, whole(results[f"saved_by_{saved}"], "two_steps")) == 0
+
+
+def test_random_state_of_every_rank_comes_back(results: Results) -> None:
+    expected = [rank["random"] for rank in results["saved_by_2"]]
+    assert not torch.equal(expected[0], expected[1])
+    for rank, values in zip(results["2_to_2"], expected, strict=True):
+        assert torch.equal(rank["random"], values)
+    assert not torch.equal(results["2_to_1"][0]["random"], expected[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_export_while_training_goes_on_holds_the_weights_of_its_step(
+    world_size: int, results: Results, folder: Path
+) -> None:
+    ranks = results[f"saved_by_{world_size}"]
+    assert [rank["exported"] for rank in ranks] == [""] * world_size
+    model = AutoModelForCausalLM.from_pretrained(folder / f"exported_by_{world_size}")
+    loaded = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert difference(loaded, whole(ranks, "three_steps")) == 0
+    assert difference(whole(ranks, "five_steps"), whole(ranks, "three_steps")) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_three_ranks_fill_the_files_of_a_split_model(
+    name: str, results: Results, folder: Path, model_folder: Path, experts_folder: Path
+) -> None:
+    assert results[f"split_{name}"][0][""] == ""
+    exported = folder / f"split_{name}_model"
+    assert len(list(exported.glob("model-*-of-*.safetensors"))) > 2
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    source = {"dense": model_folder, "experts": experts_folder}[name]
+    found, expected = (
+        {key: values for path in f.glob("*.safetensors") for key, values in load_file(path).items()}
+        for f in (exported, source)
+    )
+    assert difference(found, expected) == 0
+    assert index["weight_map"].keys() == expected.keys()
+    _, loading = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+
+
+def test_bfloat16_training_keeps_its_float32_weights(results: Results, folder: Path) -> None:
+    """A step can be too small for bfloat16; and one rank in bfloat16 is sharded, too."""
+    before, after = results["bfloat16"], results["bfloat16_to_2"]
+    assert difference(whole(after, "three_steps"), whole(before, "three_steps")) == 0
+    stored = load_file(folder / "bfloat16" / "rank-0.safetensors")
+    exact = stored["parameter.model.norm.weight@0"]
+    assert exact.dtype == torch.float32
+    assert not torch.equal(exact, exact.bfloat16().float())
+    exports = [
+        load_file(folder / f"bfloat16_by_{name}" / "model.safetensors")
+        for name in ("bfloat16", "bfloat16_to_1")
+    ]
+    assert {values.dtype for values in exports[0].values()} == {torch.bfloat16}
+    assert difference(*exports) == 0
+
+
+def test_no_rank_stores_what_another_does(results: Results, folder: Path) -> None:
+    """Weights and two moments, four bytes each, and a few kilobytes of names and random state."""
+    for world_size in (1, 2, 3):
+        for rank, recorded in enumerate(results[f"saved_by_{world_size}"]):
+            stored = (folder / f"by_{world_size}" / f"rank-{rank}.safetensors").stat().st_size
+            assert 0 <= stored - 12 * recorded["size"] < 24_000
+
+
+@pytest.mark.parametrize("moment", ["values", "renames"])
+def test_killed_while_writing_the_earlier_snapshot_stays(
+    moment: str, results: Results, folder: Path
+) -> None:
+    resumed = results[f"after_kill_in_{moment}"]
+    expected = whole(results["never_stopped"], "three_steps")
+    assert difference(whole(resumed, "three_steps"), expected) <= SAME_STEP
+    assert resumed[0]["written"] == ""
+    assert [path.name for path in (folder / "outlives").iterdir()] == ["snapshot"]
+
+
+def test_the_others_are_told_when_a_rank_dies(results: Results, folder: Path) -> None:
+    survivor = results["a_rank_dies"][0]
+    assert survivor["written"].startswith("CheckpointError: cannot write")
+    assert "another rank ended" in survivor["written"]
+    assert not (folder / "by_less").exists()
+    assert not (folder / ".by_less.part").exists()
+
+
+def test_a_killed_run_of_two_ranks_goes_on_with_one(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """At the step of its newest snapshot, with every row trained once."""
+    total_steps = 6
+    arguments = (f"total_steps={total_steps}", "checkpoint.every_steps=1")
+    num_free = "task.num_free_episodes=32"
+    with tiny_run(
+        tmp_path / "run", tiny_model_folder, *arguments, num_free, "actor.num_workers=2"
+    ) as killed:
+        snapshot = killed.run_dir / "checkpoints" / "step-000003"
+        killed.wait_until(snapshot.is_dir, "the snapshot of step 3")
+        killed.send(signal.SIGKILL)
+        killed.wait()
+        killed.wait_until_gone()
+    with tiny_run(
+        tmp_path / "run", tiny_model_folder, *arguments, "resume=must", "actor.num_workers=1"
+    ) as resumed:
+        resumed.finish()
+        (event,) = resumed.events("resumed")
+        assert event["step"] >= 3
+        assert "actor.num_workers: 2 -> 1" in resumed.output
+        summary = resumed.summary()
+    assert summary["num_steps"] == total_steps
+    assert summary["num_rows_trained"] == total_steps * 4 * 2
+    assert summary["num_rows_trained_twice"] == 0
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.part*"))

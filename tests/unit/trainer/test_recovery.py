@@ -1,0 +1,139 @@
+"""Snapshots get their name when they are whole; what cannot be read is skipped, loudly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_sc.errors import CheckpointError
+from areal_sc.run_folder import RunFolder
+from areal_sc.trainer.recovery import CONTROLLERS, SnapshotWriter, load_latest_snapshot
+
+
+class Actor:
+    """Ranks whose writing ends when the test says so."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.version = 0
+        self.broken: set[int] = set()
+        self.loaded: list[int] = []
+        self.written: Future[None] = Future()
+
+    def begin_snapshot(self) -> Future[None]:
+        partial = self.folder.checkpoints / f"step-{self.version:06d}.partial"
+        (partial / "engine").mkdir()
+        self.written = Future()
+        return self.written
+
+    def load_snapshot(self, step: int) -> None:
+        if step in self.broken:
+            raise CheckpointError(f"the files of step {step} are damaged")
+        self.loaded.append(step)
+
+
+class Rollout:
+    def __init__(self) -> None:
+        self.version = 0
+        self.restored: list[Any] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.restored.append(state)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(config_text="seed: 0")
+        yield folder
+
+
+@pytest.fixture
+def events() -> list[tuple[str, int]]:
+    return []
+
+
+@pytest.fixture
+def writer(folder: RunFolder, events: list[tuple[str, int]]) -> SnapshotWriter:
+    return SnapshotWriter(folder, 2, lambda name, **values: events.append((name, values["step"])))
+
+
+def snapshot(writer: SnapshotWriter, actor: Any, rollout: Any, step: int) -> None:
+    actor.version = rollout.version = step
+    writer.begin(actor, rollout)
+    actor.written.set_result(None)
+    writer.collect(wait=True)
+
+
+def names(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in folder.checkpoints.iterdir())
+
+
+def test_a_snapshot_has_its_name_once_the_ranks_have_written(
+    folder: RunFolder, writer: SnapshotWriter, events: list[tuple[str, int]]
+) -> None:
+    actor, rollout = Actor(folder), Rollout()
+    actor.version = rollout.version = 3
+    writer.begin(actor, rollout)  # type: ignore[arg-type]
+    rollout.version = 4  # what comes after does not enter it
+    writer.collect(wait=False)
+    assert names(folder) == ["step-000003.partial"]
+    assert folder.snapshots() == []
+    actor.written.set_result(None)
+    writer.collect(wait=True)
+    assert names(folder) == ["step-000003"]
+    assert events == [("snapshot", 3)]
+    assert load_latest_snapshot(folder, actor, rollout) == (3, [])  # type: ignore[arg-type]
+    assert rollout.restored == [{"version": 3}]
+
+
+def test_the_newest_stay(folder: RunFolder, writer: SnapshotWriter) -> None:
+    for step in (1, 2, 3, 4):
+        snapshot(writer, Actor(folder), Rollout(), step)
+    assert names(folder) == ["step-000003", "step-000004"]
+
+
+def test_a_failed_one_is_told_and_leaves_the_others(
+    folder: RunFolder, writer: SnapshotWriter, events: list[tuple[str, int]]
+) -> None:
+    actor, rollout = Actor(folder), Rollout()
+    snapshot(writer, actor, rollout, 1)
+    actor.version = 2
+    writer.begin(actor, rollout)  # type: ignore[arg-type]
+    actor.written.set_exception(CheckpointError("the disk is full"))
+    with pytest.raises(CheckpointError, match="step-000002 could not be written: the disk is full"):
+        writer.collect(wait=True)
+    assert names(folder) == ["step-000001"]
+    assert events == [("snapshot", 1), ("snapshot_failed", 2)]
+    snapshot(writer, actor, rollout, 3)
+    assert names(folder) == ["step-000001", "step-000003"]
+
+
+def test_what_a_killed_run_left_unfinished_is_deleted(folder: RunFolder) -> None:
+    (folder.checkpoints / "step-000007.partial" / "engine").mkdir(parents=True)
+    SnapshotWriter(folder, 2, lambda name, **values: None)
+    assert names(folder) == []
+
+
+def test_unreadable_ones_are_skipped_with_a_warning(
+    folder: RunFolder, writer: SnapshotWriter
+) -> None:
+    actor: Any = Actor(folder)
+    rollout: Any = Rollout()
+    for step in (1, 2):
+        snapshot(writer, actor, rollout, step)
+    actor.broken = {2}
+    step, warnings = load_latest_snapshot(folder, actor, rollout)
+    assert (step, actor.loaded) == (1, [1])
+    assert len(warnings) == 1
+    assert "step-000002 cannot be read (the files of step 2 are damaged)" in warnings[0]
+    (folder.checkpoints / "step-000001" / CONTROLLERS).write_bytes(bytes([0xC1]))
+    with pytest.raises(CheckpointError, match=r"no snapshot in .* can be read: .*000002.*000001"):
+        load_latest_snapshot(folder, actor, rollout)
