@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import FSDPPPOActor as FSDPPPOActor
     from areal_sc.engines.handles import FSDPSFTActor as FSDPSFTActor
     from areal_sc.engines.handles import LocalGenerator as LocalGenerator
+    from areal_sc.engines.handles import SGLangEngine as SGLangEngine
+    from areal_sc.engines.handles import make_generator as make_generator
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
@@ -36,12 +38,14 @@ _HOMES = {
     "PPOTrainer": "areal_sc.trainer.ppo_trainer",
     "Prompts": "areal_sc.workflows.base",
     "RolloutController": "areal_sc.controller.rollout",
+    "SGLangEngine": "areal_sc.engines.handles",
     "SingleTurnWorkflow": "areal_sc.workflows.single_turn",
     "TrainController": "areal_sc.controller.train",
     "Trajectory": "areal_sc.workflows.base",
     "Workflow": "areal_sc.workflows.base",
     "load_config": "areal_sc.config.loader",
     "make_scheduler": "areal_sc.schedulers.factory",
+    "make_generator": "areal_sc.engines.handles",
     "run_script": "areal_sc.trainer.failure",
     "start": "areal_sc.controller.control_loop",
 }

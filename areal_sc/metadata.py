@@ -38,11 +38,58 @@ TRAJECTORY_BYTES_PER_TOKEN = 13
 
 
 @dataclass(frozen=True, slots=True)
+class WeightBroadcast:
+    """Weights that a rank of the trainer broadcasts to a process group while they are published.
+
+    Attributes:
+        group: name of the group.
+        root: (node_id, node_addr, incarnation) of the worker that broadcasts.
+        buckets: names, dtypes and shapes of each broadcast, in their order.
+    """
+
+    group: str
+    root: tuple[str, str, str]
+    buckets: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsReference:
-    """Sealed weights of one policy version: (node_id, node_addr, shard_id) of each rank's part."""
+    """Where the weights of one policy version are.
+
+    Attributes:
+        version: the policy version.
+        shards: (node_id, node_addr, shard_id) of each rank's sealed part; () when `folder` is set.
+        folder: a Hugging Face folder that holds them; empty when they are sealed.
+        broadcast: how they come to the ranks of a group; None: they are pulled.
+    """
 
     version: int
-    shards: tuple[tuple[str, str, str], ...]
+    shards: tuple[tuple[str, str, str], ...] = ()
+    folder: str = ""
+    broadcast: WeightBroadcast | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """msgpack-able; `from_wire` is its inverse."""
+        sent = self.broadcast
+        return {
+            "version": self.version,
+            "shards": [list(shard) for shard in self.shards],
+            "folder": self.folder,
+            "broadcast": sent and [sent.group, list(sent.root), list(sent.buckets)],
+        }
+
+    @classmethod
+    def from_wire(cls, plain: Mapping[str, Any]) -> WeightsReference:
+        sent = plain["broadcast"]
+        return cls(
+            version=int(plain["version"]),
+            shards=tuple((str(n), str(a), str(s)) for n, a, s in plain["shards"]),
+            folder=str(plain["folder"]),
+            broadcast=sent
+            and WeightBroadcast(
+                str(sent[0]), (str(sent[1][0]), str(sent[1][1]), str(sent[1][2])), tuple(sent[2])
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from process_cpu import PidScheduler, cpu_seconds
 
@@ -64,7 +65,21 @@ class RowSource:
         await self._server.close()
         await self._bulk.close()
 
-    async def hold_pulls_async(self) -> None:
+    async def hold_updates_async(self) -> int:
+        return 0
+
+    async def wait_for_weights_async(self) -> None:
+        pass
+
+    async def weight_ranks_async(self, group: str) -> list[dict[str, Any]]:
+        return []
+
+    async def join_weight_group_async(
+        self, group: dict[str, Any], first_ranks: Sequence[int]
+    ) -> None:
+        pass
+
+    async def leave_weight_group_async(self, group: str) -> None:
         pass
 
     def receive_weights(

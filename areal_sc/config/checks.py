@@ -20,7 +20,10 @@ from areal_sc.config.schema import (
     NormScope,
     OverBound,
     Resume,
+    RolloutEngine,
+    WeightUpdateMethod,
 )
+from areal_sc.config.sglang_checks import check_sglang_config, sglang_of_worker
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN
 
@@ -103,6 +106,18 @@ RANGES: dict[str, Range] = {
     "rollout.num_reward_processes": COUNT,
     "rollout.max_rejection_rate": Range(low=0, high=1, low_open=True),
     "rollout.rejection_window": COUNT,
+    "rollout.max_unavailable": NOT_NEGATIVE,
+    "sglang.num_servers": COUNT,
+    "sglang.tp_size": COUNT,
+    "sglang.start_timeout_s": POSITIVE,
+    "sglang.control_timeout_s": POSITIVE,
+    "sglang.stop_timeout_s": POSITIVE,
+    "sglang.probe_interval_s": POSITIVE,
+    "sglang.hung_after_s": POSITIVE,
+    "sglang.busy_limit_s": POSITIVE,
+    "sglang.max_restarts": COUNT,
+    "weight_update.bucket_bytes": COUNT,
+    "weight_update.step_timeout_s": POSITIVE,
     "scheduler.startup_timeout_s": POSITIVE,
     "scheduler.heartbeat_interval_s": POSITIVE,
     "scheduler.hung_after_s": POSITIVE,
@@ -147,6 +162,7 @@ def check_config(
     _check_model_context(config)
     _check_store(config)
     _check_times(config)
+    _check_weight_update(config)
     _check_devices(config, count_devices)
     return [*_distribution_warnings(config), *_effect_warnings(config), *_rank_warnings(config)]
 
@@ -253,6 +269,27 @@ def _check_times(config: GRPOConfig) -> None:
             f"scheduler.orphan_timeout_s: expected at least {least:g} "
             f"({MIN_HEARTBEATS_TO_ORPHAN} heartbeats of scheduler.heartbeat_interval_s), "
             f"got {scheduler.orphan_timeout_s:g}"
+        )
+
+
+def _check_weight_update(config: GRPOConfig) -> None:
+    rollout, update = config.rollout, config.weight_update
+    is_collective = update.method == WeightUpdateMethod.collective
+    if is_collective and rollout.max_unavailable:
+        raise ConfigError(
+            "rollout.max_unavailable: expected 0 with weight_update.method=collective (a "
+            f"broadcast needs all servers at one time), got {rollout.max_unavailable}"
+        )
+    if update.method == WeightUpdateMethod.disk and not update.folder:
+        raise ConfigError("weight_update.folder: expected a folder that trainers and servers see")
+    if rollout.engine != RolloutEngine.sglang:
+        return
+    check_sglang_config(config.sglang)
+    sglang_of_worker(config.sglang, 0, rollout.num_workers)
+    if config.sglang.urls and update.method == WeightUpdateMethod.pull:
+        raise ConfigError(
+            "weight_update.method: expected disk or collective with sglang.urls (pulled weights "
+            "go as pickles, and only to servers that the run itself has started), got pull"
         )
 
 

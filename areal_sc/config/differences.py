@@ -30,6 +30,11 @@ FREE = (
     "transport",
     "actor.num_threads",
     "rollout.num_threads",
+    "rollout.sglang",
+    "sglang",
+    "weight_update",
+    "actor.weight_update",
+    "rollout.weight_update",
 )
 """Settings and sections that may change without a word: they do not touch what is learned."""
 

@@ -39,6 +39,37 @@ class OverBound(StrEnum):
     regenerate = "regenerate"
 
 
+class RolloutEngine(StrEnum):
+    """What generates: `local` is embedded in the worker, `sglang` runs SGLang's own servers."""
+
+    local = "local"
+    sglang = "sglang"
+
+
+class OnWeightUpdate(StrEnum):
+    """What a weight update does to running answers.
+
+    interrupt: they stop where they are and go on under the new weights, their KV recomputed.
+    finish_running: no new ones start, and the update waits for the running ones.
+    """
+
+    interrupt = "interrupt"
+    finish_running = "finish_running"
+
+
+class WeightUpdateMethod(StrEnum):
+    """How new weights reach generation.
+
+    pull: sealed in the trainers' stores; pulled once a node, without a copy on the same one.
+    collective: rank 0 broadcasts to all generating ranks; NCCL between GPUs, else gloo.
+    disk: a Hugging Face folder on a path that both sides see.
+    """
+
+    pull = "pull"
+    collective = "collective"
+    disk = "disk"
+
+
 class NormScope(StrEnum):
     group = "group"
     batch = "batch"
@@ -102,6 +133,41 @@ class PPOConfig:
 
 
 @dataclass
+class WeightUpdateConfig:
+    """The way of new weights from the trainers to generation."""
+
+    method: WeightUpdateMethod = WeightUpdateMethod.pull
+    folder: str = "${run_dir}/weights"  # of `disk`: seen by trainers and servers
+    bucket_bytes: int = 256 << 20  # weights on their way at one time; two buckets exist at most
+    step_timeout_s: float = 600.0  # of one step: a bucket, a load, a meeting of ranks
+
+
+@dataclass
+class SGLangConfig:
+    """The SGLang servers of one rollout worker: started and owned by it, or running already."""
+
+    python: str = ""  # interpreter of the environment that has SGLang; empty: this one
+    num_servers: int = 1
+    tp_size: int = 1  # tensor parallel: GPUs a server
+    host: str = "127.0.0.1"  # interface that the servers listen on
+    ports: list[int] = field(default_factory=list)  # one a server; empty: free ones
+    devices: list[int] = field(
+        default_factory=list
+    )  # GPU indices, tp_size a server; empty: 0, 1, …
+    args: dict[str, Any] = field(default_factory=dict)  # of SGLang: {mem_fraction_static: 0.6}
+    environment: dict[str, str] = field(default_factory=dict)  # further variables of the servers
+    urls: list[str] = field(default_factory=list)  # servers that run already: none is started then
+    api_key_env: str = ""  # environment variable that holds the key of the servers in `urls`
+    start_timeout_s: float = 900.0  # until a server is ready
+    control_timeout_s: float = 60.0  # of a pause, a resume, a question
+    stop_timeout_s: float = 10.0  # between asking a server to end and killing it
+    probe_interval_s: float = 1.0
+    hung_after_s: float = 7.0  # without an answer and without having computed anything
+    busy_limit_s: float = 120.0  # without an answer, whatever it computes
+    max_restarts: int = 3  # failed starts in a row after which a server is given up
+
+
+@dataclass
 class ActorConfig:
     """The trained policy: model, parallelism, memory, optimizer."""
 
@@ -118,12 +184,14 @@ class ActorConfig:
     seed: int = "${seed}"  # type: ignore[assignment]
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    weight_update: WeightUpdateConfig = "${weight_update}"  # type: ignore[assignment]
 
 
 @dataclass
 class RolloutConfig:
     """Generation: engines, admission, staleness, limits."""
 
+    engine: RolloutEngine = RolloutEngine.local
     path: str = "${actor.path}"
     generation: GenerationConfig = "${generation}"  # type: ignore[assignment]
     num_workers: int = 1
@@ -144,8 +212,12 @@ class RolloutConfig:
     group_timeout_s: float = 3600.0
     reward_timeout_s: float = 30.0
     num_reward_processes: int = 1  # a worker; killable
+    on_weight_update: OnWeightUpdate = OnWeightUpdate.interrupt
+    max_unavailable: int = 0  # servers that an update may stop at one time; 0: all of them
     max_rejection_rate: float = 0.5  # over the last `rejection_window` groups; 1: never stop
     rejection_window: int = 128
+    sglang: SGLangConfig = "${sglang}"  # type: ignore[assignment]  # with `engine: sglang`
+    weight_update: WeightUpdateConfig = "${weight_update}"  # type: ignore[assignment]
 
 
 @dataclass
@@ -201,6 +273,8 @@ class GRPOConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

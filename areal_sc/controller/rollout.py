@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.config.plain import to_plain
-from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.schema import RolloutConfig, RolloutEngine
+from areal_sc.config.sglang_checks import sglang_of_worker
 from areal_sc.controller.background import Background
 from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.evaluation import EvaluationOutcome, MetricSums, mean_metrics
@@ -140,7 +141,7 @@ class RolloutController(Shell):
                     role="rollout",
                     index=index,
                     engine=type(self.engine).__name__,
-                    engine_config=to_plain(replace(self.config, seed=self.config.seed + index)),
+                    engine_config=to_plain(self._config_of_worker(index)),
                     device=self.config.device,
                     store_bytes=self.config.store_bytes,
                 )
@@ -149,7 +150,7 @@ class RolloutController(Shell):
         )
         self._workers.track(self._fleet.members)
         self._workers.check_room()
-        await self._workers.call_all("initialize")
+        await self._workers.initialize()
 
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
@@ -345,12 +346,29 @@ class RolloutController(Shell):
         self._admit()
         self._background.notify()
 
-    async def hold_pulls_async(self) -> None:
-        """Waits until no worker pulls weights, and lets none begin before `receive_weights`.
+    async def hold_updates_async(self) -> int:
+        """Waits until no worker updates its weights; none begins before `receive_weights`.
 
         Between the two the trainer seals the next version and drops the one before.
+        Returns: the oldest version that a worker holds.
         """
-        await self._workers.hold_pulls()
+        return await self._workers.hold_updates()
+
+    async def weight_ranks_async(self, group: str) -> list[dict[str, Any]]:
+        """What each worker needs in a weight group; see `WeightsReceiver`."""
+        return await self._workers.call_all("weight_ranks", {"group": group})
+
+    async def join_weight_group_async(
+        self, group: dict[str, Any], first_ranks: Sequence[int]
+    ) -> None:
+        """All workers join a weight group at once, each from its first rank on."""
+        await self._workers.call_each(
+            "join_weight_group", [{"group": group, "first_rank": rank} for rank in first_ranks]
+        )
+
+    async def leave_weight_group_async(self, group: str) -> None:
+        """Workers that are in a weight group leave it."""
+        await self._workers.call_all("leave_weight_group", {"group": group})
 
     async def wait_for_weights_async(self) -> None:
         """Waits until every worker holds the newest version."""
@@ -538,6 +556,12 @@ class RolloutController(Shell):
             self._sources.register_workflow(workflow),
             len(self._sources.prompts(dataset)),
         )
+
+    def _config_of_worker(self, index: int) -> RolloutConfig:
+        config = replace(self.config, seed=self.config.seed + index)
+        if config.engine == RolloutEngine.sglang:
+            config.sglang = sglang_of_worker(config.sglang, index, config.num_workers)
+        return config
 
     def _reference(self, source: Source, index: int) -> PromptReference:
         return PromptReference(source.dataset, index, self.config.seed)

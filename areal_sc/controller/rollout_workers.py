@@ -1,7 +1,8 @@
 """The rollout workers, as their controller tracks them: load, policy version, stored shards.
 
 weights      one update a worker at a time, always to the newest version; none begins while
-             the trainer seals the next one, or while an evaluation holds the worker
+             the trainer seals the next one, or while an evaluation holds the worker. With
+             `max_unavailable` workers take turns
 stores       what the ledger let go of is forgotten by name; what nobody knows of (a group
              that was given up, a batch that was never asked for again) by the mark below.
              A group reserves its worst-case bytes in a worker's store and in its node's memory
@@ -11,12 +12,12 @@ stores       what the ledger let go of is forgotten by name; what nobody knows o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.schema import RolloutConfig, RolloutEngine, WeightUpdateMethod
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet, Member
 from areal_sc.errors import ConfigError
@@ -42,7 +43,7 @@ class RolloutWorkerState:
         mark: (last sequence, calls open when the worker told it): once those calls have returned,
             every shard up to that sequence is known here or abandoned.
         acknowledged: shards up to this sequence are known or abandoned.
-        update: the pull of weights that goes on, or the last one.
+        update: the weight update that goes on, or the last one.
     """
 
     member: Member
@@ -74,7 +75,7 @@ class RolloutWorkerState:
         return self.num_running + self.num_held
 
     @property
-    def is_pulling(self) -> bool:
+    def is_updating(self) -> bool:
         return self.update is not None and not self.update.done()
 
 
@@ -87,8 +88,10 @@ class RolloutWorkers:
         self._background = background
         self._states: list[RolloutWorkerState] = []
         self._weights: WeightsReference | None = None
-        self._are_pulls_held = False
+        self._are_updates_held = False
         self._num_calls = 0
+        self._method = config.weight_update.method
+        self._update_places = asyncio.Semaphore(_num_updated_at_once(config))
 
     def __len__(self) -> int:
         return len(self._states)
@@ -152,20 +155,34 @@ class RolloutWorkers:
         finally:
             state.open_calls.discard(call)
 
-    async def call_all(self, method: str) -> list[Any]:
-        """Replies of all workers to a call without arguments."""
-        return await self._fleet.call_all(method, [{}] * len(self._states))
+    async def call_all(self, method: str, args: dict[str, Any] | None = None) -> list[Any]:
+        """Replies of all workers to the same call."""
+        return await self._fleet.call_all(method, [args or {}] * len(self._states))
+
+    async def initialize(self) -> None:
+        """Workers build their engines and, with SGLang, start its servers."""
+        timeout_s = self._fleet.config.transport.call_timeout_s
+        if self._config.engine == RolloutEngine.sglang:
+            timeout_s += self._config.sglang.start_timeout_s
+        await self._fleet.call_all("initialize", [{}] * len(self._states), timeout_s=timeout_s)
+
+    async def call_each(self, method: str, args: Sequence[dict[str, Any]]) -> list[Any]:
+        """Replies of all workers, each to its own arguments."""
+        return await self._fleet.call_all(method, args)
 
     @asynccontextmanager
     async def held_for_evaluation(self) -> AsyncIterator[RolloutWorkerState]:
-        """A worker that keeps its weights for the while; one worker alone follows the weights."""
+        """A worker that keeps its weights for the while.
+
+        It does not if it is the only one, or if weights are broadcast, which needs all of them.
+        """
         state = max(self._states, key=lambda state: (state.version, -state.num_running))
-        is_held = len(self._states) > 1
+        is_held = len(self._states) > 1 and self._method != WeightUpdateMethod.collective
         state.num_evaluations += is_held
         try:
             if is_held:
                 await self._background.wait_until(
-                    lambda: not state.is_pulling, f"{state.name} to pull weights"
+                    lambda: not state.is_updating, f"{state.name} to update its weights"
                 )
             yield state
         finally:
@@ -173,18 +190,22 @@ class RolloutWorkers:
             self._begin_updates()
 
     def receive_weights(self, weights: WeightsReference) -> None:
-        """Workers begin to pull the new version."""
+        """Workers begin to update to the new version."""
         self._weights = weights
-        self._are_pulls_held = False
+        self._are_updates_held = False
         self._begin_updates()
 
-    async def hold_pulls(self) -> None:
-        """Waits until no worker pulls weights, and lets none begin before `receive_weights`."""
-        self._are_pulls_held = True
+    async def hold_updates(self) -> int:
+        """Waits until no worker updates its weights; none begins before `receive_weights`.
+
+        Returns: the oldest version that a worker holds.
+        """
+        self._are_updates_held = True
         await self._background.wait_until(
-            lambda: not any(state.is_pulling for state in self._states),
-            "rollout workers to pull weights",
+            lambda: not any(state.is_updating for state in self._states),
+            "rollout workers to update their weights",
         )
+        return min(state.version for state in self._states)
 
     async def wait_for_weights(self) -> None:
         """Waits until every worker holds the newest version."""
@@ -277,10 +298,10 @@ class RolloutWorkers:
         return sum(state.num_stored for state in self._states if state.node == node)
 
     def _begin_updates(self) -> None:
-        if self._are_pulls_held:
+        if self._are_updates_held:
             return
         for state in self._states:
-            if not (state.is_pulling or state.num_evaluations or self._is_current(state)):
+            if not (state.is_updating or state.num_evaluations or self._is_current(state)):
                 state.update = asyncio.create_task(
                     self._background.guard(self._update(state)), name=f"update {state.name}"
                 )
@@ -289,12 +310,19 @@ class RolloutWorkers:
         return self._weights is None or state.version == self._weights.version
 
     async def _update(self, state: RolloutWorkerState) -> None:
-        while self._weights and not self._is_current(state) and not state.num_evaluations:
-            weights = self._weights
-            await self._fleet.call(
-                state.member,
-                "update_weights",
-                {"version": weights.version, "shards": [list(shard) for shard in weights.shards]},
-            )
-            state.version = weights.version
-            self._background.notify()
+        async with self._update_places:
+            while self._weights and not self._is_current(state) and not state.num_evaluations:
+                weights = self._weights
+                await self._fleet.call(state.member, "update_weights", weights.to_wire())
+                state.version = weights.version
+                self._background.notify()
+
+
+def _num_updated_at_once(config: RolloutConfig) -> int:
+    """Workers that may update at one time, so that `max_unavailable` servers stand still."""
+    if not config.max_unavailable:
+        return config.num_workers
+    num_servers = 1
+    if config.engine == RolloutEngine.sglang:
+        num_servers = len(config.sglang.urls) or config.sglang.num_servers
+    return max(1, config.max_unavailable // num_servers)

@@ -4,8 +4,7 @@
     per step       proximal log-probabilities (recomputed by the ranks, sealed as new shards)
                    -> advantages (scalars of the rows' metadata, computed here)
                    -> PPO minibatches, each split over the ranks by tokens
-    publishes      policy version i+1: every rank seals its part of the weights, and the
-                   rollout workers pull it while training goes on
+    publishes      policy version i+1, by pull, broadcast or disk; see `publication`
 
 Minibatches are cut from the whole batch before the split over ranks, so what one optimizer update
 trains on does not depend on the number of ranks.
@@ -15,17 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from areal_sc.algorithms.advantages import normalized_advantages
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.publication import Publisher, WeightsReceiver
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.base import EngineHandle
 from areal_sc.errors import CheckpointError, WorkerLost
@@ -46,16 +46,6 @@ WRITE_TIMEOUT_S = 4 * 3600.0
 """For a snapshot or an export to be written, beside training; far above what any takes."""
 
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions")
-
-
-class WeightsReceiver(Protocol):
-    """Where a new policy version goes: a RolloutController."""
-
-    async def hold_pulls_async(self) -> None: ...
-
-    def receive_weights(
-        self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
-    ) -> None: ...
 
 
 class TrainController(Shell):
@@ -80,6 +70,7 @@ class TrainController(Shell):
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self._trained_rows: list[RowMetadata] = []
+        self._publisher = Publisher(self.config, self._fleet, self._runtime.new_id)
         self._num_writes = 0
 
     async def start_async(self) -> None:
@@ -200,21 +191,22 @@ class TrainController(Shell):
         return dict(replies[0])
 
     async def publish_weights_async(self, rollout: WeightsReceiver) -> None:
-        """Seals the weights as version + 1 and tells the rollout workers, which pull them.
+        """Publishes the weights as version + 1, in the way that `weight_update.method` names.
 
-        Returns once the weights are sealed; generation and the pull go on. The version before is
-        dropped, so a pull of it that is still going on is waited for.
+        Returns once the weights are sealed, broadcast or written; generation goes on. An update
+        to the version before that is still going on is waited for.
         """
-        await rollout.hold_pulls_async()
-        weights = await self._seal_weights(self.version + 1)
-        self.version += 1
-        trained_rows, self._trained_rows = self._trained_rows, []
-        rollout.receive_weights(weights, trained_rows)
+
+        def announce(weights: WeightsReference) -> None:
+            self.version = weights.version
+            trained_rows, self._trained_rows = self._trained_rows, []
+            rollout.receive_weights(weights, trained_rows)
+
+        await self._publisher.publish(self.version + 1, rollout, announce)
 
     async def share_weights_async(self, rollout: WeightsReceiver) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        await rollout.hold_pulls_async()
-        rollout.receive_weights(await self._seal_weights(self.version))
+        await self._publisher.publish(self.version, rollout, rollout.receive_weights)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces `folder`.
@@ -251,6 +243,11 @@ class TrainController(Shell):
         """
         await self._fleet.call_all("load_snapshot", [{"step": step}] * self.config.num_workers)
         self.version = step
+
+    @property
+    def publication_stats(self) -> dict[str, float]:
+        """Where the time of publications went; see `PublicationTimes`."""
+        return self._publisher.times.as_stats()
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each rank's store and data plane."""
@@ -335,19 +332,6 @@ class TrainController(Shell):
     async def _finish_export(self, write: int, exported: str, folder: Path) -> None:
         await self._finish_write(write)
         await asyncio.to_thread(_replace_folder, Path(exported), folder)
-
-    async def _seal_weights(self, version: int) -> WeightsReference:
-        replies = await self._fleet.call_all(
-            "seal_weights", [{"version": version}] * self.config.num_workers
-        )
-        # Between two training steps nothing else on the ranks is still referenced.
-        await self._fleet.call_all(
-            "sweep",
-            [{"live": [r["sequence"]], "acknowledged": r["sequence"]} for r in replies],
-        )
-        return WeightsReference(
-            version, tuple((r["node_id"], r["node_addr"], r["shard_id"]) for r in replies)
-        )
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from areal_sc.config.schema import GenerationConfig
+    from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup
     from areal_sc.transport.packed_rows import PackedRows
+
+    TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
+    """Gives every parameter, flat or shaped; asked when it is needed, and again for servers that
+    start later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,52 @@ class GenerationEngine(Protocol):
         """Ends the group's running requests; each returns its partial answer as `cancelled`."""
         ...
 
-    async def update_weights(
-        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    async def update_weights(self, version: int, source: TensorSource) -> None:
+        """Replaces all weights; running requests go on under them, KV recomputed.
+
+        Raises: ModelError: names or sizes do not fit; the old weights and version stay.
+        """
+        ...
+
+    async def update_weights_from_disk(self, version: int, folder: Path) -> None:
+        """The same, by a Hugging Face folder, which stays until the next publication is done."""
+        ...
+
+    async def update_weights_from_group(
+        self,
+        version: int,
+        group_name: str,
+        buckets: Sequence[BucketLayout],
+        *,
+        again: TensorSource,
+        give_up: Callable[[], Awaitable[None]],
     ) -> None:
-        """Replaces weights between two decode steps; running requests go on, KV recomputed."""
+        """The same, by what rank 0 of a weight group broadcasts meanwhile.
+
+        Args:
+            buckets: in the order of the broadcasts.
+            again: the same weights, for ranks that are not in the group, or lose it.
+            give_up: tells rank 0 that not all ranks will take part; may be called repeatedly.
+        """
+        ...
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        """Becomes `count_ranks()` ranks of a weight group; returns when all ranks have met."""
+        ...
+
+    async def leave_group(self, name: str) -> None: ...
+
+    def has_whole_group(self, name: str) -> bool:
+        """Whether the group can still be used: no rank has come or gone since."""
+        ...
+
+    def count_ranks(self) -> int:
+        """Ranks that the engine needs in a weight group."""
+        ...
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether these ranks compute on GPUs."""
         ...
 
     async def pause(self) -> None: ...
@@ -93,12 +140,15 @@ class WeightShard:
     Attributes:
         name: parameter name in the Hugging Face model.
         shape: shape of the whole parameter.
-        values: [n] this rank's flat part, in the dtype of publication.
+        values: [n] this rank's flat part, in the dtype that it is trained in; it may be the live
+            parameter.
+        dtype: of publication.
     """
 
     name: str
     shape: tuple[int, ...]
     values: torch.Tensor
+    dtype: torch.dtype
 
 
 class TrainEngine(Protocol):
@@ -121,6 +171,22 @@ class TrainEngine(Protocol):
     def sft_update(self, rows: PackedRows, *, step: int) -> dict[str, float]: ...
 
     def export_weights(self) -> Iterable[WeightShard]: ...
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this rank computes on a GPU."""
+        ...
+
+    def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+        """Every whole parameter in the dtype of publication, a bucket at a time.
+
+        All ranks must go through all buckets together.
+        """
+        ...
+
+    def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
+        """What `gather_weights` gives, without the values; on any rank by itself."""
+        ...
 
     def begin_save_hf(self, folder: Path) -> Future[None]:
         """Takes the weights as they are now. The future: when the folder has been written."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from areal_sc.algorithms.losses import Metrics, decoupled_ppo_loss, sft_loss
 from areal_sc.config.schema import ActorConfig, ClipCenter
@@ -36,6 +37,12 @@ from areal_sc.engines.micro_batches import (
 from areal_sc.engines.packed_model import PackedModel
 from areal_sc.engines.process_group import ProcessGroup, host_rendezvous, select_device
 from areal_sc.engines.update_metrics import UpdateMetrics
+from areal_sc.engines.weight_group import (
+    BucketLayout,
+    NamedTensor,
+    layout_of,
+    split_into_buckets,
+)
 from areal_sc.transport.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
@@ -151,14 +158,41 @@ class FSDPEngine:
         return self._update([rows], step, None, _sft_loss, temperature=1.0)
 
     def export_weights(self) -> Iterator[WeightShard]:
-        """This rank's part of every parameter in the dtype of computation; tied ones once.
+        """This rank's part of every parameter; tied ones once.
 
         `values` may be the live parameter: copy it before the next update.
         """
         dtype = compute_dtype(self.config)
         for name, parameter in self._model.causal_lm.named_parameters():
-            values = local_part(parameter.detach()).to(dtype).flatten()
-            yield WeightShard(name, tuple(parameter.shape), values)
+            values = local_part(parameter.detach()).flatten()
+            yield WeightShard(name, tuple(parameter.shape), values, dtype)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this rank computes on a GPU."""
+        return self._group.device.type == "cuda"
+
+    def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+        """Every whole parameter in the dtype of computation, tied ones once, in buckets.
+
+        Parameters may be the live ones. All ranks must go through all buckets together.
+        """
+        dtype = compute_dtype(self.config)
+        parameters = dict(self._model.causal_lm.named_parameters())
+        for bucket in split_into_buckets(self._unfilled_weights(), bucket_bytes):
+            yield [(name, _whole(parameters[name].detach().to(dtype))) for name, _ in bucket]
+
+    def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
+        """What `gather_weights` gives, without the values."""
+        return [
+            layout_of(bucket)
+            for bucket in split_into_buckets(self._unfilled_weights(), bucket_bytes)
+        ]
+
+    def _unfilled_weights(self) -> Iterator[NamedTensor]:
+        dtype = compute_dtype(self.config)
+        for name, parameter in self._model.causal_lm.named_parameters():
+            yield name, torch.empty(parameter.shape, dtype=dtype, device="meta")
 
     def begin_save_hf(self, folder: Path) -> Future[None]:
         """Takes the weights as they are now; a folder that `transformers` loads is written later.
@@ -315,6 +349,10 @@ class FSDPEngine:
     def _sync_gradients(self, *, is_last: bool) -> None:
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(is_last)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def _sft_loss(

@@ -9,16 +9,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal_sc.config.plain import from_plain
-from areal_sc.config.schema import ActorConfig, RolloutConfig
+from areal_sc.config.schema import ActorConfig, RolloutConfig, RolloutEngine
 from areal_sc.errors import ConfigError
 
 if TYPE_CHECKING:
     from areal_sc.engines.fsdp import FSDPEngine
     from areal_sc.engines.local import LocalEngine
+    from areal_sc.engines.sglang.engine import SGLangServerEngine
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,42 @@ class LocalGenerator:
         return _load(self.worker_class)(self.config)  # type: ignore[no-any-return]
 
 
-Handle = FSDPPPOActor | FSDPSFTActor | LocalGenerator
+@dataclass(frozen=True)
+class SGLangEngine:
+    """Generation by SGLang servers, which a worker starts or connects to: `config.sglang`."""
+
+    config: RolloutConfig
+    config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
+    worker_class: ClassVar[str] = "areal_sc.engines.sglang.engine:SGLangServerEngine"
+
+    def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> SGLangServerEngine:
+        """The engine, not yet started. Imports torch.
+
+        Args:
+            log_folder: where the servers' logs go.
+            name: begins the names of the logs.
+        """
+        engine: SGLangServerEngine = _load(self.worker_class)(
+            self.config, log_folder=log_folder, name=name
+        )
+        return engine
+
+
+Handle = FSDPPPOActor | FSDPSFTActor | LocalGenerator | SGLangEngine
 
 _HANDLES: MappingProxyType[str, Any] = MappingProxyType(
-    {handle.__name__: handle for handle in (FSDPPPOActor, FSDPSFTActor, LocalGenerator)}
+    {
+        handle.__name__: handle
+        for handle in (FSDPPPOActor, FSDPSFTActor, LocalGenerator, SGLangEngine)
+    }
 )
+
+
+def make_generator(config: RolloutConfig) -> LocalGenerator | SGLangEngine:
+    """The generation engine that `rollout.engine` names."""
+    if config.engine == RolloutEngine.sglang:
+        return SGLangEngine(config)
+    return LocalGenerator(config)
 
 
 def handle_from_plain(name: str, plain: Mapping[str, Any]) -> Handle:

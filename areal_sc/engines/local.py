@@ -18,25 +18,42 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.config.model_folder import check_model_folder
+from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local_generator import Finished, SlotGenerator
-from areal_sc.engines.local_model import LocalModel, check_context, load_folder, resolve_device
+from areal_sc.engines.local_model import (
+    LocalModel,
+    check_context,
+    load_folder,
+    read_weights,
+    resolve_device,
+)
 from areal_sc.engines.local_slots import Request, SlotTable
-from areal_sc.errors import ArealError, ConfigError, WorkerError, WorkflowError
+from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup, WeightReceiver
+from areal_sc.errors import ArealError, ConfigError, EngineFailed, WorkerError, WorkflowError
+
+if TYPE_CHECKING:
+    from areal_sc.engines.base import TensorSource
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 30.0  # a step in progress is not interrupted
 _IDLE_CHECK_S = 5.0
+
+UPDATE_TIMES = ("update_open_s", "update_drain_s", "update_load_s", "update_bytes")
+"""Sums over weight updates: until the weights were at hand, waiting for a step or for running
+requests to end, replacing, and the bytes replaced."""
 
 Command = Callable[[], None]
 
@@ -73,6 +90,7 @@ class LocalEngine:
         model, self.tokenizer = loaded
         check_context(model.config, config.max_context_tokens)
         self.max_context_tokens = config.max_context_tokens
+        self._config = config
         self._num_threads = config.num_threads
         local_model = LocalModel(model)
         self._vocab_size = local_model.vocab_size
@@ -92,12 +110,15 @@ class LocalEngine:
         self._replies: set[asyncio.Future[Any]] = set()
         self._unposted: list[Command] = []
         self._failure: ArealError | None = None
+        self._receiver: WeightReceiver | None = None
+        self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)
         # shared: appended by the event loop, taken by the thread
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
         # thread's side
         self._is_paused = False
         self._is_closing = False
+        self._when_empty: list[Command] = []
 
     @classmethod
     def from_model(
@@ -129,6 +150,8 @@ class LocalEngine:
         if self._thread is None:
             return
         self._post_now(self._set_closing)
+        if self._receiver is not None:
+            self._receiver.close()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning("close: a step is still running after %.0f s", _CLOSE_TIMEOUT_S)
@@ -171,20 +194,97 @@ class LocalEngine:
         self._require_running()
         self._post(lambda: self._deliver_later(self._generator.cancel_group(prefix_group)))
 
-    async def update_weights(
-        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> None:
+    async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights between two steps.
 
-        Running requests go on: their cached keys and values are computed again, at most
-        `max_prefill_tokens` a step, and each samples its next token only then.
+        With `on_weight_update: interrupt`, running requests go on: their cached keys and values
+        are computed again, at most `max_prefill_tokens` a step, and each samples its next token
+        only then. With `finish_running` they end first, and no request starts meanwhile.
 
         Args:
-            named_tensors: every parameter, shaped or flat; read until this returns.
+            source: gives every parameter, shaped or flat; read until this returns.
         Raises: ModelError: names or shapes do not fit; the old weights and version stay.
         """
-        tensors = list(named_tensors)
-        await self._call(lambda: self._generator.update_weights(version, tensors))
+        started = time.perf_counter()
+        await self._replace(version, list(await source()), started)
+
+    async def update_weights_from_disk(self, version: int, folder: Path) -> None:
+        """Replaces all weights by those of the safetensors files of a Hugging Face folder.
+
+        Raises: ModelError: it is incomplete, or does not fit; the old weights and version stay.
+        """
+        started = time.perf_counter()
+        check_model_folder(folder)
+        await self._replace(version, await asyncio.to_thread(read_weights, folder), started)
+
+    async def update_weights_from_group(
+        self,
+        version: int,
+        group_name: str,
+        buckets: Sequence[BucketLayout],
+        *,
+        again: TensorSource,
+        give_up: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Replaces all weights by those that rank 0 of the group broadcasts; see the protocol.
+
+        Requests go on while the weights are received.
+        Raises: ModelError: names or shapes do not fit; the old weights and version stay.
+        """
+        started = time.perf_counter()
+        receiver = self._receiver
+        try:
+            if receiver is None or receiver.name != group_name:
+                raise EngineFailed(f"not a rank of weight group {group_name}")
+            tensors = await asyncio.to_thread(_receive_all, receiver, buckets)
+        except EngineFailed as error:
+            logger.warning("version=%d is read another way: %s", version, error)
+            await give_up()
+            await self.leave_group(group_name)
+            tensors = list(await again())
+        await self._replace(version, tensors, started)
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        """Becomes one rank of a weight group; returns when all ranks have met.
+
+        Raises: EngineFailed: they have not, in time.
+        """
+        timeout_s = self._config.weight_update.step_timeout_s
+        self._receiver = await asyncio.to_thread(
+            lambda: WeightReceiver(group, first_rank, self._generator.device, timeout_s)
+        )
+
+    async def leave_group(self, name: str) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await asyncio.to_thread(receiver.close)
+
+    def has_whole_group(self, name: str) -> bool:
+        """Whether this engine is a rank of the group."""
+        return self._receiver is not None and self._receiver.name == name
+
+    def count_ranks(self) -> int:
+        """One: this process."""
+        return 1
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the model is on a GPU."""
+        return self._generator.device.type == "cuda"
+
+    async def _replace(self, version: int, tensors: Sequence[NamedTensor], started: float) -> None:
+        at_hand = time.perf_counter()
+
+        def replace() -> None:
+            began = time.perf_counter()
+            self._generator.update_weights(version, tensors)
+            self._update_times["update_load_s"] += time.perf_counter() - began
+            self._update_times["update_drain_s"] += began - at_hand
+
+        finish_running = self._config.on_weight_update == OnWeightUpdate.finish_running
+        await self._call(replace, when_empty=finish_running)
+        self._update_times["update_open_s"] += at_hand - started
+        self._update_times["update_bytes"] += sum(tensor.nbytes for _, tensor in tensors)
 
     async def pause(self) -> None:
         """Returns when no step runs; running requests stay where they are until `resume`."""
@@ -198,6 +298,8 @@ class LocalEngine:
         table = self._generator.table
         return {
             **self._generator.counters,
+            **self._update_times,
+            "update_stall_s": self._update_times["update_load_s"],
             "running_requests": table.num_running,
             "waiting_requests": len(table.waiting),
         }
@@ -255,8 +357,12 @@ class LocalEngine:
         self._unposted.append(command)
         self._flush()
 
-    async def _call(self, action: Command) -> None:
-        """Runs `action` between two steps and raises what it raised."""
+    async def _call(self, action: Command, *, when_empty: bool = False) -> None:
+        """Runs `action` between two steps and raises what it raised.
+
+        Args:
+            when_empty: no request starts until it has run, and it runs when the last one ends.
+        """
         loop = self._require_running()
         reply: asyncio.Future[None] = loop.create_future()
         self._replies.add(reply)
@@ -270,7 +376,11 @@ class LocalEngine:
             else:
                 loop.call_soon_threadsafe(_set_result, reply, None)
 
-        self._post_now(command)
+        def command_when_empty() -> None:
+            self._generator.table.is_admitting = False
+            self._when_empty.append(command)
+
+        self._post_now(command_when_empty if when_empty else command)
         await reply
 
     def _deliver(self, finished: Finished) -> None:
@@ -297,6 +407,7 @@ class LocalEngine:
                     self._commands.popleft()()
                 if self._is_closing:
                     return
+                self._run_when_empty()
                 if self._generator.table.has_work and not self._is_paused:
                     finished = self._generator.step()
                     if finished:
@@ -308,6 +419,14 @@ class LocalEngine:
             failure = WorkerError(f"generation failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._to_loop(self._fail, failure)
+
+    def _run_when_empty(self) -> None:
+        table = self._generator.table
+        if self._when_empty and table.num_running == 0:
+            for command in self._when_empty:
+                command()
+            self._when_empty.clear()
+            table.is_admitting = True
 
     def _cancel(self, request: Request) -> None:
         if not request.is_finished:  # else its completion is on the way to nobody
@@ -349,6 +468,10 @@ def _token_ids(eos_token_id: int | None, generation_config: Any) -> tuple[int, .
         if source is not None:
             ids.extend([source] if isinstance(source, int) else source)
     return tuple(dict.fromkeys(ids))
+
+
+def _receive_all(receiver: WeightReceiver, buckets: Sequence[BucketLayout]) -> list[NamedTensor]:
+    return [named for layout in buckets for named in receiver.receive(layout)]
 
 
 def _set_result(future: asyncio.Future[Any], result: Any) -> None:

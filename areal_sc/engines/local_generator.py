@@ -53,6 +53,11 @@ class SlotGenerator:
             model(first, first, probe, 1)
             self._cache = probe.make_cache(model.num_layers, model.dtype, model.device)
 
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self._model.device
+
     def cancel(self, request: Request) -> Completion:
         partial = self.table.cancel(request)
         self.counters["cancelled_requests"] += 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -66,6 +67,22 @@ def load_folder(
     if len(tokenizer) <= 1:  # what transformers makes up where the files are missing
         raise ModelError(f"model folder {folder}: no usable tokenizer: it has no vocabulary")
     return model.to(device), tokenizer
+
+
+def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor of the safetensors files of a model folder; views of the mapped files.
+
+    Raises: ModelError: a file is damaged, or there is none.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: not a complete safetensors file: {error}") from error
+    if not tensors:
+        raise ModelError(f"{folder}: it has no safetensors files")
+    return list(tensors.items())
 
 
 def resolve_device(device: Device) -> torch.device:

@@ -113,6 +113,7 @@ class SlotTable:
         self.seed = seed
         self.num_rows = 0
         self.waiting: deque[Request] = deque()
+        self.is_admitting = True
         self._requests: list[Request | None] = [None] * max_rows  # None below num_rows: free
         self._free_rows: list[int] = []  # below num_rows, until filled or compacted
         self._groups: dict[str, list[Request]] = {}  # running, oldest first
@@ -136,7 +137,7 @@ class SlotTable:
 
     @property
     def has_work(self) -> bool:
-        return self.num_running > 0 or bool(self.waiting)
+        return self.num_running > 0 or (self.is_admitting and bool(self.waiting))
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -146,7 +147,7 @@ class SlotTable:
 
         Returns: (source, target) rows whose cache entries move.
         """
-        while self.waiting and self.num_running < self.max_rows:
+        while self.is_admitting and self.waiting and self.num_running < self.max_rows:
             if self._free_rows:
                 row = self._free_rows.pop()
             else:

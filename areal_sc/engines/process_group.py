@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from areal_sc.engines.weight_group import listening_store
 from areal_sc.errors import WorkerStartError
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
@@ -26,7 +27,7 @@ def host_rendezvous(host: str) -> tuple[TCPStore, str]:
         host: address of this machine that the other ranks can reach.
     Returns: the store, to be kept until the ranks have met, and its address `tcp://host:port`.
     """
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT)
+    store = listening_store(host, RENDEZVOUS_TIMEOUT)
     return store, f"tcp://{host}:{store.port}"
 
 

@@ -33,6 +33,22 @@ PLANE_COUNTERS = (
 )
 """What each worker tells of its data plane; `areal_sc.transport.plane` says what they mean."""
 
+UPDATE_COUNTERS = (
+    "update_open_s",
+    "update_drain_s",
+    "update_pause_s",
+    "update_load_s",
+    "update_resume_s",
+    "update_stall_s",
+    "update_bytes",
+    "updated_servers",
+    "failed_servers",
+    "lost_servers",
+    "server_restarts",
+)
+"""Where a generation engine's time for weight updates went; an engine that has no such phase, or
+no servers, leaves it out. `areal_sc.engines.sglang.updates` says what they mean."""
+
 _CHUNK_BYTES = 1 << 16
 
 

@@ -32,7 +32,7 @@ from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.staleness import StalenessStats
 from areal_sc.controller.train import TrainController
-from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
+from areal_sc.engines.handles import FSDPPPOActor, make_generator
 from areal_sc.errors import CheckpointError
 from areal_sc.log import setup_logging
 from areal_sc.metadata import BatchMetadata
@@ -44,6 +44,7 @@ from areal_sc.trainer.display import RunDisplay, make_display
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import (
     PLANE_COUNTERS,
+    UPDATE_COUNTERS,
     EvaluationResult,
     MetricsLog,
     StepMetrics,
@@ -188,7 +189,7 @@ class PPOTrainer:
                 )
         check_model_folder(self.config.actor.path)  # before any worker is started
         actor = TrainController(FSDPPPOActor(self.config.actor), self.scheduler)
-        rollout = RolloutController(LocalGenerator(self.config.rollout), self.scheduler)
+        rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
         rollout.total_steps = self.config.total_steps
         evaluation = (evaluation_workflow or workflow, evaluation_prompts)
         rollout.register(prompts, workflow)  # what is wrong ends the run before a worker is started
@@ -332,8 +333,14 @@ class PPOTrainer:
             controller_bytes=now.controller_bytes - before.controller_bytes,
             train=stats,
             counters={
-                name: sum(worker[name] for worker in [*workers, *actor.worker_stats()])
-                for name in PLANE_COUNTERS
+                **{
+                    name: sum(worker[name] for worker in [*workers, *actor.worker_stats()])
+                    for name in PLANE_COUNTERS
+                },
+                **{
+                    name: sum(worker.get(name, 0) for worker in workers) for name in UPDATE_COUNTERS
+                },
+                **actor.publication_stats,
             },
         )
         if self._first_step_s is None:

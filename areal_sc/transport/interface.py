@@ -69,3 +69,8 @@ def _own_address(bind: str) -> str:
         f"transport.bind={bind}: the name of this machine, {name}, stands for {found[0]}, which "
         f"other machines cannot reach; {_HOW_TO}"
     )
+
+
+def host_of(address: str) -> str:
+    """The host of an endpoint `tcp://<host>:<port>`."""
+    return address.removeprefix("tcp://").rpartition(":")[0]

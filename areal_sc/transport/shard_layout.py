@@ -107,12 +107,14 @@ class ShardLayout:
         cls,
         tensors: Mapping[str, torch.Tensor],
         row_lengths: Mapping[str, Sequence[int]] | Sequence[int],
+        dtype: torch.dtype | None = None,
     ) -> ShardLayout:
         """The layout of a shard that will hold these tensors.
 
         Args:
             tensors: name -> [T], T = sum of the field's row lengths.
             row_lengths: of each field, or common to all.
+            dtype: that all of them are stored in; None: each in its own.
         Raises: MetadataError: a tensor is not 1-D, or its size is not that of its rows.
         """
         common = None if isinstance(row_lengths, Mapping) else tuple(row_lengths)
@@ -124,13 +126,13 @@ class ShardLayout:
             else:
                 assert common is not None
                 lengths = common
-            dtype = dtype_name(values.dtype)
+            stored = dtype_name(dtype or values.dtype)
             if values.dim() != 1 or min(lengths, default=0) < 0 or values.numel() != sum(lengths):
                 raise MetadataError(
                     f"field {name!r}: {len(lengths)} rows with {sum(lengths)} values need a "
                     f"tensor of shape ({sum(lengths)},), got {tuple(values.shape)}"
                 )
-            field = FieldLayout(dtype, lengths, _row_bounds(dtype, lengths), position)
+            field = FieldLayout(stored, lengths, _row_bounds(stored, lengths), position)
             fields[name] = field
             position = _aligned(field.stop)
         return cls(position, fields)

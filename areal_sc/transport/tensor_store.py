@@ -21,7 +21,7 @@ import torch
 from areal_sc.errors import MetadataError, ShardGone, StoreFull
 from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
 from areal_sc.transport.shard_layout import SealedField, ShardLayout
-from areal_sc.transport.tensor_bytes import copy_to_bytes
+from areal_sc.transport.tensor_bytes import copy_to_bytes, dtype_named
 
 
 class StoreBlock(Protocol):
@@ -184,18 +184,21 @@ class TensorStore:
         self,
         fields: Mapping[str, torch.Tensor],
         row_lengths: Mapping[str, Sequence[int]] | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
     ) -> str:
         """Copies the fields into a new shard, seals it and returns its id.
 
         Args:
             fields: name -> [T] tensor on any device, T = sum of the field's row lengths.
             row_lengths: of each field, or common to all.
+            dtype: that all of them are stored in, converted one by one; None: each in its own.
 
         Raises:
             MetadataError: a tensor is not 1-D, or its size is not that of its rows.
             StoreFull: the shard does not fit under `max_bytes`, or there is no memory for it.
         """
-        layout = ShardLayout.of(fields, row_lengths)
+        layout = ShardLayout.of(fields, row_lengths, dtype)
         self._reserve(layout.num_bytes)
         try:
             block = self._backend.allocate(layout.num_bytes)
@@ -362,4 +365,4 @@ class TensorStore:
 
 def _copy(tensors: Iterable[torch.Tensor], layout: ShardLayout, memory: memoryview) -> None:
     for values, field in zip(tensors, layout.fields.values(), strict=True):
-        copy_to_bytes(values, memory[field.start : field.stop])
+        copy_to_bytes(values.to(dtype_named(field.dtype)), memory[field.start : field.stop])

@@ -21,13 +21,22 @@ import torch
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.base import Completion, GenerationEngine
-from areal_sc.errors import EngineFailed, RewardError, WorkerError, WorkflowError
+from areal_sc.engines.handles import SGLangEngine
+from areal_sc.engines.weight_group import BucketLayout, WeightGroup
+from areal_sc.errors import (
+    EngineFailed,
+    RewardError,
+    TransportError,
+    WorkerError,
+    WorkflowError,
+)
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
     RowMetadata,
     ShardMetadata,
     TensorMetadata,
+    WeightBroadcast,
     WeightsReference,
 )
 from areal_sc.workers.base import Method, Worker
@@ -37,6 +46,8 @@ from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
 from areal_sc.workflows.rewards import RewardPool
 
 logger = logging.getLogger(__name__)
+
+CANCEL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,9 @@ class RolloutWorker(Worker):
             "run_group": self.run_group,
             "run_evaluation": self.run_evaluation,
             "update_weights": self.update_weights,
+            "weight_ranks": self.weight_ranks,
+            "join_weight_group": self.join_weight_group,
+            "leave_weight_group": self.leave_weight_group,
             "pause": self.pause,
             "resume": self.resume,
         }
@@ -87,9 +101,15 @@ class RolloutWorker(Worker):
     async def initialize(self, args: dict[str, Any]) -> None:
         """Loads the model and begins to serve requests."""
         torch.set_num_threads(self.handle.config.num_threads)
-        engine: GenerationEngine = await self.compute(self.handle.build)
+        engine: GenerationEngine = await self.compute(self._build)
         await engine.start()
         self._engine = engine
+
+    def _build(self) -> GenerationEngine:
+        if isinstance(self.handle, SGLangEngine):
+            logs = self.spec.log_path
+            return self.handle.build(log_folder=logs.parent, name=logs.stem)
+        return self.handle.build()  # type: ignore[no-any-return]
 
     async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
         """Episodes of one prompt; `batch` of the reply is None when every row was rejected."""
@@ -130,17 +150,44 @@ class RolloutWorker(Worker):
         }
 
     async def update_weights(self, args: dict[str, Any]) -> None:
-        """Pulls the ranks' shards and gives the engine the whole parameters."""
-        weights = WeightsReference(
-            int(args["version"]),
-            tuple((str(node), str(addr), str(shard)) for node, addr, shard in args["shards"]),
-        )
-        whole = [
-            (name, parts[0] if len(parts) == 1 else torch.cat(parts))
-            async for name, parts in self.plane.puller.pull_weights(weights)
-        ]
-        await self.engine.update_weights(weights.version, whole)
+        """Gives the engine the weights of a version, in the way that the trainers publish them."""
+        weights = WeightsReference.from_wire(args)
+
+        async def pull() -> list[tuple[str, torch.Tensor]]:
+            return [
+                (name, parts[0] if len(parts) == 1 else torch.cat(parts))
+                async for name, parts in self.plane.puller.pull_weights(weights)
+            ]
+
+        if weights.folder:
+            await self.engine.update_weights_from_disk(weights.version, Path(weights.folder))
+        elif weights.broadcast:
+            sent = weights.broadcast
+            await self.engine.update_weights_from_group(
+                weights.version,
+                sent.group,
+                [BucketLayout.from_wire(bucket) for bucket in sent.buckets],
+                again=pull,
+                give_up=lambda: self._cancel_broadcast(sent),
+            )
+        else:
+            await self.engine.update_weights(weights.version, pull)
         logger.info("policy_version=%d", weights.version)
+
+    async def weight_ranks(self, args: dict[str, Any]) -> dict[str, Any]:
+        """What the engine needs in a weight group, and whether it is in that of this name."""
+        return {
+            "num_ranks": self.engine.count_ranks(),
+            "is_cuda": self.engine.is_cuda,
+            "is_member": self.engine.has_whole_group(str(args["group"])),
+        }
+
+    async def join_weight_group(self, args: dict[str, Any]) -> None:
+        group = WeightGroup.from_wire(args["group"])
+        await self.engine.join_group(group, int(args["first_rank"]))
+
+    async def leave_weight_group(self, args: dict[str, Any]) -> None:
+        await self.engine.leave_group(str(args["group"]))
 
     async def pause(self, args: dict[str, Any]) -> None:
         await self.engine.pause()
@@ -150,6 +197,20 @@ class RolloutWorker(Worker):
 
     async def stats(self, args: dict[str, Any]) -> dict[str, float]:
         return {**await super().stats(args), **self.engine.stats()}
+
+    async def _cancel_broadcast(self, sent: WeightBroadcast) -> None:
+        """Tells the worker that broadcasts that some ranks will not take part."""
+        node_id, address, incarnation = sent.root
+        connection = self.transport.connect(address, node_id, incarnation)
+        try:
+            await connection.call(
+                "cancel_broadcast", {"group": sent.group}, timeout_s=CANCEL_TIMEOUT_S
+            )
+        except TransportError as error:
+            # it gives up by itself, later
+            logger.warning("group=%s broadcast not cancelled: %s", sent.group, error)
+        finally:
+            await connection.close()
 
     async def _episodes(
         self, args: dict[str, Any], num_rows: int, temperature: float | None

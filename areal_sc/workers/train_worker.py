@@ -16,9 +16,11 @@ from areal_sc.engines.base import TrainEngine
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
+from areal_sc.transport.interface import host_of
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers.base import Method, Worker
 from areal_sc.workers.spec import WorkerSpec
+from areal_sc.workers.weight_publication import WeightPublication
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class TrainWorker(Worker):
         self.version = 0
         self._last_operation: tuple[str, Any] | None = None
         self._writes: dict[int, Future[None]] = {}
+        self._publication: WeightPublication | None = None
 
     def methods(self) -> dict[str, Method]:
         return super().methods() | {
@@ -45,13 +48,26 @@ class TrainWorker(Worker):
             "ppo_update": self.ppo_update,
             "sft_update": self.sft_update,
             "seal_weights": self.seal_weights,
+            "save_weights": self.save_weights,
+            "open_weight_group": self.open_weight_group,
+            "meet_weight_group": self.meet_weight_group,
+            "weight_layouts": self.weight_layouts,
+            "broadcast_weights": self.broadcast_weights,
+            "cancel_broadcast": self.cancel_broadcast,
             "begin_save_hf": self.begin_save_hf,
             "begin_snapshot": self.begin_snapshot,
             "finish_write": self.finish_write,
             "load_snapshot": self.load_snapshot,
         }
 
+    @property
+    def publication(self) -> WeightPublication:
+        assert self._publication, "the controller calls initialize first"
+        return self._publication
+
     async def close(self) -> None:
+        if self._publication:
+            self._publication.close()
         await self.compute(self.engine.close)
 
     async def create_rendezvous(self, args: dict[str, Any]) -> str:
@@ -64,6 +80,14 @@ class TrainWorker(Worker):
         rank, world_size = int(args["rank"]), int(args["world_size"])
         init_method = str(args["init_method"])
         await self.compute(lambda: self.engine.initialize(rank, world_size, init_method))
+        self._publication = WeightPublication(
+            self.engine,
+            self.plane.store,
+            self.handle.config.weight_update,
+            self.compute,
+            is_root=rank == 0,
+            host=host_of(self.address),
+        )
 
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
         """Seals `proximal_logprobs` of the batch's rows."""
@@ -114,18 +138,34 @@ class TrainWorker(Worker):
 
     async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
         """Seals this rank's part of every parameter; the policy version becomes `version`."""
-
-        def seal() -> str:
-            # in the engine's thread: the event loop must not wait for gigabytes
-            shards = list(self.engine.export_weights())
-            return self.plane.store.put(
-                {shard.name: shard.values for shard in shards},
-                {shard.name: [shard.values.numel()] for shard in shards},
-            )
-
-        shard_id = await self.compute(seal)
+        reply = self._shard_reply(await self.publication.seal())
         self.version = int(args["version"])
-        return self._shard_reply(shard_id)
+        return reply
+
+    async def save_weights(self, args: dict[str, Any]) -> str:
+        """Writes the weights to `weight_update.folder`; the policy version becomes `version`."""
+        folder = await self.publication.save(int(args["version"]), int(args["oldest"]))
+        self.version = int(args["version"])
+        return folder
+
+    async def open_weight_group(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0 listens for the ranks of a weight group; see `WeightPublication`."""
+        return await self.publication.open_group(
+            str(args["name"]), int(args["world_size"]), is_cuda=bool(args["is_cuda"])
+        )
+
+    async def meet_weight_group(self, args: dict[str, Any]) -> None:
+        await self.publication.meet_group(int(args["world_size"]))
+
+    async def weight_layouts(self, args: dict[str, Any]) -> list[Any]:
+        return await self.publication.layouts()
+
+    async def broadcast_weights(self, args: dict[str, Any]) -> dict[str, Any]:
+        return await self.publication.broadcast()
+
+    async def cancel_broadcast(self, args: dict[str, Any]) -> None:
+        """Also called by rollout workers, whose servers have refused."""
+        self.publication.cancel_broadcast(str(args["group"]))
 
     async def begin_save_hf(self, args: dict[str, Any]) -> str:
         """Takes the weights for a Hugging Face folder below the run folder; returns its path."""

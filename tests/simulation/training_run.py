@@ -30,6 +30,7 @@ from areal_sc.config.schema import (
     OverBound,
     PPOConfig,
     RolloutConfig,
+    WeightUpdateConfig,
 )
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.ledger import Group, GroupState, Ledger
@@ -331,6 +332,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
         ppo=PPOConfig(temperature=1.0, num_minibatches=settings.num_minibatches),
+        weight_update=WeightUpdateConfig(folder="weights"),
     )
     rollout = RolloutConfig(
         path="/no/model",
@@ -348,6 +350,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         group_timeout_s=settings.group_timeout_s,
         max_rejection_rate=settings.max_rejection_rate,
         rejection_window=settings.rejection_window,
+        weight_update=WeightUpdateConfig(folder="weights"),
     )
     return actor, rollout
 

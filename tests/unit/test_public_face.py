@@ -24,6 +24,8 @@ PUBLIC = {
     "FSDPPPOActor",
     "FSDPSFTActor",
     "LocalGenerator",
+    "SGLangEngine",
+    "make_generator",
     # workflows and data
     "JsonlPrompts",
     "Prompts",

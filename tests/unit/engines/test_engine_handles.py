@@ -2,17 +2,29 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 from areal_sc.config.plain import to_plain
-from areal_sc.config.schema import ActorConfig, Dtype, OptimizerConfig, PPOConfig
+from areal_sc.config.schema import (
+    ActorConfig,
+    Dtype,
+    GenerationConfig,
+    OptimizerConfig,
+    PPOConfig,
+    RolloutConfig,
+    RolloutEngine,
+    SGLangConfig,
+    WeightUpdateConfig,
+)
 from areal_sc.engines.handles import (
     FSDPPPOActor,
     FSDPSFTActor,
     LocalGenerator,
+    SGLangEngine,
     handle_from_plain,
+    make_generator,
 )
 from areal_sc.errors import ConfigError
 
@@ -35,10 +47,26 @@ def test_names_are_resolved_from_a_fixed_list() -> None:
         seed=3,
         optimizer=OptimizerConfig(total_steps=5),
         ppo=PPOConfig(temperature=0.5),
+        weight_update=WeightUpdateConfig(folder="weights"),
     )
     for handle in (FSDPPPOActor(config), FSDPSFTActor(config)):
         assert handle_from_plain(type(handle).__name__, to_plain(config)) == handle
     assert LocalGenerator.worker_class == "areal_sc.engines.local:LocalEngine"
+    generation = RolloutConfig(
+        path="model",
+        generation=GenerationConfig(),
+        dtype=Dtype.float32,
+        seed=3,
+        sglang=SGLangConfig(args={"mem_fraction_static": 0.5}),
+        weight_update=WeightUpdateConfig(folder="weights"),
+    )
+    for kind, handle in (
+        (RolloutEngine.local, LocalGenerator),
+        (RolloutEngine.sglang, SGLangEngine),
+    ):
+        made = make_generator(replace(generation, engine=kind))
+        assert isinstance(made, handle)
+        assert handle_from_plain(handle.__name__, to_plain(made.config)) == made
     with pytest.raises(ConfigError, match=r"no engine handle is called 'os\.system'; there are F"):
         handle_from_plain("os.system", {})
 

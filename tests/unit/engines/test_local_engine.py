@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,23 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.config.schema import (
+    GenerationConfig,
+    OnWeightUpdate,
+    RolloutConfig,
+    WeightUpdateConfig,
+)
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local import LocalEngine
+from areal_sc.engines.weight_group import (
+    NamedTensor,
+    WeightBroadcaster,
+    layout_of,
+    split_into_buckets,
+)
 from areal_sc.errors import ConfigError, ModelError, WorkerError, WorkflowError
+
+TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
 
 TIMEOUT_S = 60.0
 MAX_CONTEXT = 4096
@@ -35,6 +50,16 @@ class Tokenizer:
 def long_model(random_model: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
     """Models with room for completions that outlast every step of a test."""
     return functools.partial(random_model, max_position_embeddings=MAX_CONTEXT)
+
+
+def at_hand(named_tensors: Iterable[NamedTensor]) -> TensorSource:
+    """A source of weights that are there already."""
+    tensors = list(named_tensors)
+
+    async def source() -> list[NamedTensor]:
+        return tensors
+
+    return source
 
 
 @asynccontextmanager
@@ -68,6 +93,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def tokens(number: int) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=number)
+
+
+def greedy(number: int) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=number, temperature=0)
 
 
 async def test_more_requests_than_slots_and_per_request_settings(
@@ -178,7 +207,7 @@ async def test_weights_change_in_the_middle_of_completions(
         ]
         await until(lambda: engine.stats()["generated_tokens"] >= 40)
         new = [(name, p.detach().flatten()) for name, p in models[3].named_parameters()]
-        await engine.update_weights(3, new)
+        await engine.update_weights(3, at_hand(new))
         assert engine.version == 3
         after = engine.stats()["generated_tokens"]
         await until(lambda: engine.stats()["generated_tokens"] >= after + 40)
@@ -198,7 +227,7 @@ async def test_a_refused_update_leaves_weights_and_version(
     before = copy.deepcopy(model.state_dict())
     async with running(model) as engine:
         with pytest.raises(ModelError, match="missing"):
-            await engine.update_weights(1, [("model.norm.weight", torch.zeros(32))])
+            await engine.update_weights(1, at_hand([("model.norm.weight", torch.zeros(32))]))
         assert engine.version == 0
         assert len((await engine.generate([1], tokens(3))).token_ids) == 3
     for name, tensor in model.state_dict().items():
@@ -258,7 +287,7 @@ async def test_pause_stops_generation_and_updates_still_apply(
         await until(lambda: engine.stats()["generated_tokens"] > 0)
         await engine.pause()
         before = engine.stats()["generated_tokens"]
-        await engine.update_weights(9, list(long_model(seed=2).named_parameters()))
+        await engine.update_weights(9, at_hand(long_model(seed=2).named_parameters()))
         assert engine.stats()["generated_tokens"] == before
         assert not task.done()
         await engine.resume()
@@ -291,7 +320,7 @@ async def test_a_failure_reaches_pending_and_later_calls(
         tasks = [asyncio.create_task(engine.generate([i], ENDLESS)) for i in range(6)]
         await until(lambda: engine.stats()["generated_tokens"] > 0)
         broken = [(n, torch.full_like(p, torch.nan)) for n, p in model.named_parameters()]
-        await engine.update_weights(1, broken)
+        await engine.update_weights(1, at_hand(broken))
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, WorkerError)
             assert "policy version 1" in str(outcome)
@@ -307,7 +336,7 @@ def later_calls(engine: LocalEngine) -> list[Callable[[], Awaitable[Any]]]:
 
     return [
         lambda: engine.generate([1], tokens(1)),
-        lambda: engine.update_weights(2, []),
+        lambda: engine.update_weights(2, at_hand([])),
         engine.pause,
         engine.resume,
         cancel_group,
@@ -327,6 +356,88 @@ async def test_closing_ends_pending_and_later_calls(
             with pytest.raises(WorkerError, match="closed"):
                 await call()
         await engine.close()
+
+
+async def test_running_requests_may_finish_before_an_update(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    new = at_hand(long_model(seed=1).named_parameters())
+    finish = OnWeightUpdate.finish_running
+    async with running(long_model(), on_weight_update=finish) as engine:
+        first = [asyncio.create_task(engine.generate([i], tokens(60))) for i in (1, 2)]
+        await until(lambda: engine.stats()["generated_tokens"] > 4)
+        update = asyncio.create_task(engine.update_weights(1, new))
+        await asyncio.sleep(0)
+        late = await engine.generate([3], tokens(5))
+        await update
+        assert set(late.versions) == {1}
+        for answer in await asyncio.gather(*first):
+            assert set(answer.versions) == {0}
+            assert len(answer.token_ids) == 60
+        stats = engine.stats()
+        assert stats["update_drain_s"] > stats["update_load_s"] == stats["update_stall_s"] > 0
+
+
+async def test_weights_from_a_folder(
+    long_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    new = long_model(seed=1)
+    new.save_pretrained(tmp_path / "new")
+    async with running(copy.deepcopy(new)) as engine:
+        expected = await engine.generate([1, 2], greedy(20))
+    async with running(long_model()) as engine:
+        await engine.update_weights_from_disk(4, tmp_path / "new")
+        found = await engine.generate([1, 2], greedy(20))
+        assert found.token_ids == expected.token_ids
+        assert set(found.versions) == {4}
+        cut = tmp_path / "new" / "model.safetensors"
+        cut.write_bytes(cut.read_bytes()[:-10])
+        with pytest.raises(ModelError, match="truncated or damaged"):
+            await engine.update_weights_from_disk(5, tmp_path / "new")
+        assert engine.version == 4
+
+
+async def test_weights_from_a_broadcast(long_model: Callable[..., PreTrainedModel]) -> None:
+    """And, once the group is broken, from what it is given instead."""
+    new = long_model(seed=1)
+    tensors = [(name, p.detach()) for name, p in new.named_parameters()]
+    buckets = list(split_into_buckets(tensors, 4000))
+    layouts = [layout_of(bucket) for bucket in buckets]
+    given_up = asyncio.Event()
+
+    async def give_up() -> None:
+        given_up.set()
+
+    root = WeightBroadcaster("group", "127.0.0.1", "gloo", TIMEOUT_S)
+    update = WeightUpdateConfig(step_timeout_s=TIMEOUT_S)
+    async with running(copy.deepcopy(new)) as engine:
+        expected = await engine.generate([1, 2], greedy(20))
+    async with running(long_model(), weight_update=update) as engine:
+        await asyncio.gather(
+            asyncio.to_thread(root.meet, 2), engine.join_group(root.describe(2), 1)
+        )
+        assert engine.has_whole_group("group")
+
+        def send() -> None:
+            for bucket in buckets:
+                root.broadcast(bucket, threading.Event())
+
+        again = at_hand([])
+        await asyncio.gather(
+            asyncio.to_thread(send),
+            engine.update_weights_from_group(1, "group", layouts, again=again, give_up=give_up),
+        )
+        found = await engine.generate([1, 2], greedy(20))
+        assert found.token_ids == expected.token_ids
+        assert set(found.versions) == {1}
+        assert not given_up.is_set()
+        root.close()
+        await engine.update_weights_from_group(
+            2, "group", layouts, again=at_hand(tensors), give_up=give_up
+        )
+        assert engine.version == 2
+        assert given_up.is_set()
+        assert not engine.has_whole_group("group")
 
 
 async def test_an_engine_that_was_not_started_says_so(

@@ -1,0 +1,228 @@
+"""How a policy version gets from the ranks of the trainer to the rollout workers.
+
+    pull         the ranks seal; rollout workers pull while training goes on
+    collective   the ranks seal; rank 0 broadcasts to a process group of all generating ranks, and
+                 whoever is not in it, or starts later, pulls. Training goes on after the broadcast
+    disk         the ranks write a Hugging Face folder; training goes on when it is written
+
+Consumes: `publish`, one at a time. Waits for: updates of the version before, the ranks, the group.
+Unblocked by: the workers' replies, each bounded by its call's time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
+from areal_sc.controller.fleet import Fleet
+from areal_sc.errors import ArealError, EngineFailed, TransportError
+from areal_sc.metadata import RowMetadata, WeightBroadcast, WeightsReference
+from areal_sc.transport.shard_ids import parse_shard_id
+
+logger = logging.getLogger(__name__)
+
+MAX_MEETINGS = 3
+"""Attempts to form one weight group: servers may come and go meanwhile."""
+
+
+class WeightsReceiver(Protocol):
+    """Where a new policy version goes: a RolloutController."""
+
+    async def hold_updates_async(self) -> int:
+        """Waits for updates that go on, and lets none begin before `receive_weights`.
+
+        Returns: the oldest version that a worker holds.
+        """
+        ...
+
+    def receive_weights(
+        self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
+    ) -> None: ...
+
+    async def wait_for_weights_async(self) -> None: ...
+
+    async def weight_ranks_async(self, group: str) -> Sequence[dict[str, Any]]:
+        """Each worker's `num_ranks`, `is_cuda`, and whether it `is_member` of that group."""
+        ...
+
+    async def join_weight_group_async(
+        self, group: dict[str, Any], first_ranks: Sequence[int]
+    ) -> None: ...
+
+    async def leave_weight_group_async(self, group: str) -> None: ...
+
+
+@dataclass
+class PublicationTimes:
+    """Where the trainer's time for publications went; sums since the start.
+
+    Attributes:
+        publish_hold_s: waiting for the updates of the version before.
+        publish_meet_s: forming weight groups.
+        publish_seal_s: copying into the stores, or writing the folder.
+        publish_broadcast_s: broadcasting.
+        published_bytes: that rank 0 broadcast.
+        failed_broadcasts: after which the weights were pulled.
+    """
+
+    publish_hold_s: float = 0.0
+    publish_meet_s: float = 0.0
+    publish_seal_s: float = 0.0
+    publish_broadcast_s: float = 0.0
+    published_bytes: float = 0.0
+    failed_broadcasts: float = 0.0
+
+    def as_stats(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class Publisher:
+    """Publishes the weights of one trainer.
+
+    Attributes:
+        times: sums over publications.
+    """
+
+    def __init__(self, config: ActorConfig, fleet: Fleet, new_id: Callable[[], str]) -> None:
+        self.times = PublicationTimes()
+        self._config = config
+        self._fleet = fleet
+        self._new_id = new_id
+        self._group = ""
+        self._layouts: list[Any] = []
+
+    async def publish(
+        self,
+        version: int,
+        rollout: WeightsReceiver,
+        announce: Callable[[WeightsReference], None],
+    ) -> None:
+        """Returns once the weights are sealed, broadcast or written; generation goes on.
+
+        Args:
+            announce: is called with the new version when rollout workers may get it.
+        """
+        started = time.perf_counter()
+        oldest = await rollout.hold_updates_async()
+        self.times.publish_hold_s += time.perf_counter() - started
+        match self._config.weight_update.method:
+            case WeightUpdateMethod.disk:
+                announce(await self._save(version, oldest))
+            case WeightUpdateMethod.pull:
+                announce(await self._seal(version))
+            case WeightUpdateMethod.collective:
+                await self._broadcast(version, rollout, announce)
+
+    async def _save(self, version: int, oldest: int) -> WeightsReference:
+        started = time.perf_counter()
+        folders = await self._call_all("save_weights", {"version": version, "oldest": oldest})
+        self.times.publish_seal_s += time.perf_counter() - started
+        return WeightsReference(version, folder=folders[0])
+
+    async def _seal(self, version: int) -> WeightsReference:
+        started = time.perf_counter()
+        replies = await self._call_all("seal_weights", {"version": version})
+        # Between two training steps nothing else on the ranks is still referenced.
+        await self._fleet.call_all(
+            "sweep",
+            [{"live": [r["sequence"]], "acknowledged": r["sequence"]} for r in replies],
+        )
+        self.times.publish_seal_s += time.perf_counter() - started
+        return WeightsReference(
+            version, tuple((r["node_id"], r["node_addr"], r["shard_id"]) for r in replies)
+        )
+
+    async def _broadcast(
+        self,
+        version: int,
+        rollout: WeightsReceiver,
+        announce: Callable[[WeightsReference], None],
+    ) -> None:
+        started = time.perf_counter()
+        await self._ensure_group(rollout)
+        self.times.publish_meet_s += time.perf_counter() - started
+        sealed = await self._seal(version)
+        node_id, address, shard_id = sealed.shards[0]
+        root = (node_id, address, parse_shard_id(shard_id)[0])
+        started = time.perf_counter()
+        sending = asyncio.create_task(self._call_all("broadcast_weights", {}))
+        sent = WeightBroadcast(self._group, root, tuple(self._layouts))
+        announce(WeightsReference(version, sealed.shards, broadcast=sent))
+        received = asyncio.create_task(rollout.wait_for_weights_async())
+        try:
+            await asyncio.wait({sending, received}, return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():  # nobody is left who would receive it
+                await self._call_root("cancel_broadcast", {"group": self._group})
+            result = (await sending)[0]
+        finally:
+            received.cancel()
+            with suppress(ArealError, asyncio.CancelledError):
+                await received  # what went wrong there is the rollout's own
+        self.times.publish_broadcast_s += time.perf_counter() - started
+        self.times.published_bytes += result["bytes"]
+        if result["failure"]:
+            logger.warning("version=%d broadcast failed: %s", version, result["failure"])
+            self.times.failed_broadcasts += 1
+            self._group = ""
+
+    async def _ensure_group(self, rollout: WeightsReceiver) -> None:
+        """The generating ranks, all of them, are in a group with rank 0.
+
+        Raises: EngineFailed: repeated attempts to form one have failed.
+        """
+        if not self._layouts:
+            self._layouts = await self._call_root("weight_layouts", {})
+        for attempt in range(MAX_MEETINGS):
+            ranks = await rollout.weight_ranks_async(self._group)
+            if self._group and all(worker["is_member"] for worker in ranks):
+                return
+            if self._group:
+                await rollout.leave_weight_group_async(self._group)
+            try:
+                self._group = await self._form_group(rollout, ranks)
+                return
+            except (EngineFailed, TransportError) as error:
+                self._group = ""
+                if attempt == MAX_MEETINGS - 1:
+                    raise EngineFailed(
+                        f"no weight group could be formed in {MAX_MEETINGS} attempts: {error}. "
+                        "weight_update.method: pull or disk need none"
+                    ) from error
+                logger.warning("weight group not formed, attempt %d: %s", attempt + 1, error)
+
+    async def _form_group(self, rollout: WeightsReceiver, ranks: Sequence[dict[str, Any]]) -> str:
+        first_ranks, world_size = [], 1
+        for worker in ranks:
+            first_ranks.append(world_size)
+            world_size += worker["num_ranks"]
+        name = f"weights-{self._new_id()}"
+        group = await self._call_root(
+            "open_weight_group",
+            {
+                "name": name,
+                "world_size": world_size,
+                "is_cuda": all(worker["is_cuda"] for worker in ranks),
+            },
+        )
+        meetings = await asyncio.gather(
+            self._call_root("meet_weight_group", {"world_size": world_size}),
+            rollout.join_weight_group_async(group, first_ranks),
+            return_exceptions=True,
+        )
+        for meeting in meetings:
+            if isinstance(meeting, BaseException):
+                raise meeting
+        logger.info("weight_group=%s world_size=%d backend=%s", name, world_size, group["backend"])
+        return name
+
+    async def _call_root(self, method: str, args: dict[str, Any]) -> Any:
+        return await self._fleet.call(self._fleet.members[0], method, args)
+
+    async def _call_all(self, method: str, args: dict[str, Any]) -> list[Any]:
+        return await self._fleet.call_all(method, [args] * self._config.num_workers)

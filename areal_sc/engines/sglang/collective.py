@@ -1,0 +1,123 @@
+"""Weights by SGLang's weight-update group: rank 0 broadcasts, every rank of every server receives.
+
+A broadcast waits for all ranks, so no server is asked to take part before all of them have opened
+their update. A server that refuses is known by its answer; rank 0 is told then, so that it does
+not wait for ranks that will not come, and all servers get the weights another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from areal_sc.engines.sglang.weights import (
+    LoadableWeights,
+    LoadReport,
+    PausedServer,
+    Weights,
+    begin_update,
+    end_update,
+    for_each,
+)
+from areal_sc.engines.weight_group import BucketLayout, WeightGroup
+from areal_sc.errors import ArealError, PeerLost, RpcTimeout
+
+
+@dataclass(frozen=True)
+class CollectiveWeights:
+    """Weights that the servers of a group receive while rank 0 broadcasts them.
+
+    Attributes:
+        group_name: servers that are not in it, as they have restarted since, load `again`.
+        buckets: in the order in which they are broadcast.
+        again: the same weights another way.
+        give_up: tells rank 0 that not all ranks will take part.
+    """
+
+    version: int
+    group_name: str
+    buckets: Sequence[BucketLayout]
+    again: Weights
+    give_up: Callable[[], Awaitable[None]]
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[LoadableWeights]:
+        yield self
+
+    async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
+        """After a broadcast that failed, the servers that are left load `again`."""
+        members = [server for server in servers if self.group_name in server.groups]
+        errors = dict(zip(members, await self._receive(members, timeout_s), strict=True))
+        is_broken = any(errors.values())
+        outside = [
+            server
+            for server in servers
+            if server not in errors or (is_broken and not _is_lost(errors[server]))
+        ]
+        if is_broken:
+            # whoever is not in an update any more says so, which is no failure
+            await for_each(outside, lambda server: end_update(server, timeout_s))
+        late = LoadReport([])
+        if outside:
+            async with self.again.opened() as weights:
+                late = await weights.load(outside, timeout_s=timeout_s)
+        errors |= dict(zip(outside, late.errors, strict=True))
+        return LoadReport(
+            [errors[server] for server in servers],
+            late.num_bytes,
+            broken_group=self.group_name if is_broken else None,
+        )
+
+    async def _receive(
+        self, servers: Sequence[PausedServer], timeout_s: float
+    ) -> list[ArealError | None]:
+        async def or_give_up(action: Awaitable[None]) -> None:
+            try:
+                await action
+            except ArealError:
+                await self.give_up()  # the others would wait for a rank that does not come
+                raise
+
+        errors = await for_each(servers, lambda server: or_give_up(begin_update(server)))
+        for layout in self.buckets:
+            if any(errors):
+                return errors
+            request = bucket_request(layout, self.group_name)
+
+            async def receive(server: PausedServer, request: dict[str, Any] = request) -> None:
+                broadcast = server.client.receive_broadcast(request, timeout_s=timeout_s)
+                await or_give_up(broadcast)
+
+            errors = await for_each(servers, receive)
+        if any(errors):
+            return errors
+        return await for_each(servers, lambda server: end_update(server, timeout_s))
+
+
+def group_request(group: WeightGroup, first_rank: int) -> dict[str, Any]:
+    """What a server is told to join; its ranks are counted from `first_rank`."""
+    return {
+        "group_name": group.name,
+        "master_address": group.master_address,
+        "master_port": group.master_port,
+        "world_size": group.world_size,
+        "rank_offset": first_rank,
+        "backend": group.backend,
+    }
+
+
+def bucket_request(layout: BucketLayout, group_name: str) -> dict[str, Any]:
+    """What a server is told to take part in one broadcast."""
+    return {
+        "group_name": group_name,
+        "names": list(layout.names),
+        "dtypes": list(layout.dtypes),
+        "shapes": [list(shape) for shape in layout.shapes],
+    }
+
+
+def _is_lost(error: ArealError | None) -> bool:
+    """Whether the server cannot be asked anything any more, as opposed to having refused."""
+    return isinstance(error, PeerLost | RpcTimeout)

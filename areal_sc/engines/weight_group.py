@@ -1,0 +1,291 @@
+"""A process group of one trainer rank and all generating ranks: rank 0 broadcasts, all receive.
+
+The trainer's side (`WeightBroadcaster`) and the receivers' (`WeightReceiver` in a worker, SGLang's
+weight-update group in its servers) cut the same buckets, and each bucket is one broadcast of
+bytes. A broadcast waits for all ranks; every wait here has a limit and can be given up.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from areal_sc.errors import EngineFailed, ProtocolError
+
+NamedTensor = tuple[str, torch.Tensor]
+
+NCCL, GLOO = "nccl", "gloo"
+MEETING_TIMEOUT_S = 120.0
+_POLL_S = 0.001
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """What a rank needs to join.
+
+    Attributes:
+        name: of the group; a new one for every group.
+        master_address, master_port: where rank 0 listens.
+        world_size: 1, and the generating ranks.
+        backend: `nccl`, or `gloo` where a rank computes on a CPU.
+    """
+
+    name: str
+    master_address: str
+    master_port: int
+    world_size: int
+    backend: str
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "master_address": self.master_address,
+            "master_port": self.master_port,
+            "world_size": self.world_size,
+            "backend": self.backend,
+        }
+
+    @classmethod
+    def from_wire(cls, plain: Mapping[str, Any]) -> WeightGroup:
+        """Raises: ProtocolError: it describes no group."""
+        backend = str(plain["backend"])
+        if backend not in (NCCL, GLOO):
+            raise ProtocolError(f"a weight group of backend {backend!r}; nccl and gloo are known")
+        return cls(
+            str(plain["name"]),
+            str(plain["master_address"]),
+            int(plain["master_port"]),
+            int(plain["world_size"]),
+            backend,
+        )
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """What one broadcast holds, in the order of its bytes; plain data, for the way to a worker.
+
+    Attributes:
+        names, dtypes, shapes: of the parameters, the widest types first.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def to_wire(self) -> list[Any]:
+        return [list(self.names), list(self.dtypes), [list(shape) for shape in self.shapes]]
+
+    @classmethod
+    def from_wire(cls, plain: Sequence[Any]) -> BucketLayout:
+        """Raises: ProtocolError: the three lists do not go together."""
+        names, dtypes, shapes = plain
+        if not len(names) == len(dtypes) == len(shapes):
+            raise ProtocolError(
+                f"a bucket of {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes"
+            )
+        return cls(
+            tuple(map(str, names)),
+            tuple(map(str, dtypes)),
+            tuple(tuple(map(int, shape)) for shape in shapes),
+        )
+
+
+def layout_of(bucket: Sequence[NamedTensor]) -> BucketLayout:
+    """Of tensors, on whatever device, also `meta`."""
+    ordered = in_byte_order(bucket)
+    return BucketLayout(
+        names=tuple(name for name, _ in ordered),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in ordered),
+    )
+
+
+def split_into_buckets(
+    named_tensors: Iterable[NamedTensor], bucket_bytes: int
+) -> Iterator[list[NamedTensor]]:
+    """Tensors in their order, as many together as fit; one that is larger comes alone."""
+    bucket: list[NamedTensor] = []
+    size = 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def in_byte_order(bucket: Iterable[NamedTensor]) -> list[NamedTensor]:
+    """The widest types first, so that in flat bytes each tensor starts where its type may."""
+    return sorted(bucket, key=lambda item: -item[1].element_size())
+
+
+class WeightBroadcaster:
+    """Rank 0 of a weight group. Blocking: to be used from a thread.
+
+    Args:
+        host: address of this machine that the others reach; nothing else is listened on.
+        backend: `nccl` or `gloo`.
+        timeout_s: for each broadcast, and at most for the meeting of the ranks.
+    """
+
+    def __init__(self, name: str, host: str, backend: str, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._meeting_timeout = timedelta(seconds=min(timeout_s, MEETING_TIMEOUT_S))
+        self._host = host
+        self._backend = backend
+        self._name = name
+        self._group: Any = None
+        self._store = listening_store(host, self._meeting_timeout)
+
+    def describe(self, world_size: int) -> WeightGroup:
+        """What the others need to join."""
+        return WeightGroup(self._name, self._host, self._store.port, world_size, self._backend)
+
+    def meet(self, world_size: int) -> None:
+        """Returns when all ranks are there.
+
+        Raises: EngineFailed: they were not in time.
+        """
+        group = self.describe(world_size)
+        self._group = _join(group, 0, self._store, self._meeting_timeout)
+
+    def broadcast(self, bucket: Sequence[NamedTensor], cancelled: threading.Event) -> int:
+        """Sends one bucket; returns its bytes when all ranks have them.
+
+        Args:
+            bucket: on whatever device; the backend's own copy of it is made here.
+            cancelled: ends the wait, as a receiver has refused.
+        Raises: EngineFailed: it was cancelled, a rank is gone, or it took too long.
+        """
+        device = torch.device("cuda" if self._backend == NCCL else "cpu")
+        parts = [t.detach().reshape(-1).view(torch.uint8) for _, t in in_byte_order(bucket)]
+        flat = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
+        start = 0
+        for part in parts:
+            flat[start : start + len(part)].copy_(part)
+            start += len(part)
+        try:
+            work = self._group.broadcast([flat], _from_rank_0(self._timeout))
+            while not work.is_completed():
+                if cancelled.wait(_POLL_S):
+                    raise EngineFailed(f"a broadcast in weight group {self._name} was given up")
+            work.wait()
+        except RuntimeError as error:
+            raise EngineFailed(
+                f"a broadcast in weight group {self._name} failed: {error}"
+            ) from error
+        return flat.nbytes
+
+    def close(self) -> None:
+        """Leaves; the others' ranks find the connection closed."""
+        self._group = None
+
+
+class WeightReceiver:
+    """Another rank of a weight group, in this process. Blocking: to be used from a thread.
+
+    Args:
+        device: where the received weights are wanted.
+        timeout_s: for the meeting of the ranks, and for each broadcast.
+    """
+
+    def __init__(
+        self, group: WeightGroup, rank: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self.name = group.name
+        self._timeout = timedelta(seconds=timeout_s)
+        self._device = device if group.backend == NCCL else torch.device("cpu")
+        try:
+            store = TCPStore(
+                group.master_address,
+                group.master_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=self._timeout,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise EngineFailed(
+                f"weight group {group.name}: nobody at {group.master_address}:"
+                f"{group.master_port}: {error}"
+            ) from error
+        self._group: Any = _join(group, rank, store, self._timeout)
+
+    def receive(self, layout: BucketLayout) -> list[NamedTensor]:
+        """One bucket, as views of one buffer.
+
+        Raises: EngineFailed: rank 0 gave it up, a rank is gone, or it took too long.
+        """
+        dtypes = [getattr(torch, dtype) for dtype in layout.dtypes]
+        sizes = [
+            torch.Size(shape).numel() * dtype.itemsize
+            for shape, dtype in zip(layout.shapes, dtypes, strict=True)
+        ]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        try:
+            self._group.broadcast([flat], _from_rank_0(self._timeout)).wait()
+        except RuntimeError as error:
+            raise EngineFailed(
+                f"a broadcast in weight group {self.name} failed: {error}"
+            ) from error
+        parts = torch.split(flat, sizes)
+        return [
+            (name, part.view(dtype).view(shape))
+            for name, dtype, shape, part in zip(
+                layout.names, dtypes, layout.shapes, parts, strict=True
+            )
+        ]
+
+    def close(self) -> None:
+        self._group = None
+
+
+def listening_store(host: str, timeout: timedelta) -> TCPStore:
+    """A meeting point of ranks that listens on this one address, on a port of the system's choice.
+
+    torch's own would listen on every interface of the machine.
+    """
+    with socket.create_server((host, 0), backlog=_BACKLOG) as listener:
+        port: int = listener.getsockname()[1]
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _join(group: WeightGroup, rank: int, store: Any, timeout: timedelta) -> Any:
+    # the names under which torch's own helper, which SGLang uses, stores a group's keys
+    device = "cuda" if group.backend == NCCL else "cpu"
+    for prefix in (group.name, f"{group.name}/", f"{device}/"):
+        store = PrefixStore(prefix, store)
+    try:
+        if group.backend == NCCL:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, rank, group.world_size, options)
+        return dist.ProcessGroupGloo(store, rank, group.world_size, timeout)
+    except (RuntimeError, ValueError) as error:
+        raise EngineFailed(
+            f"the {group.world_size} ranks of weight group {group.name} did not meet: {error}"
+        ) from error
+
+
+def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = timeout
+    return options

@@ -1,0 +1,171 @@
+"""The trainer's side of a publication: one rank seals, writes or broadcasts its weights.
+
+    seal        a copy in this rank's store, to be pulled
+    save        a Hugging Face folder, written by all ranks; those of older versions go
+    broadcast   whole parameters, gathered from all ranks, from rank 0 to the generating ranks
+
+Consumes: calls of the TrainController, the same ones on every rank; `cancel_broadcast`, also from
+rollout workers. Waits for: the disk, the ranks of the trainer, the ranks of the weight group.
+Unblocked by: those, `cancel_broadcast`, or `weight_update.step_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from areal_sc.config.schema import WeightUpdateConfig
+from areal_sc.engines.base import TrainEngine
+from areal_sc.engines.weight_group import GLOO, NCCL, WeightBroadcaster
+from areal_sc.errors import EngineFailed, StaleCall
+from areal_sc.transport.tensor_store import TensorStore
+
+_FOLDER_PREFIX = "version-"
+
+Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class WeightPublication:
+    """Publishes the weights of one rank.
+
+    Args:
+        compute: runs a function in the engine's thread.
+        is_root: this is rank 0.
+        host: address of this machine that the generating ranks reach.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        store: TensorStore,
+        config: WeightUpdateConfig,
+        compute: Compute,
+        *,
+        is_root: bool,
+        host: str,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._config = config
+        self._compute = compute
+        self._root = Path(config.folder).absolute()
+        self._is_root = is_root
+        self._host = host
+        self._broadcaster: WeightBroadcaster | None = None
+        self._group = ""
+        self._cancelled = threading.Event()
+
+    async def seal(self) -> str:
+        """Id of the shard that holds a copy of this rank's part of every parameter."""
+
+        def seal() -> str:
+            # in the engine's thread: the event loop must not wait for gigabytes
+            shards = list(self._engine.export_weights())
+            return self._store.put(
+                {shard.name: shard.values for shard in shards},
+                {shard.name: [shard.values.numel()] for shard in shards},
+                dtype=shards[0].dtype,
+            )
+
+        shard_id: str = await self._compute(seal)
+        return shard_id
+
+    async def save(self, version: int, oldest: int) -> str:
+        """Writes all weights to the folder of a version; returns its path.
+
+        Args:
+            oldest: version that somebody may still read; the folders before go.
+        Raises: CheckpointError: it could not be written.
+        """
+        root = self._root
+        folder = root / f"{_FOLDER_PREFIX}{version}"
+        if self._is_root:
+            await asyncio.to_thread(_remove_before, root, oldest)
+        written = await self._compute(lambda: self._engine.begin_save_hf(folder))
+        await asyncio.shield(asyncio.wrap_future(written))
+        return str(folder)
+
+    async def open_group(self, name: str, world_size: int, *, is_cuda: bool) -> dict[str, Any]:
+        """On rank 0: listens for the ranks of a new group, which replaces the one before.
+
+        Args:
+            is_cuda: all generating ranks compute on GPUs.
+        Returns: the group, as it is sent.
+        """
+        self.close()
+        backend = NCCL if is_cuda and self._engine.is_cuda else GLOO
+        self._group = name
+        self._cancelled.clear()
+        self._broadcaster = WeightBroadcaster(
+            name, self._host, backend, self._config.step_timeout_s
+        )
+        return self._broadcaster.describe(world_size).to_wire()
+
+    async def meet_group(self, world_size: int) -> None:
+        """On rank 0: returns when all ranks of the group are there.
+
+        Raises: EngineFailed: they were not in time.
+        """
+        broadcaster = self._require_group()
+        await self._compute(lambda: broadcaster.meet(world_size))
+
+    async def layouts(self) -> list[Any]:
+        """The broadcasts of one publication, as they are sent."""
+        layouts = await self._compute(
+            lambda: self._engine.weight_layouts(self._config.bucket_bytes)
+        )
+        return [layout.to_wire() for layout in layouts]
+
+    async def broadcast(self) -> dict[str, Any]:
+        """Sends all weights to the group; on other ranks than 0: helps rank 0 to gather them.
+
+        A broadcast that fails ends the sending, and the other ranks gather to the end.
+        Returns: `bytes` that were sent, and `failure`, empty if all of them were.
+        """
+        broadcaster = self._require_group() if self._is_root else None
+
+        def send() -> dict[str, Any]:
+            num_bytes, failure = 0, ""
+            for bucket in self._engine.gather_weights(self._config.bucket_bytes):
+                if broadcaster is None or failure:
+                    continue
+                try:
+                    num_bytes += broadcaster.broadcast(bucket, self._cancelled)
+                except EngineFailed as error:
+                    failure = str(error)
+            return {"bytes": num_bytes, "failure": failure}
+
+        sent: dict[str, Any] = await self._compute(send)
+        if sent["failure"]:
+            self.close()  # the ranks that still wait find the connection closed
+        return sent
+
+    def cancel_broadcast(self, group: str) -> None:
+        """Ends a broadcast that goes on in this group, or would come; no error if there is none."""
+        if group == self._group:
+            self._cancelled.set()
+
+    def close(self) -> None:
+        """Leaves the weight group, if any."""
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+            self._broadcaster = None
+            self._group = ""
+
+    def _require_group(self) -> WeightBroadcaster:
+        if self._broadcaster is None:
+            raise StaleCall("there is no weight group; open one first")
+        return self._broadcaster
+
+
+def _remove_before(root: Path, oldest: int) -> None:
+    """Folders of older versions; whoever reads one has been waited for."""
+    for folder in root.glob(_FOLDER_PREFIX + "*"):
+        with suppress(ValueError):
+            if int(folder.name.removeprefix(_FOLDER_PREFIX)) < oldest:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,101 @@
+"""Two real SGLang servers on CPUs, started once for all tests of this folder.
+
+All tests, and the engine's servers, live on one event loop: that of the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from integration.sglang.policies import MAX_CONTEXT, Policies
+
+from areal_sc.config.schema import (
+    Device,
+    Dtype,
+    RolloutConfig,
+    SGLangConfig,
+    WeightUpdateConfig,
+)
+from areal_sc.engines.sglang.engine import SGLangServerEngine
+
+REPOSITORY = Path(__file__).parents[3]
+INSTALL = REPOSITORY / "tests" / "sglang_server" / "install.sh"
+PYTHON = REPOSITORY / ".venv-sglang" / "bin" / "python"
+
+INSTALL_TIMEOUT_S = 900.0
+BUCKET_BYTES = 100_000
+"""A third of the largest parameter: several buckets, one of them a large tensor alone."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    """The interpreter of an environment that has SGLang; installed if it is not there."""
+    subprocess.run([str(INSTALL)], check=True, timeout=INSTALL_TIMEOUT_S)
+    return PYTHON
+
+
+@pytest.fixture(scope="session")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
+    return Policies(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def rollout_config(policies: Policies, sglang_config: SGLangConfig) -> RolloutConfig:
+    return RolloutConfig(
+        path=str(policies.folder),
+        dtype=Dtype.float32,
+        device=Device.cpu,
+        max_running_sequences=64,
+        max_context_tokens=MAX_CONTEXT,
+        seed=0,
+        sglang=sglang_config,
+        # an update that fails must not make the tests wait for long
+        weight_update=WeightUpdateConfig(bucket_bytes=BUCKET_BYTES, step_timeout_s=60.0),
+    )
+
+
+@pytest.fixture(scope="session")
+def sglang_config(sglang_python: Path) -> SGLangConfig:
+    return SGLangConfig(
+        python=str(sglang_python),
+        num_servers=2,
+        stop_timeout_s=2.0,
+    )
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(
+    rollout_config: RolloutConfig,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[SGLangServerEngine]:
+    """Two servers; a test leaves both serving, and not paused."""
+    engine = SGLangServerEngine(
+        rollout_config,
+        log_folder=tmp_path_factory.mktemp("sglang_logs"),
+        name="rollout-0",
+    )
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Waits for a condition; the limit of the test bounds it."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110 - a counter of the engine
+            await asyncio.sleep(0.02)
+
+    return wait

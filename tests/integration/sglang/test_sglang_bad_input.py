@@ -1,0 +1,169 @@
+"""What cannot be, said before anything is generated: what is wrong, and what to change."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from integration.sglang.policies import MAX_CONTEXT, Policies
+
+from areal_sc.config.schema import GenerationConfig, RolloutConfig, SGLangConfig
+from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.sglang.server import free_port
+from areal_sc.errors import ConfigError, ModelError, WorkerStartError
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+
+KEY_VARIABLE = "KEY_OF_SGLANG_SERVERS"
+
+EngineFactory = Callable[..., SGLangServerEngine]
+
+
+@pytest.fixture
+def make_engine(rollout_config: RolloutConfig, tmp_path: Path) -> EngineFactory:
+    """An engine that is not started."""
+
+    def make(sglang: SGLangConfig, **rollout: object) -> SGLangServerEngine:
+        config = replace(rollout_config, sglang=sglang, **rollout)
+        return SGLangServerEngine(config, log_folder=tmp_path / "logs", name="bad")
+
+    return make
+
+
+def running_servers(engine: SGLangServerEngine) -> SGLangConfig:
+    """Settings that connect to the servers of another engine."""
+    assert engine._replicas
+    replicas = engine._replicas.replicas
+    os.environ[KEY_VARIABLE] = replicas[0].server.api_key if replicas[0].server else ""
+    return SGLangConfig(urls=[replicas[0].url], api_key_env=KEY_VARIABLE)
+
+
+def children() -> set[int]:
+    """Process ids of this process's children."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+async def test_sglang_is_not_installed(make_engine: EngineFactory) -> None:
+    engine = make_engine(SGLangConfig(python=sys.executable))
+    with pytest.raises(ConfigError, match=r"SGLang is not installed for sglang\.python="):
+        await engine.start()
+    await engine.close()
+
+
+async def test_no_such_interpreter(make_engine: EngineFactory) -> None:
+    with pytest.raises(ConfigError, match=r"sglang\.python: '/no/python' is no program"):
+        make_engine(SGLangConfig(python="/no/python"))
+
+
+async def test_a_port_in_use(make_engine: EngineFactory, sglang_config: SGLangConfig) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        engine = make_engine(replace(sglang_config, ports=[port], num_servers=1))
+        with pytest.raises(ConfigError, match=rf"sglang\.ports: 127\.0\.0\.1:{port} is in use"):
+            await engine.start()
+        await engine.close()
+
+
+async def test_an_argument_that_sglang_does_not_know(
+    make_engine: EngineFactory, sglang_config: SGLangConfig
+) -> None:
+    engine = make_engine(replace(sglang_config, num_servers=1, args={"no_such_argument": 1}))
+    with pytest.raises(WorkerStartError, match="ended with exit code 2") as failure:
+        await engine.start()
+    assert "unrecognized arguments: --no-such-argument" in str(failure.value)
+    assert failure.value.log_path
+    await engine.close()
+
+
+async def test_one_server_that_cannot_start_ends_the_others(
+    make_engine: EngineFactory, sglang_config: SGLangConfig, tmp_path: Path
+) -> None:
+    before = children()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = [free_port("127.0.0.1"), taken.getsockname()[1]]
+        engine = make_engine(replace(sglang_config, ports=ports))
+        with pytest.raises(ConfigError, match="is in use"):
+            await engine.start()
+    await engine.close()
+    assert children() <= before
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.stat().st_mode & 0o077 == 0  # the key is printed in it
+
+
+async def test_a_model_folder_that_holds_none(
+    make_engine: EngineFactory, sglang_config: SGLangConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        make_engine(sglang_config, path=str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        make_engine(sglang_config, path=str(tmp_path / "empty"))
+
+
+async def test_an_unreachable_url(make_engine: EngineFactory) -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    engine = make_engine(SGLangConfig(urls=[url]))
+    with pytest.raises(ConfigError, match=rf"no SGLang server answers at {url}"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_a_wrong_key(make_engine: EngineFactory, engine: SGLangServerEngine) -> None:
+    other = make_engine(replace(running_servers(engine), api_key_env="NO_SUCH_KEY"))
+    with pytest.raises(ConfigError, match=r"refused the API key .*sglang\.api_key_env"):
+        await other.start()
+    await other.close()
+
+
+async def test_a_server_of_another_model(
+    make_engine: EngineFactory, engine: SGLangServerEngine, policies: Policies, tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(policies.folder, folder)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 500'))
+    other = make_engine(running_servers(engine), path=str(folder))
+    with pytest.raises(ModelError, match=r"another model.*vocab_size is 512, expected 500"):
+        await other.start()
+    await other.close()
+
+
+async def test_a_server_of_a_shorter_context(
+    make_engine: EngineFactory, engine: SGLangServerEngine
+) -> None:
+    other = make_engine(running_servers(engine), max_context_tokens=MAX_CONTEXT * 2)
+    with pytest.raises(ConfigError, match=r"max_context_tokens is 2048: lower it"):
+        await other.start()
+    await other.close()
+
+
+async def test_servers_of_others_are_used_but_get_no_tensors(
+    make_engine: EngineFactory, engine: SGLangServerEngine, policies: Policies, tmp_path: Path
+) -> None:
+    """They keep running, and weights come to them by disk."""
+    folder = policies.save(engine.version, tmp_path / "weights")
+    other = make_engine(running_servers(engine))
+    await other.start()
+    answer = await other.generate([5, 6], GenerationConfig(max_new_tokens=10))
+    policies.check([5, 6], answer)
+    assert set(answer.versions) == {0}  # it had another run's weights, and got the folder's
+    with pytest.raises(ConfigError, match=r"weight_update\.method to disk or collective"):
+        await other.update_weights(1, policies.source(0))
+    await other.update_weights_from_disk(engine.version, folder)
+    answer = await other.generate([5, 6], GenerationConfig(max_new_tokens=10))
+    policies.check([5, 6], answer)
+    assert set(answer.versions) == {engine.version}
+    await other.close()
+    answer = await engine.generate([5, 6], GenerationConfig(max_new_tokens=10))
+    policies.check([5, 6], answer)

@@ -1,0 +1,124 @@
+"""Servers that die or hang in the middle of answers, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+from integration.sglang.policies import Policies
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
+from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.sglang.processes import read_process, session_members
+from areal_sc.engines.sglang.replica import Replica
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
+
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+LONG = GenerationConfig(max_new_tokens=900)
+PROMPTS = [[5 + i, 6, 7 + i] for i in range(16)]
+
+
+def replicas(engine: SGLangServerEngine) -> list[Replica]:
+    assert engine._replicas
+    return engine._replicas.replicas
+
+
+async def start_answers(engine: SGLangServerEngine, until: Until) -> list[asyncio.Task[Completion]]:
+    """Answers that run on both servers."""
+    tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+    await until(lambda: all(replica.load.num_running > 0 for replica in replicas(engine)))
+    await asyncio.sleep(0.1)
+    return tasks
+
+
+async def seconds_until(condition: Callable[[], bool], until: Until) -> float:
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    await until(condition)
+    return loop.time() - start
+
+
+async def check_after_loss(
+    engine: SGLangServerEngine,
+    policies: Policies,
+    until: Until,
+    tasks: list[asyncio.Task[Completion]],
+    victim: Replica,
+) -> None:
+    """All answers are whole; weights may change meanwhile; the server comes back with them."""
+    version = policies.add()
+    await engine.update_weights(version, policies.source(version))
+    assert engine.version == version
+    answers = await asyncio.gather(*tasks)
+    policies.check_all(PROMPTS, answers)
+    assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
+    await until(lambda: victim.load.is_open)
+    assert victim.load.version == version
+    before = victim.load.num_running
+    again = [
+        asyncio.create_task(engine.generate(prompt, GenerationConfig(max_new_tokens=60)))
+        for prompt in PROMPTS
+    ]
+    await until(lambda: victim.load.num_running > before)  # it is used again
+    answers = await asyncio.gather(*again)
+    policies.check_all(PROMPTS, answers)
+    assert all(set(answer.versions) == {version} for answer in answers)
+
+
+async def test_a_killed_server(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    tasks = await start_answers(engine, until)
+    before = engine.stats()
+    victim, other = replicas(engine)
+    server = victim.server
+    assert server
+    processes = session_members(server.pid)
+    running = victim.load.num_running
+    os.kill(server.pid, signal.SIGKILL)
+    noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
+    assert noticed_s <= 2.0
+    assert not victim.load.is_open
+    assert other.load.is_open
+    await until(lambda: engine.stats()["lost_requests"] - before["lost_requests"] >= running)
+    await check_after_loss(engine, policies, until, tasks, victim)
+    assert engine.stats()["server_restarts"] - before["server_restarts"] == 1
+    assert not any(read_process(pid) for pid in processes)  # nothing of it is left
+
+
+async def test_a_stopped_scheduler(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    """Its HTTP process goes on answering; only the scheduler is silent."""
+    tasks = await start_answers(engine, until)
+    before = engine.stats()
+    _, victim = replicas(engine)
+    server = victim.server
+    assert server
+    (scheduler,) = server.schedulers
+    os.kill(scheduler, signal.SIGSTOP)
+    noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
+    assert noticed_s <= 10.0
+    await check_after_loss(engine, policies, until, tasks, victim)
+    assert engine.stats()["lost_servers"] - before["lost_servers"] == 1
+    assert read_process(scheduler) is None
+
+
+async def test_a_slow_answer_is_no_failure(engine: SGLangServerEngine, until: Until) -> None:
+    """A server that is paused for longer than a hung one may be silent is left alone."""
+    lost = engine.stats()["lost_servers"]
+    running = asyncio.create_task(engine.generate([5, 6], LONG))
+    await until(lambda: engine.stats()["running_requests"] == 1)
+    await engine.pause()
+    await asyncio.sleep(
+        engine._config.sglang.hung_after_s + 2 * engine._config.sglang.probe_interval_s
+    )
+    assert set(engine.server_health().values()) == {"paused"}
+    await engine.resume()
+    assert len((await running).token_ids) == LONG.max_new_tokens
+    assert engine.stats()["lost_servers"] == lost

@@ -1,0 +1,184 @@
+"""What a real server samples, and how the engine reports it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from integration.sglang.policies import MAX_CONTEXT, VOCAB_SIZE, Policies
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.errors import ConfigError, WorkflowError
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+LONG = GenerationConfig(max_new_tokens=900)
+
+
+def tokens(number: int, **settings: float) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=number, **settings)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+async def test_logprobs_are_those_of_the_request_s_temperature(
+    engine: SGLangServerEngine, policies: Policies, temperature: float
+) -> None:
+    prompts = [[3 + i, 5, 7 + i] for i in range(8)]
+    answers = await asyncio.gather(
+        *(engine.generate(prompt, tokens(40, temperature=temperature)) for prompt in prompts)
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        policies.check(prompt, answer, temperature)
+        assert set(answer.versions) == {engine.version}
+    assert len({tuple(answer.token_ids) for answer in answers}) == len(prompts)
+
+
+async def test_temperatures_do_not_mix_in_one_batch(
+    engine: SGLangServerEngine, policies: Policies
+) -> None:
+    prompt = [9, 8, 7]
+    temperatures = [0.5, 1.0, 0.0, 2.0]
+    answers = await asyncio.gather(
+        *(engine.generate(prompt, tokens(30, temperature=t)) for t in temperatures)
+    )
+    for answer, temperature in zip(answers, temperatures, strict=True):
+        policies.check(prompt, answer, temperature or 1.0)
+
+
+async def test_greedy_takes_the_most_probable_token(
+    engine: SGLangServerEngine, policies: Policies
+) -> None:
+    prompt = [4, 5, 6]
+    first, second = await asyncio.gather(
+        *(engine.generate(prompt, tokens(20, temperature=0.0)) for _ in range(2))
+    )
+    assert first.token_ids == second.token_ids
+    assert first.token_ids == policies.greedy(engine.version, prompt, len(first.token_ids))
+    policies.check(prompt, first)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 50, "temperature": 0.7}]
+)
+async def test_truncated_distributions_have_logprobs_of_their_own(
+    engine: SGLangServerEngine, policies: Policies, settings: dict[str, float]
+) -> None:
+    prompt = [11, 12]
+    sampling = tokens(40, **settings)
+    answer = await engine.generate(prompt, sampling)
+    policies.check_truncated(prompt, answer, sampling)
+
+
+async def test_finish_reasons(engine: SGLangServerEngine, policies: Policies) -> None:
+    prompt = [4, 5, 6]
+    free = await engine.generate(prompt, tokens(12, temperature=0.0))
+    assert (len(free.token_ids), free.finish_reason) == (12, "length")
+    stop = free.token_ids[4]
+    sampling = GenerationConfig(max_new_tokens=12, temperature=0.0, stop_token_ids=[stop])
+    stopped = await engine.generate(prompt, sampling)
+    first = free.token_ids.index(stop)
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[: first + 1], "stop")
+    policies.check(prompt, stopped)
+
+
+async def test_the_context_is_used_to_its_last_token(engine: SGLangServerEngine) -> None:
+    almost_all = [5] * (MAX_CONTEXT - 3)
+    exact = await engine.generate(almost_all, tokens(3, temperature=0.0))
+    assert (len(exact.token_ids), exact.finish_reason) == (3, "length")
+    more = await engine.generate(almost_all, tokens(4, temperature=0.0))
+    assert (more.token_ids, more.finish_reason) == (exact.token_ids, "context")
+    one = await engine.generate([5] * (MAX_CONTEXT - 1), tokens(9))
+    assert (len(one.token_ids), one.finish_reason) == (1, "context")
+
+
+async def test_bad_requests_are_refused(engine: SGLangServerEngine) -> None:
+    with pytest.raises(WorkflowError, match=f"prompt has {MAX_CONTEXT} tokens"):
+        await engine.generate([1] * MAX_CONTEXT, tokens(1))
+    with pytest.raises(WorkflowError, match="empty"):
+        await engine.generate([], tokens(1))
+    with pytest.raises(WorkflowError, match=rf"2\.\.{VOCAB_SIZE}, the model has 0\.\."):
+        await engine.generate([2, VOCAB_SIZE], tokens(1))
+    with pytest.raises(ConfigError, match=r"generation\.top_p must be"):
+        await engine.generate([1], tokens(1, top_p=0.0))
+
+
+async def test_rows_of_a_group_share_their_prompt(engine: SGLangServerEngine) -> None:
+    """They go to one server, and the later ones find the prompt in its cache."""
+    prompts = {name: [20 + i] * 200 for i, name in enumerate("abcd")}
+    # one row first: rows that arrive together are prefilled together
+    await asyncio.gather(
+        *(engine.generate(p, tokens(2), prefix_group=name) for name, p in prompts.items())
+    )
+    before = engine.stats()
+    await asyncio.gather(
+        *(
+            engine.generate(p, tokens(20), prefix_group=name)
+            for name, p in prompts.items()
+            for _ in range(6)
+        )
+    )
+    after = engine.stats()
+    shared = after["shared_prompt_tokens"] - before["shared_prompt_tokens"]
+    assert shared >= 0.75 * 4 * 6 * 199  # spread evenly, half of the rows would miss it
+
+
+async def test_a_cancelled_group_returns_what_it_has(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    prompt = [6, 7]
+    before = engine.stats()["running_requests"]
+    ours = [
+        asyncio.create_task(engine.generate(prompt, LONG, prefix_group="ours")) for _ in range(3)
+    ]
+    other = asyncio.create_task(engine.generate(prompt, tokens(30), prefix_group="other"))
+    await until(lambda: engine.stats()["running_requests"] == before + 4)
+    await asyncio.sleep(0.3)
+    engine.cancel_group("ours")
+    engine.cancel_group("nobody")
+    answers = await asyncio.gather(*ours)
+    for answer in answers:
+        policies.check(prompt, answer)
+        assert answer.finish_reason == "cancelled"
+        assert len(answer.token_ids) < LONG.max_new_tokens
+    assert (await other).finish_reason == "length"
+
+
+async def test_a_cancelled_task_is_ended_on_its_server(
+    engine: SGLangServerEngine, until: Until
+) -> None:
+    tasks = [asyncio.create_task(engine.generate([6, 7], LONG)) for _ in range(4)]
+    await until(lambda: engine.stats()["running_requests"] == 4)
+    await asyncio.sleep(0.2)
+    cancelled = engine.stats()["cancelled_tokens"]
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, asyncio.CancelledError)
+    await until(lambda: engine.stats()["occupied_places"] == 0)
+    assert cancelled < engine.stats()["cancelled_tokens"] < cancelled + 4 * LONG.max_new_tokens
+
+
+async def test_a_pause_holds_answers_and_requests(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    prompt = [8, 9]
+    running = asyncio.create_task(engine.generate(prompt, LONG))
+    await until(lambda: engine.stats()["running_requests"] == 1)
+    await asyncio.sleep(0.1)
+    await engine.pause()
+    late = asyncio.create_task(engine.generate(prompt, tokens(5)))
+    held = asyncio.create_task(engine.generate(prompt, LONG, prefix_group="held"))
+    await until(lambda: engine.stats()["waiting_requests"] == 2)
+    assert set(engine.server_health().values()) == {"paused"}
+    engine.cancel_group("held")
+    assert (await held).token_ids == []
+    done, _ = await asyncio.wait({running, late}, timeout=1.0)
+    assert not done
+    await engine.resume()
+    for answer in await asyncio.gather(running, late):
+        policies.check(prompt, answer)
+        assert answer.finish_reason == "length"
+    await until(lambda: set(engine.server_health().values()) == {"responsive"})

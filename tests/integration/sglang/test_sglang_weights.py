@@ -1,0 +1,360 @@
+"""Weights replaced under running answers, each way; every token checked against its version."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from integration.sglang.policies import Policies, at_hand
+
+from areal_sc.config.schema import GenerationConfig, OnWeightUpdate
+from areal_sc.engines.base import Completion
+from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.weight_group import (
+    BucketLayout,
+    WeightBroadcaster,
+    layout_of,
+    split_into_buckets,
+)
+from areal_sc.errors import EngineFailed, ModelError
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+LONG = GenerationConfig(max_new_tokens=900)
+PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
+BROADCAST_BYTES = 50_000
+GROUP_TIMEOUT_S = 30.0
+
+
+def start_answers(
+    engine: SGLangServerEngine, prompts: Sequence[list[int]] = PROMPTS
+) -> list[asyncio.Task[Completion]]:
+    return [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in prompts]
+
+
+async def running(engine: SGLangServerEngine, until: Until, number: int) -> None:
+    """Waits until so many answers run, and have some tokens."""
+    await until(lambda: engine.stats()["running_requests"] == number)
+    await asyncio.sleep(0.15)
+
+
+def check_span_both(answers: Sequence[Completion], old: int, new: int) -> None:
+    assert all(set(answer.versions) == {old, new} for answer in answers)
+    assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
+
+
+async def test_tensors_replace_weights_in_the_middle_of_answers(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    old, new = engine.version, policies.add()
+    before = engine.stats()
+    tasks = start_answers(engine)
+    await running(engine, until, len(tasks))
+    flat = [(name, tensor.flatten()) for name, tensor in policies.named_tensors(new)]
+    await engine.update_weights(new, at_hand(flat))
+    assert engine.version == new
+    answers = await asyncio.gather(*tasks)
+    check_span_both(answers, old, new)
+    policies.check_all(PROMPTS, answers)
+    after = engine.stats()
+    num_bytes = sum(tensor.nbytes for _, tensor in flat)
+    assert after["update_bytes"] - before["update_bytes"] == num_bytes  # once for both servers
+    assert after["updated_servers"] - before["updated_servers"] == 2
+
+
+async def test_a_folder_replaces_weights_in_the_middle_of_answers(
+    engine: SGLangServerEngine, policies: Policies, until: Until, tmp_path: Path
+) -> None:
+    old, new = engine.version, policies.add()
+    folder = policies.save(new, tmp_path / "new")
+    tasks = start_answers(engine)
+    await running(engine, until, len(tasks))
+    await engine.update_weights_from_disk(new, folder)
+    answers = await asyncio.gather(*tasks)
+    check_span_both(answers, old, new)
+    policies.check_all(PROMPTS, answers)
+    # the folder may go, now that another version is published
+    await publish(engine, policies)
+
+
+class Trainer:
+    """Rank 0 of a weight group, broadcasting from a thread as a trainer does."""
+
+    def __init__(self, policies: Policies, name: str, num_ranks: int) -> None:
+        self.policies = policies
+        self.name = name
+        self.cancelled = threading.Event()
+        self.broadcaster = WeightBroadcaster(name, "127.0.0.1", "gloo", GROUP_TIMEOUT_S)
+        self.num_ranks = num_ranks
+
+    async def meet(self, engine: SGLangServerEngine) -> None:
+        group = self.broadcaster.describe(self.num_ranks)
+        joined = asyncio.create_task(engine.join_group(group, first_rank=1))
+        await asyncio.to_thread(self.broadcaster.meet, self.num_ranks)
+        await joined
+
+    def buckets(self, version: int) -> list[list[tuple[str, torch.Tensor]]]:
+        return list(split_into_buckets(self.policies.named_tensors(version), BROADCAST_BYTES))
+
+    def layouts(self, version: int) -> list[BucketLayout]:
+        return [layout_of(bucket) for bucket in self.buckets(version)]
+
+    async def receive(
+        self, engine: SGLangServerEngine, version: int, layouts: list[BucketLayout] | None = None
+    ) -> None:
+        """The engine's side of the broadcasts."""
+
+        async def give_up() -> None:
+            self.cancelled.set()
+
+        await engine.update_weights_from_group(
+            version,
+            self.name,
+            layouts or self.layouts(version),
+            again=self.policies.source(version),
+            give_up=give_up,
+        )
+
+    async def send(self, version: int) -> int:
+        def send_all() -> int:
+            return sum(
+                self.broadcaster.broadcast(bucket, self.cancelled)
+                for bucket in self.buckets(version)
+            )
+
+        return await asyncio.to_thread(send_all)
+
+
+async def test_a_broadcast_replaces_weights_in_the_middle_of_answers(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    trainer = Trainer(policies, "group-a", num_ranks=1 + engine.count_ranks())
+    await trainer.meet(engine)
+    assert engine.has_whole_group("group-a")
+    for _ in range(2):  # a group serves more than one update
+        old, new = engine.version, policies.add()
+        tasks = start_answers(engine)
+        await running(engine, until, len(tasks))
+        num_bytes, _ = await asyncio.gather(
+            trainer.send(new),
+            trainer.receive(engine, new),
+        )
+        answers = await asyncio.gather(*tasks)
+        check_span_both(answers, old, new)
+        policies.check_all(PROMPTS, answers)
+        assert num_bytes == sum(tensor.nbytes for _, tensor in policies.named_tensors(new))
+    await engine.leave_group("group-a")
+    assert not engine.has_whole_group("group-a")
+    trainer.broadcaster.close()
+
+
+async def test_a_refused_broadcast_leaves_nobody_waiting(
+    engine: SGLangServerEngine, policies: Policies
+) -> None:
+    """The servers get the weights another way, and the trainer is told to stop."""
+    trainer = Trainer(policies, "group-b", num_ranks=1 + engine.count_ranks())
+    await trainer.meet(engine)
+    old, new = engine.version, policies.add()
+    lost = engine.stats()["lost_servers"]
+    assert engine._replicas
+    await engine._replicas.replicas[0].client.begin_update()  # a second begin is refused
+    sending = asyncio.create_task(trainer.send(new))
+    await trainer.receive(engine, new)
+    assert not engine.has_whole_group("group-b")
+    assert trainer.cancelled.is_set()
+    await asyncio.wait({sending}, timeout=GROUP_TIMEOUT_S / 2)
+    assert sending.done()
+    if error := sending.exception():  # small broadcasts need nobody who receives them
+        assert isinstance(error, EngineFailed)
+    trainer.broadcaster.close()
+    assert engine.stats()["lost_servers"] == lost
+    assert engine.version == new != old
+    answers = await asyncio.gather(
+        *(engine.generate(prompt, GenerationConfig(max_new_tokens=20)) for prompt in PROMPTS)
+    )
+    assert all(set(answer.versions) == {new} for answer in answers)
+    policies.check_all(PROMPTS, answers)
+
+
+async def test_a_broadcast_of_other_parameters_is_refused_beforehand(
+    engine: SGLangServerEngine, policies: Policies
+) -> None:
+    """SGLang itself would leave out what it does not know, and say nothing."""
+    version = engine.version
+    trainer = Trainer(policies, "group-c", num_ranks=1)
+    layouts = trainer.layouts(version)
+    wrong = replace(layouts[0], names=(*layouts[0].names[:-1], "no.such.parameter"))
+    with pytest.raises(ModelError, match=r"1 unknown \(no\.such\.parameter\)"):
+        await trainer.receive(engine, version, [wrong])
+    assert trainer.cancelled.is_set()
+    assert engine.version == version
+
+
+async def test_32_answers_across_many_updates(
+    engine: SGLangServerEngine, policies: Policies, until: Until, tmp_path: Path
+) -> None:
+    prompts = [[3 + i, 7, 9 + i] for i in range(32)]
+    before = engine.stats()
+    tasks = start_answers(engine, prompts)
+    await running(engine, until, len(tasks))
+    first = engine.version
+    while not all(task.done() for task in tasks) and engine.version - first < 8:
+        version = policies.add()
+        if version % 3 == 0:
+            folder = policies.save(version, tmp_path / str(version))
+            await engine.update_weights_from_disk(version, folder)
+        else:
+            await engine.update_weights(version, policies.source(version))
+        await asyncio.sleep(0.05)
+    answers = await asyncio.gather(*tasks)
+    policies.check_all(prompts, answers)
+    assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
+    assert max(len(set(answer.versions)) for answer in answers) >= 4
+    after = engine.stats()
+    sampled = sum(len(answer.token_ids) for answer in answers)
+    assert after["generated_tokens"] - before["generated_tokens"] == sampled
+    assert after["lost_requests"] == before["lost_requests"]
+    await publish(engine, policies)
+
+
+async def test_servers_without_version_spans_are_interrupted_by_aborting(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    """As older ones are: partial answers go on as prompt and partial answer."""
+    with without_spans(engine):
+        old, new = engine.version, policies.add()
+        continued = engine.stats()["continued_requests"]
+        tasks = start_answers(engine)
+        await running(engine, until, len(tasks))
+        await engine.update_weights(new, policies.source(new))
+        answers = await asyncio.gather(*tasks)
+        assert engine.stats()["continued_requests"] - continued >= len(tasks)
+    check_span_both(answers, old, new)
+    policies.check_all(PROMPTS, answers)
+
+
+async def test_running_answers_may_finish_first(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    old, new = engine.version, policies.add()
+    with settings(engine, on_weight_update=OnWeightUpdate.finish_running):
+        tasks = start_answers(engine)
+        await running(engine, until, len(tasks))
+        update = asyncio.create_task(engine.update_weights(new, policies.source(new)))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(engine.generate([7, 7], GenerationConfig(max_new_tokens=9)))
+        answers = await asyncio.gather(*tasks)
+        await update
+    assert all(set(answer.versions) == {old} for answer in answers)
+    assert set((await late).versions) == {new}
+    policies.check_all([*PROMPTS, [7, 7]], [*answers, await late])
+
+
+async def test_a_rolling_update_leaves_a_server_to_generate(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    old, new = engine.version, policies.add()
+    seen: list[int] = []
+    short = GenerationConfig(max_new_tokens=4)
+
+    async def watch_places() -> None:
+        while True:
+            seen.append(sum(health != "paused" for health in engine.server_health().values()))
+            await asyncio.sleep(0.001)
+
+    with settings(engine, max_unavailable=1):
+        watching = asyncio.create_task(watch_places())
+        update = asyncio.create_task(engine.update_weights(new, policies.source(new)))
+        answers = []
+        while not update.done():
+            answers.append(await engine.generate([4, 4], short))
+        await update
+        watching.cancel()
+    assert min(seen) == 1
+    assert answers
+    assert {answer.versions[0] for answer in answers} <= {old, new}
+    policies.check_all([[4, 4]] * len(answers), answers)
+    assert engine.version == new
+
+
+async def test_weights_that_do_not_fit_change_nothing(
+    engine: SGLangServerEngine, policies: Policies, tmp_path: Path
+) -> None:
+    version = engine.version
+    tensors = policies.named_tensors(version)
+    with pytest.raises(ModelError, match=r"1 parameters are missing \(model\.norm\.weight\)"):
+        await engine.update_weights(99, at_hand(t for t in tensors if t[0] != "model.norm.weight"))
+    wrong = [(n, torch.zeros(3) if n == "lm_head.weight" else t) for n, t in tensors]
+    with pytest.raises(ModelError, match=r"lm_head\.weight has 3 elements, expected shape"):
+        await engine.update_weights(99, at_hand(wrong))
+    folder = policies.save(version, tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        await engine.update_weights_from_disk(99, folder)
+    other = policies.save(version, tmp_path / "other")
+    config = other / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 48'))
+    with pytest.raises(ModelError, match=r"another model.*hidden_size is 48, expected 32"):
+        await engine.update_weights_from_disk(99, other)
+    with pytest.raises(ModelError, match="no such folder"):
+        await engine.update_weights_from_disk(99, tmp_path / "nowhere")
+    assert engine.version == version
+    answer = await engine.generate([5, 6], GenerationConfig(max_new_tokens=5))
+    policies.check([5, 6], answer)
+    assert set(answer.versions) == {version}
+
+
+async def test_weights_may_change_while_paused(
+    engine: SGLangServerEngine, policies: Policies, until: Until
+) -> None:
+    old, new = engine.version, policies.add()
+    tasks = start_answers(engine)
+    await running(engine, until, len(tasks))
+    await engine.pause()
+    await engine.update_weights(new, policies.source(new))
+    assert set(engine.server_health().values()) == {"paused"}
+    done, _ = await asyncio.wait(tasks, timeout=0.5)
+    assert not done
+    await engine.resume()
+    answers = await asyncio.gather(*tasks)
+    check_span_both(answers, old, new)
+    policies.check_all(PROMPTS, answers)
+
+
+async def publish(engine: SGLangServerEngine, policies: Policies) -> None:
+    version = policies.add()
+    await engine.update_weights(version, policies.source(version))
+
+
+@contextmanager
+def settings(engine: SGLangServerEngine, **changed: object) -> Iterator[None]:
+    """Settings that the engine reads at each update."""
+    before = {name: getattr(engine._config, name) for name in changed}
+    for name, value in changed.items():
+        setattr(engine._config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(engine._config, name, value)
+
+
+@contextmanager
+def without_spans(engine: SGLangServerEngine) -> Iterator[None]:
+    """The servers count as ones that tell only one version an answer."""
+    assert engine._replicas
+    for replica in engine._replicas.replicas:
+        replica._abilities = replace(replica.abilities, has_version_spans=False)
+    try:
+        yield
+    finally:
+        for replica in engine._replicas.replicas:
+            replica._abilities = replace(replica.abilities, has_version_spans=True)

@@ -1,0 +1,166 @@
+"""What SGLang names but never uses when it serves a text model on a CPU.
+
+SGLang imports packages for GPUs, images and constrained output at the top of its files, some of
+them gigabytes large. Here an import of one that is not installed gives a stand-in: it can be
+imported to any depth, named, subclassed and used as a decorator. Whatever would *run* raises
+NotImplementedError, so nothing is computed wrongly in silence.
+
+`install.sh` puts this file beside SGLang with a `.pth` line that imports it, which Python does in
+every process of that environment, also in those that the server spawns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+ABSENT = frozenset(
+    {
+        "triton",  # kernels
+        "sgl_kernel",
+        "torchvision",  # images and sound
+        "soundfile",
+        "compressed_tensors",  # other weight and tokenizer formats
+        "gguf",
+        "sentencepiece",
+        "xgrammar",  # constrained output, tools
+        "jsonschema",
+        "IPython",  # notebooks, request dumps
+        "zstandard",
+    }
+)
+
+UNKNOWN = frozenset({"triton.knobs"})
+"""Asked for, and done without where it is missing."""
+
+
+def refuse(name: str) -> NoReturn:
+    raise NotImplementedError(f"{name} is not installed: this environment serves text on a CPU")
+
+
+class Kernel:
+    """A function that a kernel decorator has taken: it may be kept, not launched or called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "__name__", "kernel")
+        self.__doc__ = getattr(function, "__doc__", None)
+
+    def __getitem__(self, grid: Any) -> NoReturn:
+        refuse(f"the compiler of kernel {self.__name__}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(f"the compiler of kernel {self.__name__}")
+
+
+class Inert:
+    """A value that is made while kernels are defined, and never looked at."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def kernel_decorator(*args: Any, **settings: Any) -> Any:
+    """Serves bare (`@jit`) and with settings (`@autotune(configs=...)`)."""
+    if len(args) == 1 and not settings:
+        if isinstance(args[0], Kernel):
+            return args[0]
+        if isinstance(args[0], types.FunctionType):
+            return Kernel(args[0])
+    return kernel_decorator
+
+
+VALUES: dict[str, Any] = {
+    "triton.jit": kernel_decorator,
+    "triton.autotune": kernel_decorator,
+    "triton.heuristics": kernel_decorator,
+    "triton.Config": Inert,
+    "triton.language.constexpr": Inert,
+    "triton.cdiv": lambda numerator, denominator: -(numerator // -denominator),
+    "triton.next_power_of_2": lambda number: 1 << max(number - 1, 0).bit_length(),
+    "triton.runtime.cache.triton_key": lambda: "none",
+    "triton.compiler.compiler.triton_key": lambda: "none",
+    "triton.__version__": "0",
+    "torchvision.__version__": "0",
+}
+"""Used while modules are imported, so these have to work."""
+
+
+class StandInClass(type):
+    """Of a class that can be named, subclassed and asked for members, not instantiated."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return f"{cls.__module__}.{cls.__qualname__}.{name}"
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(f"{cls.__module__}.{cls.__qualname__}")
+
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Request models may have a field of this type, as long as nobody sets it."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(lambda value: cls())
+
+
+class StandIn(types.ModuleType):
+    """A module, or a function: which of the two a lower-case name is cannot be told."""
+
+    __path__: Sequence[str] = ()  # so that its submodules are asked of the finder, too
+
+    def __getattr__(self, name: str) -> Any:
+        full_name = f"{self.__name__}.{name}"
+        if full_name in VALUES:
+            value = VALUES[full_name]
+        elif name.startswith("__") or full_name in UNKNOWN:
+            raise AttributeError(full_name)
+        elif name[0].isupper():
+            value = StandInClass(name, (), {"__module__": self.__name__})
+        else:
+            value = importlib.import_module(full_name)
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(self.__name__)
+
+
+class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        package = name.partition(".")[0]
+        if package not in ABSENT or name in UNKNOWN:
+            return None
+        # `importlib.util.find_spec` means "is it installed?", and the answer is no; but
+        # transformers names its image processors only where it finds torchvision.
+        if package != "torchvision" and _is_asked_by_importlib_util():
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> StandIn:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == "triton":
+            # or torch would compile with it
+            from torch.utils import _triton
+
+            _triton.has_triton_package = lambda: False
+            _triton.has_triton = lambda *args, **kwargs: False
+
+
+def _is_asked_by_importlib_util() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and "importlib" in frame.f_code.co_filename:
+        if frame.f_globals.get("__name__") == "importlib.util":
+            return True
+        frame = frame.f_back
+    return False
+
+
+sys.meta_path.append(StandInFinder())  # at the end: what is installed is found first
