@@ -27,6 +27,9 @@ from areal_sc.transport.shard_ids import parse_shard_id
 
 logger = logging.getLogger(__name__)
 
+SENT_AFTER_S = 10.0
+"""Within which rank 0 notices that all ranks have received; else some of them did so otherwise."""
+
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
 
@@ -157,6 +160,8 @@ class Publisher:
         received = asyncio.create_task(rollout.wait_for_weights_async())
         try:
             await asyncio.wait({sending, received}, return_when=asyncio.FIRST_COMPLETED)
+            if received.done() and received.exception() is None:
+                await asyncio.wait({sending}, timeout=SENT_AFTER_S)
             if not sending.done():  # nobody is left who would receive it
                 await self._call_root("cancel_broadcast", {"group": self._group})
             result = (await sending)[0]

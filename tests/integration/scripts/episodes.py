@@ -14,6 +14,11 @@ def right(prompt: dict[str, Any], completion: str) -> float:
     return 1.0
 
 
+def by_letters(prompt: dict[str, Any], completion: str) -> float:
+    """Answers differ in it, whatever the model."""
+    return float(sum(map(ord, completion[:3])))
+
+
 def raises(prompt: dict[str, Any], completion: str) -> float:
     return float(prompt["solution"] == completion)
 

@@ -1,0 +1,180 @@
+"""The three ways of new weights, through real controllers and workers with embedded generation.
+
+With SGLang's servers: tests/integration/sglang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from integration.scripts.episodes import by_letters
+from integration.scripts.tiny_run import letter_prompts
+
+from areal_sc import (
+    FSDPPPOActor,
+    GRPOConfig,
+    RolloutController,
+    SingleTurnWorkflow,
+    TrainController,
+    make_generator,
+)
+from areal_sc import start as start_controllers
+from areal_sc.errors import ConfigError, WorkerLost
+from areal_sc.schedulers.base import Scheduler
+
+METHODS = ("pull", "collective", "disk")
+PROMPTS = letter_prompts(16, seed=3)
+WORKFLOW = SingleTurnWorkflow(by_letters)
+
+SAME_KL = 1e-7
+"""Of two float32 computations of the same distribution; one update of lr 1e-2 moves it by more."""
+
+
+@contextmanager
+def controllers(
+    config: GRPOConfig, scheduler: Scheduler
+) -> Iterator[tuple[TrainController, RolloutController]]:
+    actor = TrainController(FSDPPPOActor(config.actor), scheduler)
+    rollout = RolloutController(make_generator(config.rollout), scheduler)
+    with start_controllers(actor, rollout):
+        yield actor, rollout
+
+
+def train_step(actor: TrainController, rollout: RolloutController) -> dict[str, float]:
+    """Trains on rows that the newest weights have sampled; they are published then."""
+    batch = rollout.rollout_batch(PROMPTS, WORKFLOW, 4)
+    assert {version for row in batch.rows for version, _ in row.version_spans} == {actor.version}
+    batch = actor.compute_advantages(actor.compute_proximal_logprobs(batch))
+    stats = actor.ppo_update(batch)
+    actor.publish_weights(rollout)
+    rollout.wait_for_weights()
+    return stats
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_generation_has_the_trainers_weights(
+    tiny_config: Callable[..., GRPOConfig],
+    scheduler: Scheduler,
+    tmp_path: Path,
+    method: str,
+    num_ranks: int,
+) -> None:
+    """Rows sampled after an update have the log-probabilities that the trainer computes."""
+    config = tiny_config(
+        f"weight_update.method={method}",
+        f"weight_update.folder={tmp_path / 'weights'}",
+        "weight_update.bucket_bytes=20000",
+        f"actor.num_workers={num_ranks}",
+        "rollout.num_workers=2",
+        "actor.optimizer.lr=1e-2",
+    )
+    with controllers(config, scheduler) as (actor, rollout):
+        for step in range(3):
+            stats = train_step(actor, rollout)
+            assert stats["behavior_kl"] < SAME_KL, f"version {step}"
+            assert stats["grad_norm"] > 0
+        assert actor.publication_stats["failed_broadcasts"] == 0
+        counters = rollout.worker_stats()
+    assert all(worker["weight_updates"] == 3 for worker in counters)
+    assert len({worker["update_bytes"] for worker in counters}) == 1
+    if method == "disk":
+        # the version before stays for whoever still reads it; those before it went
+        left = {folder.name for folder in (tmp_path / "weights").iterdir()}
+        assert left == {"version-2", "version-3"}
+    if method == "collective":
+        assert actor.publication_stats["published_bytes"] == counters[0]["update_bytes"]
+
+
+def test_old_weights_would_be_noticed(
+    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler
+) -> None:
+    """What the test above would see if an update had not come through."""
+    config = tiny_config("actor.optimizer.lr=1e-2")
+    with controllers(config, scheduler) as (actor, rollout):
+        rows = actor.compute_advantages(rollout.rollout_batch(PROMPTS, WORKFLOW, 4))
+        actor.ppo_update(actor.compute_proximal_logprobs(rows))
+        stats = actor.ppo_update(actor.compute_proximal_logprobs(rows))
+    assert stats["behavior_kl"] > 100 * SAME_KL
+
+
+def test_a_broadcast_that_cannot_be_received_leaves_nobody_waiting(
+    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler
+) -> None:
+    """A worker that has left the group, unknown to the trainer, gets the weights by pull."""
+    config = tiny_config(
+        "weight_update.method=collective",
+        "weight_update.bucket_bytes=20000",
+        "rollout.num_workers=2",
+        "actor.optimizer.lr=1e-2",
+    )
+    with controllers(config, scheduler) as (actor, rollout):
+        train_step(actor, rollout)
+        group = actor._publisher._group
+        leave_unnoticed(rollout, group)
+        for step in range(2):
+            assert train_step(actor, rollout)["behavior_kl"] < SAME_KL, f"version {step + 1}"
+        assert actor.publication_stats["failed_broadcasts"] == 1
+        assert actor._publisher._group not in ("", group)
+
+
+def leave_unnoticed(rollout: RolloutController, group: str) -> None:
+    """One worker leaves, and the question whether all are members is answered as before."""
+
+    async def leave() -> None:
+        fleet = rollout._fleet
+        await fleet.call(fleet.members[1], "leave_weight_group", {"group": group})
+
+    rollout._run(leave())
+    ask = rollout.weight_ranks_async
+
+    async def ask_once(name: str) -> list[dict[str, object]]:
+        rollout.weight_ranks_async = ask  # type: ignore[method-assign]
+        return [{**worker, "is_member": True} for worker in await ask(name)]
+
+    rollout.weight_ranks_async = ask_once  # type: ignore[method-assign]
+
+
+def test_a_worker_that_dies_ends_the_broadcast(
+    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler
+) -> None:
+    config = tiny_config("weight_update.method=collective", "rollout.num_workers=2")
+    with controllers(config, scheduler) as (actor, rollout):
+        train_step(actor, rollout)
+        os.kill(rollout._fleet.members[1].worker.report.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="rollout/1"):
+            train_step(actor, rollout)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("weight_update.method=collective", "rollout.max_unavailable=1"),
+            r"rollout\.max_unavailable: expected 0 with weight_update\.method=collective",
+        ),
+        (("weight_update.method=smoke_signals",), r"weight_update\.method.*pull.*disk"),
+        (
+            ("rollout.engine=sglang", "sglang.urls=[http://localhost:1]"),
+            r"weight_update\.method: expected disk or collective with sglang\.urls",
+        ),
+        (
+            ("rollout.engine=sglang", "sglang.python=/no/python"),
+            r"sglang\.python: '/no/python' is no program",
+        ),
+        (
+            ("rollout.engine=sglang", "sglang.ports=[4000]", "rollout.num_workers=2"),
+            r"sglang\.ports cannot be given for rollout\.num_workers=2",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(
+    tiny_config: Callable[..., GRPOConfig], overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(*overrides)
