@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ NamedTensor = tuple[str, torch.Tensor]
 NCCL, GLOO = "nccl", "gloo"
 MEETING_TIMEOUT_S = 120.0
 _POLL_S = 0.001
+_DROP_POLL_S = 1.0
 _BACKLOG = 1024
 
 
@@ -146,6 +148,7 @@ class WeightBroadcaster:
         self._backend = backend
         self._name = name
         self._group: Any = None
+        self._work: Any = None
         self._store = listening_store(host, self._meeting_timeout)
 
     def describe(self, world_size: int) -> WeightGroup:
@@ -166,7 +169,8 @@ class WeightBroadcaster:
         Args:
             bucket: on whatever device; the backend's own copy of it is made here.
             cancelled: ends the wait, as a receiver has refused.
-        Raises: EngineFailed: it was cancelled, a rank is gone, or it took too long.
+        Raises: EngineFailed: it was cancelled, a rank is gone, or it took too long. This rank has
+            left the group then, so that nobody goes on to wait for it.
         """
         device = torch.device("cuda" if self._backend == NCCL else "cpu")
         parts = [t.detach().reshape(-1).view(torch.uint8) for _, t in in_byte_order(bucket)]
@@ -176,20 +180,24 @@ class WeightBroadcaster:
             flat[start : start + len(part)].copy_(part)
             start += len(part)
         try:
-            work = self._group.broadcast([flat], _from_rank_0(self._timeout))
+            work = self._work = self._group.broadcast([flat], _from_rank_0(self._timeout))
             while not work.is_completed():
                 if cancelled.wait(_POLL_S):
-                    raise EngineFailed(f"a broadcast in weight group {self._name} was given up")
+                    raise RuntimeError("it was given up")
             work.wait()
         except RuntimeError as error:
+            self.close()
             raise EngineFailed(
                 f"a broadcast in weight group {self._name} failed: {error}"
             ) from error
         return flat.nbytes
 
     def close(self) -> None:
-        """Leaves; the others' ranks find the connection closed."""
-        self._group = None
+        """Leaves, at once; a broadcast that goes on ends by itself, or at its time limit."""
+        group, self._group = self._group, None
+        work, self._work = self._work, None  # which keeps the connections, too
+        if group is not None:
+            _leave(group, work, is_nccl=self._backend == NCCL)
 
 
 class WeightReceiver:
@@ -205,7 +213,8 @@ class WeightReceiver:
     ) -> None:
         self.name = group.name
         self._timeout = timedelta(seconds=timeout_s)
-        self._device = device if group.backend == NCCL else torch.device("cpu")
+        self._is_nccl = group.backend == NCCL
+        self._device = device if self._is_nccl else torch.device("cpu")
         try:
             store = TCPStore(
                 group.master_address,
@@ -247,7 +256,10 @@ class WeightReceiver:
         ]
 
     def close(self) -> None:
-        self._group = None
+        """Leaves, at once; a broadcast that goes on ends by itself, or at its time limit."""
+        group, self._group = self._group, None
+        if group is not None:
+            _leave(group, None, is_nccl=self._is_nccl)
 
 
 def listening_store(host: str, timeout: timedelta) -> TCPStore:
@@ -282,6 +294,22 @@ def _join(group: WeightGroup, rank: int, store: Any, timeout: timedelta) -> Any:
         raise EngineFailed(
             f"the {group.world_size} ranks of weight group {group.name} did not meet: {error}"
         ) from error
+
+
+def _leave(group: Any, work: Any, *, is_nccl: bool) -> None:
+    """Drops a group once its last broadcast has ended: until then its end would block everything.
+
+    gloo cannot break a broadcast off; it ends at its time limit.
+    """
+    if is_nccl:
+        group.abort()
+
+    def drop_later(held: list[Any]) -> None:
+        while work is not None and not work.is_completed():
+            time.sleep(_DROP_POLL_S)
+        held.clear()
+
+    threading.Thread(target=drop_later, args=([group],), name="weight group", daemon=True).start()
 
 
 def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

@@ -142,7 +142,7 @@ class WeightPublication:
 
         sent: dict[str, Any] = await self._compute(send)
         if sent["failure"]:
-            self.close()  # the ranks that still wait find the connection closed
+            self.close()
         return sent
 
     def cancel_broadcast(self, group: str) -> None:

@@ -27,8 +27,8 @@ SETTINGS_OF: Mapping[str, str] = {
     "tp_size": "sglang.tp_size",
     "tensor_parallel_size": "sglang.tp_size",
     "base_gpu_id": "sglang.devices",
-    "api_key": "a random key of each server",
-    "admin_api_key": "a random key of each server",
+    "api_key": "a random key",
+    "admin_api_key": "a random key",
     "weight_version": "the policy version",
 }
 """Arguments of SGLang that have a setting here, and may not be given a second time."""

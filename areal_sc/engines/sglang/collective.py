@@ -7,6 +7,7 @@ not wait for ranks that will not come, and all servers get the weights another w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from areal_sc.engines.sglang.weights import (
 )
 from areal_sc.engines.weight_group import BucketLayout, WeightGroup
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout
+
+GRACE_S = 10.0
+"""For the other servers to end a broadcast that one of them did not take part in."""
 
 
 @dataclass(frozen=True)
@@ -73,27 +77,46 @@ class CollectiveWeights:
     async def _receive(
         self, servers: Sequence[PausedServer], timeout_s: float
     ) -> list[ArealError | None]:
-        async def or_give_up(action: Awaitable[None]) -> None:
-            try:
-                await action
-            except ArealError:
-                await self.give_up()  # the others would wait for a rank that does not come
-                raise
-
-        errors = await for_each(servers, lambda server: or_give_up(begin_update(server)))
+        errors = await for_each(servers, begin_update)
         for layout in self.buckets:
             if any(errors):
+                await self.give_up()
                 return errors
             request = bucket_request(layout, self.group_name)
-
-            async def receive(server: PausedServer, request: dict[str, Any] = request) -> None:
-                broadcast = server.client.receive_broadcast(request, timeout_s=timeout_s)
-                await or_give_up(broadcast)
-
-            errors = await for_each(servers, receive)
+            errors = await self._receive_bucket(servers, request, timeout_s)
         if any(errors):
             return errors
         return await for_each(servers, lambda server: end_update(server, timeout_s))
+
+    async def _receive_bucket(
+        self, servers: Sequence[PausedServer], request: dict[str, Any], timeout_s: float
+    ) -> list[ArealError | None]:
+        """When one does not take part, those that then wait for it are given up, too."""
+
+        async def receive(server: PausedServer) -> None:
+            await server.client.receive_broadcast(request, timeout_s=timeout_s)
+
+        tasks = [asyncio.create_task(receive(server)) for server in servers]
+        try:
+            _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.done() and task.exception() for task in tasks):
+                await self.give_up()
+                if waiting:
+                    _, waiting = await asyncio.wait(waiting, timeout=GRACE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        errors: list[ArealError | None] = []
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, asyncio.CancelledError):
+                url = server.client.url
+                errors.append(PeerLost(f"{url} waits in a broadcast that was given up"))
+            elif outcome is None or isinstance(outcome, ArealError):
+                errors.append(outcome)
+            else:
+                raise outcome
+        return errors
 
 
 def group_request(group: WeightGroup, first_rank: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,14 @@ class ReplicaSettings:
         log_folder: where the servers' logs go.
         owner: name of the worker, in the logs' names.
         is_cuda: servers compute on GPUs.
+        api_key: of the servers that are started; random.
     """
 
     config: RolloutConfig
     log_folder: Path
     owner: str
     is_cuda: bool
+    api_key: str = field(default_factory=lambda: secrets.token_hex(_KEY_BYTES), repr=False)
 
     @property
     def sglang(self) -> SGLangConfig:
@@ -280,9 +282,7 @@ class Replica:
         settings = self._settings
         sglang = settings.sglang
         port = sglang.ports[self.index] if sglang.ports else free_port(sglang.host)
-        place = ServerPlace(
-            self.index, port, secrets.token_hex(_KEY_BYTES), is_cuda=settings.is_cuda
-        )
+        place = ServerPlace(self.index, port, settings.api_key, is_cuda=settings.is_cuda)
         log_path = settings.log_folder / f"{settings.owner}-sglang-{self.index}.log"
         self.server = await SGLangServer.start(settings.config, sglang, place, log_path)
         self.url = self.server.url

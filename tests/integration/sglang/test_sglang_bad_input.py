@@ -36,12 +36,13 @@ def make_engine(rollout_config: RolloutConfig, tmp_path: Path) -> EngineFactory:
     return make
 
 
-def running_servers(engine: SGLangServerEngine) -> SGLangConfig:
-    """Settings that connect to the servers of another engine."""
+def running_servers(engine: SGLangServerEngine, num_servers: int = 1) -> SGLangConfig:
+    """Settings that connect to some servers of another engine."""
     assert engine._replicas
     replicas = engine._replicas.replicas
     os.environ[KEY_VARIABLE] = replicas[0].server.api_key if replicas[0].server else ""
-    return SGLangConfig(urls=[replicas[0].url], api_key_env=KEY_VARIABLE)
+    urls = [replica.url for replica in replicas[:num_servers]]
+    return SGLangConfig(urls=urls, api_key_env=KEY_VARIABLE)
 
 
 def children() -> set[int]:

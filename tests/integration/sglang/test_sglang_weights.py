@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
+NUM_UPDATES = 20
 BROADCAST_BYTES = 50_000
 GROUP_TIMEOUT_S = 30.0
 
@@ -205,18 +206,20 @@ async def test_32_answers_across_many_updates(
     tasks = start_answers(engine, prompts)
     await running(engine, until, len(tasks))
     first = engine.version
-    while not all(task.done() for task in tasks) and engine.version - first < 8:
+    while engine.version - first < NUM_UPDATES:
         version = policies.add()
         if version % 3 == 0:
             folder = policies.save(version, tmp_path / str(version))
             await engine.update_weights_from_disk(version, folder)
         else:
             await engine.update_weights(version, policies.source(version))
-        await asyncio.sleep(0.05)
+    assert not any(task.done() for task in tasks), (
+        "updates came too slowly for the test to mean much"
+    )
     answers = await asyncio.gather(*tasks)
     policies.check_all(prompts, answers)
     assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
-    assert max(len(set(answer.versions)) for answer in answers) >= 4
+    assert max(len(set(answer.versions)) for answer in answers) >= NUM_UPDATES // 2
     after = engine.stats()
     sampled = sum(len(answer.token_ids) for answer in answers)
     assert after["generated_tokens"] - before["generated_tokens"] == sampled
