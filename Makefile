@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/installed
 
-.PHONY: quickstart test lint install clean
+.PHONY: quickstart test lint install sglang clean
 
 quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
@@ -17,6 +17,9 @@ lint: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 install: $(INSTALLED)
+
+sglang:  ## SGLang for CPUs, in .venv-sglang; the tests do it by themselves
+	tests/sglang_server/install.sh
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -18,12 +18,12 @@ from letter_sort_task import LetterSortPrompts, letter_sort_reward
 from areal_sc import (
     FSDPPPOActor,
     GRPOConfig,
-    LocalGenerator,
     RolloutController,
     TrainController,
     Trajectory,
     Workflow,
     load_config,
+    make_generator,
     make_scheduler,
     run_script,
     start,
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     scheduler = make_scheduler(config.scheduler)
     actor = TrainController(engine=FSDPPPOActor(config=config.actor), scheduler=scheduler)
-    rollout = RolloutController(engine=LocalGenerator(config=config.rollout), scheduler=scheduler)
+    rollout = RolloutController(engine=make_generator(config.rollout), scheduler=scheduler)
     prompts = LetterSortPrompts(config.seed)
     workflow = RetryWorkflow(letter_sort_reward)
     with start(actor, rollout):
