@@ -294,16 +294,21 @@ def _check_weight_update(config: GRPOConfig) -> None:
 
 
 def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> None:
-    roles = [
-        ("actor", config.actor.device, config.actor.num_workers),
-        ("rollout", config.rollout.device, config.rollout.num_workers),
-    ]
+    rollout, actor = config.rollout, config.actor
+    roles = [("actor", actor.device, actor.num_workers)]
+    if not (rollout.engine == RolloutEngine.sglang and config.sglang.urls):
+        roles.append(("rollout", rollout.device, rollout.num_workers))
     if all(device == Device.cpu for _, device, _ in roles):
         return
     num_devices = count_devices()
     for role, device, num_workers in roles:
         if resolved_device(device, num_devices) == Device.cpu:
             continue
+        if num_devices == 0:
+            raise ConfigError(
+                f"{role}.device: cuda, but this machine has no CUDA device (nvidia-smi names "
+                f"none); {role}.device=cpu needs none"
+            )
         if num_workers > num_devices:
             raise ConfigError(
                 f"{role}.num_workers: expected at most {num_devices} with "

@@ -1,15 +1,30 @@
-"""Which workers a run would start, where, and about how much memory they need (`--dry-run`)."""
+"""Which workers a run would start, where, and about how much memory they need (`--dry-run`).
+
+SGLang takes a share of each GPU for parameters and KV cache together, `mem_fraction_static`,
+whatever it needs. So a trainer beside it has what is left, and only that.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from areal_sc.config.checks import resolved_device
 from areal_sc.config.machine import Machine, this_machine
 from areal_sc.config.model_folder import ModelShape, read_model_shape
-from areal_sc.config.schema import ActorConfig, Device, Dtype, GRPOConfig, RolloutConfig
+from areal_sc.config.placement import DevicePlacement, rollout_devices
+from areal_sc.config.schema import (
+    ActorConfig,
+    Device,
+    Dtype,
+    GRPOConfig,
+    RolloutConfig,
+    RolloutEngine,
+)
+from areal_sc.config.sglang_arguments import ServerPlace, server_arguments
+from areal_sc.config.sglang_checks import sglang_of_worker
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN
 
@@ -26,16 +41,24 @@ DTYPE_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 LIVE_WEIGHT_VERSIONS = 2
 """Published weights: the newest, and the one before while it is still being pulled."""
 
+SGLANG_MEMORY_FRACTION = 0.88
+"""About what SGLang takes of a GPU by itself; it reserves more on small cards."""
+
+FRACTION_STEPS = 100
+"""`mem_fraction_static` is proposed in hundredths."""
+
 
 @dataclass(frozen=True)
 class WorkerPlan:
     """One process and its estimated memory, in bytes.
 
     Attributes:
+        role: `train`, `rollout`, or `server` for one rank of an SGLang server.
         device: `cpu`, or `cuda:<n>`, numbered as this process sees them.
         parameter_bytes: parameters, and their gradients where they are trained.
         optimizer_bytes: optimizer state.
-        kv_bytes: KV cache when every slot is filled to the longest context.
+        kv_bytes: KV cache when every slot is filled to the longest context; of an SGLang server
+            all that it takes for it beforehand.
         store_bytes: most that the worker's tensor store holds; always in host memory.
     """
 
@@ -135,18 +158,17 @@ def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Pla
     """
     machine = probe()
     shape = read_model_shape(config.actor.path)
+    placement = DevicePlacement(machine.num_cuda_devices)
     workers = [
-        *_train_workers(config.actor, shape, machine),
-        *_rollout_workers(config, shape, machine),
+        *_train_workers(config.actor, shape, machine, placement),
+        *_rollout_workers(config, shape, machine, placement),
     ]
     available: dict[str, int | None] = {HOST: machine.host_memory_bytes}
     available |= {f"cuda:{i}": memory for i, memory in enumerate(machine.cuda_memory_bytes)}
     result = Plan(tuple(workers), available, shape is not None)
     if not result.fits:
         raise ConfigError(
-            "the run does not fit into memory; smaller rollout.max_running_sequences, "
-            "rollout.max_context_tokens or rollout.store_bytes, or more actor.num_workers, "
-            "need less on a device\n" + "\n".join(result.lines())
+            f"the run does not fit into memory; {_way_out(result)}\n" + "\n".join(result.lines())
         )
     return result
 
@@ -161,46 +183,180 @@ def format_bytes(count: int) -> str:
 
 
 def _train_workers(
-    actor: ActorConfig, shape: ModelShape | None, machine: Machine
-) -> list[WorkerPlan]:
+    actor: ActorConfig, shape: ModelShape | None, machine: Machine, placement: DevicePlacement
+) -> Iterator[WorkerPlan]:
     # FSDP: each rank holds its part of float32 parameters, gradients and optimizer state
     share = -(-(shape.num_parameters or 0) // actor.num_workers) if shape else 0
-    return [
-        WorkerPlan(
+    for index in range(actor.num_workers):
+        (device,) = _device_names(actor.device, "train", index, 1, machine, placement)
+        yield WorkerPlan(
             role="train",
             index=index,
-            device=_device_name(actor.device, index, machine),
+            device=device,
             parameter_bytes=2 * FLOAT32_BYTES * share,
             optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
             kv_bytes=0,
             store_bytes=LIVE_WEIGHT_VERSIONS * DTYPE_BYTES[actor.dtype] * share,
         )
-        for index in range(actor.num_workers)
-    ]
 
 
 def _rollout_workers(
-    config: GRPOConfig, shape: ModelShape | None, machine: Machine
-) -> list[WorkerPlan]:
+    config: GRPOConfig, shape: ModelShape | None, machine: Machine, placement: DevicePlacement
+) -> Iterator[WorkerPlan]:
     rollout = config.rollout
-    value_bytes = DTYPE_BYTES[rollout.dtype]
-    num_parameters = (shape.num_parameters or 0) if shape else 0
-    kv_values = (shape.kv_values_per_token or 0) if shape else 0
-    return [
-        WorkerPlan(
+    kind, num_devices = rollout_devices(rollout)
+    num_servers = 0
+    for index in range(rollout.num_workers):
+        devices = _device_names(kind, "rollout", index, num_devices, machine, placement)
+        servers: list[WorkerPlan] = []
+        parameter_bytes = kv_bytes = 0
+        if rollout.engine == RolloutEngine.sglang:
+            servers = _server_ranks(rollout, index, num_servers, shape, devices, machine)
+            num_servers += len(servers)
+        else:
+            parameter_bytes = DTYPE_BYTES[rollout.dtype] * _num_parameters(shape)
+            num_places = rollout.max_running_sequences * rollout.max_context_tokens
+            kv_bytes = num_places * _kv_bytes_per_token(rollout, shape)
+        yield WorkerPlan(
             role="rollout",
             index=index,
-            device=_device_name(rollout.device, config.actor.num_workers + index, machine),
-            parameter_bytes=value_bytes * num_parameters,
+            # with servers, the worker itself computes nothing
+            device="cpu" if rollout.engine == RolloutEngine.sglang else devices[0],
+            parameter_bytes=parameter_bytes,
             optimizer_bytes=0,
-            kv_bytes=value_bytes
-            * kv_values
-            * rollout.max_running_sequences
-            * rollout.max_context_tokens,
+            kv_bytes=kv_bytes,
             store_bytes=_live_row_bytes(rollout),
         )
-        for index in range(rollout.num_workers)
+        yield from servers
+
+
+def _server_ranks(
+    rollout: RolloutConfig,
+    worker: int,
+    first: int,
+    shape: ModelShape | None,
+    worker_devices: Sequence[str],
+    machine: Machine,
+) -> list[WorkerPlan]:
+    """The processes of the servers that one worker starts, numbered from `first`."""
+    sglang = sglang_of_worker(rollout.sglang, worker, rollout.num_workers)
+    if sglang.urls:
+        return []
+    is_cuda = worker_devices[0] != "cpu"
+    words = server_arguments(rollout, sglang, ServerPlace(0, 0, "", is_cuda))
+    given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+    parameter_bytes = -(-DTYPE_BYTES[rollout.dtype] * _num_parameters(shape) // sglang.tp_size)
+    kv_bytes_per_token = -(-_kv_bytes_per_token(rollout, shape) // sglang.tp_size)
+    asked_bytes: int | None = None  # of KV cache; None: as much as there is
+    if "max-total-tokens" in given:
+        asked_bytes = _max_total_tokens(given) * kv_bytes_per_token
+    num_ranks = sglang.num_servers * sglang.tp_size
+    ranks = []
+    for rank, place in enumerate(sglang.devices or range(num_ranks)):
+        device, kv_bytes = "cpu", asked_bytes or 0
+        if is_cuda:
+            device = worker_devices[place]
+            memory = machine.cuda_memory_bytes[int(device.removeprefix("cuda:"))]
+            if memory is not None:
+                left = int(_memory_fraction(given) * memory) - parameter_bytes
+                _require_room(left, device, memory, parameter_bytes, given)
+                kv_bytes = left if asked_bytes is None else min(left, asked_bytes)
+        ranks.append(
+            WorkerPlan(
+                role="server",
+                index=first + rank,
+                device=device,
+                parameter_bytes=parameter_bytes,
+                optimizer_bytes=0,
+                kv_bytes=kv_bytes,
+                store_bytes=0,
+            )
+        )
+    return ranks
+
+
+def _max_total_tokens(given: dict[str, str]) -> int:
+    """Raises: ConfigError: `sglang.args.max_total_tokens` is no count."""
+    text = given["max-total-tokens"]
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"sglang.args.max_total_tokens: expected a count above 0, got {text}")
+    return int(text)
+
+
+def _memory_fraction(given: dict[str, str]) -> float:
+    """Raises: ConfigError: `sglang.args.mem_fraction_static` is no share."""
+    text = given.get("mem-fraction-static", str(SGLANG_MEMORY_FRACTION))
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction < 1:
+        raise ConfigError(
+            f"sglang.args.mem_fraction_static: expected a number above 0 and below 1, got {text}"
+        )
+    return fraction
+
+
+def _require_room(
+    left: int, device: str, memory: int, parameter_bytes: int, given: dict[str, str]
+) -> None:
+    """Raises: ConfigError: the share of the device does not even hold the parameters."""
+    if left >= 0:
+        return
+    raise ConfigError(
+        f"sglang.args.mem_fraction_static: {_memory_fraction(given):g} of {device} "
+        f"({format_bytes(memory)}) does not hold the parameters of a server "
+        f"({format_bytes(parameter_bytes)}), and it has to hold the KV cache, too; "
+        "a larger share or sglang.tp_size holds them"
+    )
+
+
+def _way_out(result: Plan) -> str:
+    """What to change so that less memory is needed."""
+    sharing = [
+        fraction
+        for place in result.short_places
+        if (fraction := _largest_memory_fraction(result, place)) is not None
     ]
+    if not sharing:
+        return (
+            "smaller rollout.max_running_sequences, rollout.max_context_tokens or "
+            "rollout.store_bytes, or more actor.num_workers, need less on a device"
+        )
+    largest = min(sharing)
+    if largest <= 0:
+        return (
+            "no value of sglang.args.mem_fraction_static leaves room for what trains on the same "
+            "device; more devices, or more actor.num_workers, need less on a device"
+        )
+    return (
+        f"sglang.args.mem_fraction_static may be at most {largest:g} beside all else on that device"
+    )
+
+
+def _largest_memory_fraction(result: Plan, place: str) -> float | None:
+    """The share that each server on a device may take, all else staying; None without servers.
+
+    0: not even their parameters have room.
+    """
+    memory = result.available_bytes.get(place)
+    servers = [w for w in result.workers if w.role == "server" and w.device == place]
+    if place == HOST or not servers or memory is None:
+        return None
+    used = sum(server.memory[place] for server in servers)
+    room = (memory - (result.needed_bytes[place] - used)) // len(servers)
+    steps = min(room * FRACTION_STEPS // memory, FRACTION_STEPS - 1)
+    if steps * memory < FRACTION_STEPS * max(server.parameter_bytes for server in servers):
+        return 0.0
+    return steps / FRACTION_STEPS
+
+
+def _num_parameters(shape: ModelShape | None) -> int:
+    return (shape.num_parameters or 0) if shape else 0
+
+
+def _kv_bytes_per_token(rollout: RolloutConfig, shape: ModelShape | None) -> int:
+    return DTYPE_BYTES[rollout.dtype] * ((shape.kv_values_per_token or 0) if shape else 0)
 
 
 def _live_row_bytes(rollout: RolloutConfig) -> int:
@@ -211,8 +367,15 @@ def _live_row_bytes(rollout: RolloutConfig) -> int:
     return min(rollout.store_bytes, share)
 
 
-def _device_name(device: Device, position: int, machine: Machine) -> str:
-    """Workers take the CUDA devices in turn, training first, and share them where they must."""
-    if resolved_device(device, machine.num_cuda_devices) == Device.cpu:
-        return "cpu"
-    return f"cuda:{position % machine.num_cuda_devices}"
+def _device_names(
+    kind: Device,
+    role: str,
+    index: int,
+    count: int,
+    machine: Machine,
+    placement: DevicePlacement,
+) -> list[str]:
+    """`cuda:<n>` for each device that the worker gets, or `cpu` alone."""
+    if resolved_device(kind, machine.num_cuda_devices) == Device.cpu:
+        return ["cpu"]
+    return [f"cuda:{device}" for device in placement.place(role, index, count)]

@@ -213,6 +213,7 @@ class Publisher:
                 "name": name,
                 "world_size": world_size,
                 "is_cuda": all(worker["is_cuda"] for worker in ranks),
+                "devices": [device for worker in ranks for device in worker["devices"]],
             },
         )
         meetings = await asyncio.gather(

@@ -25,6 +25,7 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from areal_sc.config.placement import rollout_devices
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import RolloutConfig, RolloutEngine
 from areal_sc.config.sglang_checks import sglang_of_worker
@@ -135,6 +136,7 @@ class RolloutController(Shell):
 
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
+        device, num_devices = rollout_devices(self.config)
         await self._fleet.launch(
             [
                 LaunchRequest(
@@ -142,8 +144,9 @@ class RolloutController(Shell):
                     index=index,
                     engine=type(self.engine).__name__,
                     engine_config=to_plain(self._config_of_worker(index)),
-                    device=self.config.device,
+                    device=device,
                     store_bytes=self.config.store_bytes,
+                    num_devices=num_devices,
                 )
                 for index in range(self.config.num_workers)
             ]

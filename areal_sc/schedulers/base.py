@@ -23,8 +23,9 @@ class LaunchRequest:
         index: number of the worker within its role.
         engine: name of the engine's handle.
         engine_config: the handle's config as a plain dict.
-        device: `cuda` takes one device of the node for the worker.
+        device: `cuda` takes devices of the node for the worker.
         store_bytes: limit of the worker's tensor store.
+        num_devices: how many it takes; on a CPU none, whatever is said here.
     """
 
     role: str
@@ -33,6 +34,7 @@ class LaunchRequest:
     engine_config: dict[str, Any]
     device: Device
     store_bytes: int
+    num_devices: int = 1
 
 
 @dataclass(frozen=True)

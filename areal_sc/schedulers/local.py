@@ -25,6 +25,7 @@ from pathlib import Path
 
 from areal_sc.config.checks import resolved_device
 from areal_sc.config.machine import Machine, this_machine
+from areal_sc.config.placement import DevicePlacement
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.ids import random_id
@@ -71,10 +72,8 @@ class LocalScheduler:
         self.keys = RunKeys.create()
         self._run_id = new_id()
         self._new_id = new_id
-        self._machine = probe()
-        self._device_users: dict[int, list[str]] = {
-            index: [] for index in range(self._machine.num_cuda_devices)
-        }
+        self._num_devices = probe().num_cuda_devices
+        self._placement = DevicePlacement(self._num_devices)
         self._exit_codes: dict[int, int] = {}
         self._run_dir = Path(config.run_dir).resolve()
         for folder in ("logs", "workers"):
@@ -104,7 +103,7 @@ class LocalScheduler:
         except BaseException:
             # Nobody else knows of it yet, so nobody else would end it.
             self._fork_server.kill(pid, signal.SIGKILL)
-            self._release_device(spec.name)
+            self._placement.release(spec.name)
             raise
         logger.info(
             "worker=%s pid=%d address=%s start_s=%.2f",
@@ -128,7 +127,7 @@ class LocalScheduler:
             await asyncio.to_thread(self._fork_server.kill, worker.report.pid, signal.SIGKILL)
         for worker in workers:
             worker.spec.report_path.unlink(missing_ok=True)
-            self._release_device(worker.name)
+            self._placement.release(worker.name)
 
     def close(self) -> None:
         """Ends the fork server, and with it every worker that is left."""
@@ -146,7 +145,7 @@ class LocalScheduler:
     def _start_fork_server(self) -> ForkServerClient:
         return start_fork_server(
             socket_dir=self._socket_dir,
-            preload=() if self._device_users else PRELOAD,
+            preload=() if self._num_devices else PRELOAD,
             orphan_timeout_s=self.config.orphan_timeout_s,
             log_path=self._run_dir / "logs" / "fork_server.log",
             env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
@@ -154,7 +153,6 @@ class LocalScheduler:
         )
 
     def _spec(self, request: LaunchRequest) -> WorkerSpec:
-        name = f"{request.role}/{request.index}"
         return WorkerSpec(
             role=request.role,
             index=request.index,
@@ -168,29 +166,18 @@ class LocalScheduler:
             store_bytes=request.store_bytes,
             heartbeat_interval_s=self.config.heartbeat_interval_s,
             orphan_timeout_s=self.config.orphan_timeout_s,
-            environment=self._device_environment(request, name),
+            environment=self._device_environment(request),
         )
 
-    def _device_environment(self, request: LaunchRequest, name: str) -> dict[str, str]:
-        """CUDA_VISIBLE_DEVICES of one device: a free one, else one not used by the same role."""
-        if resolved_device(request.device, len(self._device_users)) == Device.cpu:
+    def _device_environment(self, request: LaunchRequest) -> dict[str, str]:
+        """CUDA_VISIBLE_DEVICES of the worker's devices, in the order of this process's own."""
+        on_cpu = resolved_device(request.device, self._num_devices) == Device.cpu
+        if on_cpu or not request.num_devices:
             return {"CUDA_VISIBLE_DEVICES": ""}
-        device = min(
-            self._device_users,
-            key=lambda index: (
-                any(user.startswith(f"{request.role}/") for user in self._device_users[index]),
-                len(self._device_users[index]),
-            ),
-        )
-        self._device_users[device].append(name)
+        devices = self._placement.place(request.role, request.index, request.num_devices)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(index) for index in self._device_users]
-        return {"CUDA_VISIBLE_DEVICES": names[device]}
-
-    def _release_device(self, name: str) -> None:
-        for users in self._device_users.values():
-            if name in users:
-                users.remove(name)
+        names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[device].strip() for device in devices)}
 
     async def _wait_for_report(self, spec: WorkerSpec, pid: int) -> WorkerReport:
         loop = asyncio.get_running_loop()

@@ -42,6 +42,7 @@ from areal_sc.metadata import (
 from areal_sc.workers.base import Method, Worker
 from areal_sc.workers.fork_client import fork_server_child
 from areal_sc.workers.spec import WorkerSpec
+from areal_sc.workers.weight_publication import own_devices
 from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
 from areal_sc.workflows.rewards import RewardPool
 
@@ -179,6 +180,7 @@ class RolloutWorker(Worker):
         return {
             "num_ranks": self.engine.count_ranks(),
             "is_cuda": self.engine.is_cuda,
+            "devices": own_devices() if self.engine.is_cuda else [],
             "is_member": self.engine.has_whole_group(str(args["group"])),
         }
 

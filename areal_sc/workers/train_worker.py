@@ -151,7 +151,10 @@ class TrainWorker(Worker):
     async def open_weight_group(self, args: dict[str, Any]) -> dict[str, Any]:
         """Rank 0 listens for the ranks of a weight group; see `WeightPublication`."""
         return await self.publication.open_group(
-            str(args["name"]), int(args["world_size"]), is_cuda=bool(args["is_cuda"])
+            str(args["name"]),
+            int(args["world_size"]),
+            is_cuda=bool(args["is_cuda"]),
+            devices=[str(device) for device in args["devices"]],
         )
 
     async def meet_weight_group(self, args: dict[str, Any]) -> None:

@@ -12,9 +12,10 @@ Unblocked by: those, `cancel_broadcast`, or `weight_update.step_timeout_s`.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from typing import Any
 from areal_sc.config.schema import WeightUpdateConfig
 from areal_sc.engines.base import TrainEngine
 from areal_sc.engines.weight_group import GLOO, NCCL, WeightBroadcaster
-from areal_sc.errors import EngineFailed, StaleCall
+from areal_sc.errors import ConfigError, EngineFailed, StaleCall
+from areal_sc.transport.beat_board import this_node
 from areal_sc.transport.tensor_store import TensorStore
 
 _FOLDER_PREFIX = "version-"
@@ -90,15 +92,24 @@ class WeightPublication:
         await asyncio.shield(asyncio.wrap_future(written))
         return str(folder)
 
-    async def open_group(self, name: str, world_size: int, *, is_cuda: bool) -> dict[str, Any]:
+    async def open_group(
+        self, name: str, world_size: int, *, is_cuda: bool, devices: Sequence[str]
+    ) -> dict[str, Any]:
         """On rank 0: listens for the ranks of a new group, which replaces the one before.
 
         Args:
             is_cuda: all generating ranks compute on GPUs.
+            devices: those of them that are known, as `own_devices` names them.
         Returns: the group, as it is sent.
+        Raises: ConfigError: one of them is this rank's, too, which NCCL does not allow.
         """
         self.close()
         backend = NCCL if is_cuda and self._engine.is_cuda else GLOO
+        if backend == NCCL and (shared := set(devices) & set(own_devices())):
+            raise ConfigError(
+                f"weight_update.method: collective needs GPUs of their own for training and "
+                f"generation, and both use {', '.join(sorted(shared))}; choose pull"
+            )
         self._group = name
         self._cancelled.clear()
         self._broadcaster = WeightBroadcaster(
@@ -161,6 +172,12 @@ class WeightPublication:
         if self._broadcaster is None:
             raise StaleCall("there is no weight group; open one first")
         return self._broadcaster
+
+
+def own_devices() -> list[str]:
+    """`<node>/<GPU>` for every GPU that this process was given."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [f"{this_node()}/{name}" for name in visible.split(",") if name]
 
 
 def _remove_before(root: Path, oldest: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,31 +19,44 @@ from areal_sc.config.schema import (
     PPOConfig,
     RolloutConfig,
 )
+from areal_sc.engines.base import Completion
 from areal_sc.engines.fsdp import FSDPEngine
 from areal_sc.engines.local import LocalEngine
 from areal_sc.transport.packed_rows import PackedRows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, there is none"),
-]
+pytestmark = pytest.mark.gpu
 
 LENGTHS = (9, 14, 5)
+Build = Callable[..., FSDPEngine]
 
 
-def actor_config(folder: Path, device: Device, dtype: Dtype) -> ActorConfig:
-    return ActorConfig(
-        path=str(folder),
-        device=device,
-        dtype=dtype,
-        seed=0,
-        optimizer=OptimizerConfig(lr=1e-3, total_steps=10),
-        ppo=PPOConfig(temperature=1.0),
-    )
+@pytest.fixture
+def build(tiny_model_folder: Path) -> Iterator[Build]:
+    """Engines of one rank; they are closed at the end, unless a test has done so."""
+    engines = []
+
+    def build_engine(device: Device, dtype: Dtype, **settings: object) -> FSDPEngine:
+        config = ActorConfig(
+            path=str(tiny_model_folder),
+            device=device,
+            dtype=dtype,
+            seed=0,
+            optimizer=OptimizerConfig(lr=1e-3, total_steps=10),
+            ppo=PPOConfig(temperature=1.0),
+            **settings,
+        )
+        engine = FSDPEngine(config)
+        engine.initialize(0, 1, "")
+        engines.append(engine)
+        return engine
+
+    yield build_engine
+    for engine in engines:
+        engine.close()
 
 
-def random_rows() -> PackedRows:
-    generator = torch.Generator().manual_seed(0)
+def random_rows(seed: int = 0) -> PackedRows:
+    generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(LENGTHS)
     return PackedRows(
         {
@@ -57,45 +71,113 @@ def random_rows() -> PackedRows:
     )
 
 
+def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Copies of the float32 parameters, on the CPU."""
+    return {
+        s.name: s.values.detach().float().cpu().clone().view(s.shape)
+        for s in engine.export_weights()
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-4), (Dtype.bfloat16, 5e-2)])
-def test_training_on_cuda_agrees_with_the_cpu(
-    tiny_model_folder: Path, dtype: Dtype, tolerance: float
+def test_training_agrees_with_the_cpu(
+    device: Device, build: Build, dtype: Dtype, tolerance: float, checkpointing: bool
 ) -> None:
-    found = {}
-    for device, used in ((Device.cpu, Dtype.float32), (Device.cuda, dtype)):
-        engine = FSDPEngine(actor_config(tiny_model_folder, device, used))
-        engine.initialize(0, 1, "")
+    found = []
+    for place, used in ((Device.cpu, Dtype.float32), (device, dtype)):
+        engine = build(place, used, activation_checkpointing=checkpointing)
         before = engine.compute_logprobs(random_rows())
         stats = engine.ppo_update([random_rows()], step=0, min_token_version=None)
         after = engine.compute_logprobs(random_rows())
         engine.close()
-        found[device] = (before, after, stats["loss"])
-    for cpu, cuda in zip(found[Device.cpu][:2], found[Device.cuda][:2], strict=True):
-        assert (cpu - cuda).abs().max() < tolerance
-    assert found[Device.cuda][2] == pytest.approx(found[Device.cpu][2], abs=tolerance)
+        found.append((before, after, stats["loss"]))
+    for cpu, other in zip(found[0][:2], found[1][:2], strict=True):
+        assert (cpu - other).abs().max() < tolerance
+    assert found[1][2] == pytest.approx(found[0][2], abs=tolerance)
 
 
-async def test_generation_on_cuda_records_its_own_logprobs(tiny_model_folder: Path) -> None:
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_a_snapshot_goes_on_where_there_is_no_gpu(
+    device: Device, build: Build, tmp_path: Path, dtype: Dtype
+) -> None:
+    """Weights and both Adam moments come through: the next updates are the same, too."""
+    engine = build(device, dtype)
+    for step in range(2):
+        engine.ppo_update([random_rows(step)], step=step, min_token_version=None)
+    engine.save_snapshot(tmp_path / "snapshot")
+    at_snapshot = weights(engine)
+    for step in (2, 3):
+        engine.ppo_update([random_rows(step)], step=step, min_token_version=None)
+    later = weights(engine)
+    engine.close()  # its process group would be the other's
+
+    other = build(Device.cpu, Dtype.float32)
+    other.load_snapshot(tmp_path / "snapshot")
+    restored = weights(other)
+    assert restored.keys() == at_snapshot.keys()
+    assert [name for name in restored if not torch.equal(restored[name], at_snapshot[name])] == []
+    for step in (2, 3):
+        other.ppo_update([random_rows(step)], step=step, min_token_version=None)
+    differences = torch.cat([(values - later[n]).flatten() for n, values in weights(other).items()])
+    way = torch.cat([(later[name] - at_snapshot[name]).flatten() for name in later])
+    # lost moments would give differences of the size of the way, where Adam turns about
+    assert way.abs().mean() > 5e-4
+    assert differences.abs().mean() < (2e-5 if dtype == Dtype.float32 else 1e-4)
+
+
+def local_engine(folder: Path, device: Device, dtype: Dtype) -> LocalEngine:
     config = RolloutConfig(
-        path=str(tiny_model_folder),
-        device=Device.cuda,
-        dtype=Dtype.float32,
+        path=str(folder),
+        device=device,
+        dtype=dtype,
         max_context_tokens=64,
         max_running_sequences=4,
         seed=0,
     )
-    engine = LocalEngine(config)
+    return LocalEngine(config)
+
+
+SAMPLING = GenerationConfig(max_new_tokens=12, temperature=0.7)
+
+
+def logprob_errors(folder: Path, prompt: list[int], completion: Completion) -> torch.Tensor:
+    """[C] differences to a float32 forward of the folder's model on the CPU, nats."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([prompt + completion.token_ids])
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0] / SAMPLING.temperature
+    expected = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(
+        1, torch.tensor(completion.token_ids)[:, None]
+    )[:, 0]
+    return (expected - torch.tensor(completion.logprobs)).abs()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-3), (Dtype.bfloat16, 5e-2)])
+async def test_generation_records_its_own_logprobs(
+    device: Device, tiny_model_folder: Path, dtype: Dtype, tolerance: float
+) -> None:
+    engine = local_engine(tiny_model_folder, device, dtype)
     await engine.start()
-    sampling = GenerationConfig(max_new_tokens=12, temperature=0.7)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    completions = await asyncio.gather(*(engine.generate(p, sampling) for p in prompts))
+    completions = await asyncio.gather(*(engine.generate(p, SAMPLING) for p in prompts))
     await engine.close()
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
     for prompt, completion in zip(prompts, completions, strict=True):
-        ids = torch.tensor([prompt + completion.token_ids])
-        with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[0] / sampling.temperature
-        expected = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(
-            1, torch.tensor(completion.token_ids)[:, None]
-        )[:, 0]
-        assert (expected - torch.tensor(completion.logprobs)).abs().max() < 1e-3
+        assert logprob_errors(tiny_model_folder, prompt, completion).max() < tolerance
+
+
+async def test_weights_replaced_from_a_folder(
+    device: Device, build: Build, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    trainer = build(device, Dtype.float32)
+    trainer.ppo_update([random_rows()] * 4, step=0, min_token_version=None)
+    trainer.save_hf(tmp_path / "trained")
+    engine = local_engine(tiny_model_folder, device, Dtype.float32)
+    await engine.start()
+    await engine.update_weights_from_disk(1, tmp_path / "trained")
+    completion = await engine.generate([1, 2, 3], SAMPLING)
+    await engine.close()
+    assert set(completion.versions) == {1}
+    assert logprob_errors(tmp_path / "trained", [1, 2, 3], completion).max() < 1e-3
+    old = logprob_errors(tiny_model_folder, [1, 2, 3], completion).max()
+    assert old > 2e-3, "the old weights would have been noticed"

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.config.sglang_checks import check_sglang_config
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local_model import resolve_device
@@ -80,9 +80,7 @@ class SGLangServerEngine:
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         self._name = name
-        self._settings = ReplicaSettings(
-            config, log_folder, name, is_cuda=resolve_device(config.device).type == "cuda"
-        )
+        self._settings = ReplicaSettings(config, log_folder, name, is_cuda=_serves_on_cuda(config))
         self._buckets = SharedBuckets()
         self._replicas: ReplicaSet | None = None
         self._completer: Completer | None = None
@@ -285,3 +283,10 @@ class SGLangServerEngine:
         if self._replicas is None or self._completer is None:
             raise self._failure
         return self._replicas, self._completer
+
+
+def _serves_on_cuda(config: RolloutConfig) -> bool:
+    """Whether the servers compute on GPUs; of others' servers only the setting tells."""
+    if config.sglang.urls:
+        return config.device == Device.cuda
+    return resolve_device(config.device).type == "cuda"

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.config.schema import RolloutConfig, SGLangConfig
+from areal_sc.config.sglang_arguments import ServerPlace
 from areal_sc.engines.sglang.abilities import ServerAbilities, ask_abilities, check_abilities
-from areal_sc.engines.sglang.arguments import ServerPlace
 from areal_sc.engines.sglang.client import PauseMode, SGLangClient
 from areal_sc.engines.sglang.dispatch import Dispatcher
 from areal_sc.engines.sglang.liveness import Activity, Health, Limits

@@ -23,8 +23,8 @@ from subprocess import DEVNULL, PIPE, STDOUT
 
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import RolloutConfig, SGLangConfig
+from areal_sc.config.sglang_arguments import ServerPlace, server_arguments, server_environment
 from areal_sc.engines.sglang import launcher
-from areal_sc.engines.sglang.arguments import ServerPlace, server_arguments, server_environment
 from areal_sc.engines.sglang.client import SGLangClient
 from areal_sc.engines.sglang.processes import find_schedulers, kill_session
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError

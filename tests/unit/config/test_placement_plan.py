@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from areal_sc.config.loader import load_config
 from areal_sc.config.machine import Machine
+from areal_sc.config.placement import rollout_devices
 from areal_sc.config.plan import PROCESS_BYTES, format_bytes, plan
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
@@ -26,19 +31,45 @@ SIZES = [
     "generation.max_new_tokens=50",
 ]
 ROW_BYTES = (1 + 2) * 2 * 4 * 100 * 13  # eta + 1 batches admitted, one in training
+SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
+REPOSITORY = Path(__file__).parents[3]
+ONE_GPU = str(REPOSITORY / "configs" / "one_gpu.yaml")
+
+
+def stand_in(folder: Path, num_parameters: int, **sizes: int) -> Path:
+    """A model folder that has sizes, but no values."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(sizes))
+    entry = {"dtype": "F32", "shape": [num_parameters], "data_offsets": [0, 0]}
+    header = json.dumps({"w": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return folder
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config["num_key_value_heads"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
-    entry = {"dtype": "F32", "shape": [NUM_PARAMETERS], "data_offsets": [0, 0]}  # without values
-    header = json.dumps({"w": entry}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    return folder
+    return stand_in(
+        tmp_path / "model",
+        NUM_PARAMETERS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+    )
+
+
+@pytest.fixture
+def half_billion(tmp_path: Path) -> Path:
+    """The sizes of Qwen2.5-0.5B."""
+    return stand_in(
+        tmp_path / "half_billion",
+        494_032_768,
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+    )
 
 
 def test_memory_on_one_cpu(load: Load, model: Path) -> None:
@@ -109,6 +140,259 @@ def test_lines_say_what_is_not_counted(load: Load) -> None:
     assert lines[2].split()[:2] == ["rollout/0", "cpu"]
     assert lines[3].endswith("of 1.0 TiB")
     assert lines[-1] == "not counted: the model, which is not there yet"
+
+
+def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> None:
+    config = load(
+        f"actor.path={model}",
+        *SIZES,
+        *SGLANG,
+        "sglang.num_servers=2",
+        "sglang.tp_size=2",
+        "+sglang.args.mem_fraction_static=0.5",
+        num_devices=4,
+    )
+    result = plan(config, lambda: Machine(1 << 40, (100_000,) * 4))
+    assert [(f"{w.role}/{w.index}", w.device) for w in result.workers] == [
+        ("train/0", "cuda:0"),
+        ("rollout/0", "cpu"),
+        ("server/0", "cuda:0"),
+        ("server/1", "cuda:1"),
+        ("server/2", "cuda:2"),
+        ("server/3", "cuda:3"),
+    ]
+    assert (result.workers[1].parameter_bytes, result.workers[1].kv_bytes) == (0, 0)
+    for rank in result.workers[2:]:
+        # 1,000 parameters of 2 bytes over two ranks; half of the device is 50,000
+        assert (rank.parameter_bytes, rank.kv_bytes) == (1000, 49_000)
+    needed = result.needed_bytes
+    assert needed["cuda:0"] == 16 * NUM_PARAMETERS + 50_000
+    assert needed["cuda:3"] == 50_000
+    assert needed["host"] == 2 * 2 * NUM_PARAMETERS + ROW_BYTES + 6 * PROCESS_BYTES
+
+
+def test_workers_with_servers_of_their_own(load: Load, model: Path) -> None:
+    config = load(
+        f"actor.path={model}",
+        *SIZES,
+        *SGLANG,
+        "rollout.num_workers=2",
+        "sglang.num_servers=2",
+        num_devices=5,
+    )
+    result = plan(config, lambda: Machine(1 << 40, (100_000,) * 5))
+    assert [(f"{w.role}/{w.index}", w.device) for w in result.workers] == [
+        ("train/0", "cuda:0"),
+        ("rollout/0", "cpu"),
+        ("server/0", "cuda:1"),
+        ("server/1", "cuda:2"),
+        ("rollout/1", "cpu"),
+        ("server/2", "cuda:3"),
+        ("server/3", "cuda:4"),
+    ]
+    assert result.needed_bytes["cuda:1"] == 88_000, "SGLang's own share where none is given"
+
+
+def test_servers_placed_by_hand(load: Load, model: Path) -> None:
+    config = load(
+        f"actor.path={model}",
+        *SIZES,
+        *SGLANG,
+        "sglang.num_servers=2",
+        "sglang.devices=[1,1]",
+        "+sglang.args.mem-fraction-static=0.3",
+        num_devices=2,
+    )
+    assert rollout_devices(config.rollout) == ("auto", 2)
+    needed = plan(config, lambda: Machine(1 << 40, (100_000,) * 2)).needed_bytes
+    assert (needed["cuda:0"], needed["cuda:1"]) == (16 * NUM_PARAMETERS, 2 * 30_000)
+
+
+def test_a_limit_of_tokens_bounds_the_cache(load: Load, model: Path) -> None:
+    config = load(
+        f"actor.path={model}",
+        *SIZES,
+        *SGLANG,
+        "+sglang.args.max_total_tokens=500",
+        num_devices=1,
+    )
+    result = plan(config, lambda: Machine(1 << 40, (100_000,)))
+    assert result.workers[2].kv_bytes == 500 * KV_VALUES * 2
+    assert result.needed_bytes["cuda:0"] == 18 * NUM_PARAMETERS + 500 * KV_VALUES * 2
+
+
+def test_a_device_of_unknown_memory(load: Load, model: Path) -> None:
+    config = load(f"actor.path={model}", *SIZES, *SGLANG, num_devices=1)
+    server = plan(config, lambda: Machine(1 << 40, (None,))).workers[2]
+    assert (server.device, server.parameter_bytes, server.kv_bytes) == ("cuda:0", 2000, 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_tokens"),
+    [
+        # 5 sequences of 100 tokens, and the 8 that SGLang keeps of each context
+        ([], 5 * 108),
+        (["rollout.max_running_sequences=5000"], 65536),
+        (["+sglang.args.max_total_tokens=200"], 200),
+    ],
+)
+def test_servers_on_a_cpu(load: Load, model: Path, overrides: list[str], num_tokens: int) -> None:
+    config = load(f"actor.path={model}", *SIZES, "rollout.engine=sglang", *overrides)
+    result = plan(config, lambda: Machine(host_memory_bytes=1 << 40))
+    server = result.workers[2]
+    assert (server.role, server.device, server.parameter_bytes) == ("server", "cpu", 4000)
+    assert server.kv_bytes == num_tokens * KV_VALUES * 4
+    assert result.needed_bytes == {
+        "host": 28 * NUM_PARAMETERS + server.kv_bytes + ROW_BYTES + 3 * PROCESS_BYTES
+    }
+
+
+def test_running_servers_cost_this_machine_nothing(load: Load, model: Path) -> None:
+    config = load(
+        f"actor.path={model}",
+        *SIZES,
+        *SGLANG,
+        "sglang.urls=['http://gpu1:30000','http://gpu2:30000']",
+        "weight_update.method=disk",
+        num_devices=1,
+    )
+    assert rollout_devices(config.rollout) == ("cpu", 0)
+    result = plan(config, lambda: Machine(1 << 40, (100_000,)))
+    assert [w.role for w in result.workers] == ["train", "rollout"]
+    assert result.workers[1].memory == {"host": ROW_BYTES + PROCESS_BYTES}
+
+
+def test_largest_share_beside_a_trainer(load: Load, model: Path) -> None:
+    def with_share(share: str) -> dict[str, int]:
+        config = load(
+            f"actor.path={model}",
+            *SIZES,
+            *SGLANG,
+            f"+sglang.args.mem_fraction_static={share}",
+            num_devices=1,
+        )
+        return plan(config, lambda: Machine(1 << 40, (100_000,))).needed_bytes
+
+    # training takes 16,000 of the 100,000 bytes
+    with pytest.raises(
+        ConfigError, match=r"sglang\.args\.mem_fraction_static may be at most 0\.84 beside"
+    ) as caught:
+        with_share("0.88")
+    assert "server/0" in str(caught.value)
+    assert with_share("0.84")["cuda:0"] == 100_000
+    with pytest.raises(ConfigError, match=r"at most 0\.84"):
+        with_share("0.85")
+
+
+def test_no_share_fits_beside_a_trainer(load: Load, model: Path) -> None:
+    config = load(f"actor.path={model}", *SIZES, *SGLANG, num_devices=1)
+    # 16,000 for training leave 1,500, and the parameters alone take 2,000
+    with pytest.raises(
+        ConfigError, match=r"no value of sglang\.args\.mem_fraction_static leaves room"
+    ):
+        plan(config, lambda: Machine(1 << 40, (17_500,)))
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        ("0.01", r"0\.01 of cuda:0 .* does not hold the parameters of a server \(2\.0 KiB\)"),
+        ("1.5", "above 0 and below 1, got 1.5"),
+        ("much", "above 0 and below 1, got much"),
+    ],
+)
+def test_impossible_shares(load: Load, model: Path, share: str, message: str) -> None:
+    config = load(
+        f"actor.path={model}",
+        *SIZES,
+        *SGLANG,
+        f"+sglang.args.mem_fraction_static={share}",
+        num_devices=1,
+    )
+    with pytest.raises(ConfigError, match=r"sglang\.args\.mem_fraction_static: .*" + message):
+        plan(config, lambda: Machine(1 << 40, (100_000,)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("+sglang.args.max_total_tokens=many", r"max_total_tokens: .*above 0, got many"),
+        ("sglang.devices=[-1]", r"sglang\.devices: expected indices of at least 0, got \[-1\]"),
+        ("+sglang.args.model_path=x", r"sglang\.args\.model_path: set rollout\.path instead"),
+    ],
+)
+def test_impossible_settings_of_servers(
+    load: Load, model: Path, setting: str, message: str
+) -> None:
+    config = load(f"actor.path={model}", *SIZES, *SGLANG, setting, num_devices=1)
+    with pytest.raises(ConfigError, match=message):
+        plan(config, lambda: Machine(1 << 40, (100_000,)))
+
+
+def test_servers_alone_on_a_device_too_small_for_both(load: Load, model: Path) -> None:
+    config = load(
+        f"actor.path={model}",
+        *SIZES,
+        *SGLANG,
+        "sglang.num_servers=2",
+        "sglang.devices=[1,1]",
+        num_devices=2,
+    )
+    with pytest.raises(ConfigError, match=r"mem_fraction_static may be at most 0\.5 beside"):
+        plan(config, lambda: Machine(1 << 40, (100_000,) * 2))
+
+
+def test_more_devices_than_the_machine_has(load: Load, model: Path) -> None:
+    config = load(f"actor.path={model}", *SIZES, *SGLANG, "sglang.tp_size=2", num_devices=1)
+    with pytest.raises(ConfigError, match=r"rollout/0 needs 2 CUDA devices.*has 1.*tp_size"):
+        plan(config, lambda: Machine(1 << 40, (100_000,)))
+
+
+def test_one_gpu_holds_half_a_billion_parameters(half_billion: Path) -> None:
+    arguments = ["--config", ONE_GPU, f"actor.path={half_billion}"]
+    config = load_config(arguments, GRPOConfig, count_devices=lambda: 1)
+    for card in (23_028 << 20, 24_564 << 20):  # A10, RTX 4090
+        result = plan(config, lambda card=card: Machine(32 << 30, (card,)))
+        train, _, server = result.workers
+        assert train.parameter_bytes + train.optimizer_bytes == 16 * 494_032_768
+        assert server.parameter_bytes == 2 * 494_032_768
+        assert server.parameter_bytes + server.kv_bytes == card // 4
+        # room for all sequences, also when the trainer has taken its memory before
+        free = card - 16 * 494_032_768
+        cache_bytes = free // 4 - server.parameter_bytes
+        assert cache_bytes > 128 * 1024 * (2 * 24 * 2 * 64 * 2)
+        assert card - result.needed_bytes["cuda:0"] > 8 << 30, "for activations and CUDA"
+
+
+def dry_run(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """The command of the file's head, on a machine that has what `nvidia-smi` tells."""
+    script = REPOSITORY / "examples" / "jsonl_math.py"
+    environment = {name: v for name, v in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    return subprocess.run(
+        [sys.executable, str(script), "--config", ONE_GPU, *overrides, "--dry-run"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("answer", ["echo 24564", "exit 1"], ids=["one GPU", "none"])
+def test_dry_run_of_the_shipped_file(tmp_path: Path, model: Path, answer: str) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{answer}\n")
+    tool.chmod(0o755)
+    done = dry_run(tmp_path, f"actor.path={model}")
+    if answer == "exit 1":
+        assert done.returncode == 2
+        assert "cuda" in done.stderr
+        assert "this machine has no CUDA device" in " ".join(done.stderr.split())
+        return
+    assert done.returncode == 0, done.stderr
+    assert "server/0    cuda:0" in done.stdout
+    assert "cuda:0: needs about 6.0 GiB of 24.0 GiB" in done.stdout
 
 
 @pytest.mark.parametrize(

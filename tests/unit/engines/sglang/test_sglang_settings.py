@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import Dtype, RolloutConfig, SGLangConfig
+from areal_sc.config.sglang_arguments import (
+    ServerPlace,
+    as_command_line,
+    server_arguments,
+    server_environment,
+)
 from areal_sc.config.sglang_checks import check_sglang_config
 from areal_sc.engines.sglang.abilities import (
     ServerAbilities,
     check_abilities,
     check_version,
-)
-from areal_sc.engines.sglang.arguments import (
-    ServerPlace,
-    as_command_line,
-    server_arguments,
-    server_environment,
 )
 from areal_sc.errors import ConfigError, ModelError
 

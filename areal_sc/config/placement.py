@@ -1,0 +1,63 @@
+"""Which CUDA devices of a machine each worker gets."""
+
+from __future__ import annotations
+
+from areal_sc.config.schema import Device, RolloutConfig, RolloutEngine
+from areal_sc.errors import ConfigError
+
+
+class DevicePlacement:
+    """Which workers use which CUDA devices: free devices first, then shared ones.
+
+    Args:
+        num_devices: of this machine, numbered as this process sees them.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        self._users: list[list[str]] = [[] for _ in range(num_devices)]
+
+    def place(self, role: str, index: int, count: int) -> list[int]:
+        """Gives a worker `count` devices, ascending, instead of those that it had before.
+
+        Devices that the worker's own role does not use yet come first, then those with few users.
+        Raises: ConfigError: it needs more than there are.
+        """
+        if count > len(self._users):
+            raise ConfigError(
+                f"{role}/{index} needs {count} CUDA devices, and this machine has "
+                f"{len(self._users)}; with SGLang, a worker takes sglang.num_servers * "
+                "sglang.tp_size of them, or as many as the highest of sglang.devices asks for"
+            )
+        self.release(f"{role}/{index}")
+
+        def reluctance(device: int) -> tuple[bool, int, int]:
+            users = self._users[device]
+            return any(user.startswith(f"{role}/") for user in users), len(users), device
+
+        chosen = sorted(sorted(range(len(self._users)), key=reluctance)[:count])
+        for device in chosen:
+            self._users[device].append(f"{role}/{index}")
+        return chosen
+
+    def release(self, name: str) -> None:
+        """The worker `role/index` is gone; no error if it had none."""
+        for users in self._users:
+            if name in users:
+                users.remove(name)
+
+
+def rollout_devices(rollout: RolloutConfig) -> tuple[Device, int]:
+    """What one rollout worker computes on, with the servers that it starts: kind and number.
+
+    Raises: ConfigError: `sglang.devices` names a device below 0.
+    """
+    if rollout.engine != RolloutEngine.sglang:
+        return rollout.device, 1
+    sglang = rollout.sglang
+    if sglang.urls:
+        return Device.cpu, 0
+    if not sglang.devices:
+        return rollout.device, sglang.num_servers * sglang.tp_size
+    if min(sglang.devices) < 0:
+        raise ConfigError(f"sglang.devices: expected indices of at least 0, got {sglang.devices}")
+    return rollout.device, max(sglang.devices) + 1
