@@ -41,6 +41,10 @@ T = TypeVar("T")
 HYDRA_VERSION_BASE = "1.3"
 """The hydra release whose defaults composition follows; newer ones keep to it."""
 
+OPEN_MAPPINGS = ("sglang.args", "sglang.environment")
+"""Settings that take any key: what the keys may be is known to SGLang alone. The keys of `task`
+are those of the YAML, so that a slip on the command line is noticed."""
+
 _SCHEMA_NAME = "areal_sc_schema"
 _PRIMARY_NAME = "areal_sc_primary"
 
@@ -102,7 +106,7 @@ def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T])
         )
         try:
             with initialize_config_dir(str(folder), version_base=HYDRA_VERSION_BASE):
-                composed = compose(_PRIMARY_NAME, list(overrides))
+                composed = compose(_PRIMARY_NAME, _opened(parsed))
         except (
             HydraException,
             OmegaConfBaseException,
@@ -194,6 +198,17 @@ def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
             raise ConfigError(f"override {text}: a setting cannot be removed; give it a value")
         parsed.append(override)
     return parsed
+
+
+def _opened(overrides: Sequence[Override]) -> list[str]:
+    """The overrides as text; those of open mappings may add a key without a `+`."""
+    texts = []
+    for override in overrides:
+        key = override.key_or_group
+        is_open = any(key == name or key.startswith(f"{name}.") for name in OPEN_MAPPINGS)
+        is_change = not (override.is_add() or override.is_force_add())
+        texts.append(("++" if is_open and is_change else "") + str(override.input_line))
+    return texts
 
 
 def _require_known_keys(
