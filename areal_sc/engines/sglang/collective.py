@@ -34,7 +34,8 @@ class CollectiveWeights:
     """Weights that the servers of a group receive while rank 0 broadcasts them.
 
     Attributes:
-        group_name: servers that are not in it, as they have restarted since, load `again`.
+        group_name: of the group.
+        num_members: servers that have joined it; those that have restarted since are in it no more.
         buckets: in the order in which they are broadcast.
         again: the same weights another way.
         give_up: tells rank 0 that not all ranks will take part.
@@ -42,6 +43,7 @@ class CollectiveWeights:
 
     version: int
     group_name: str
+    num_members: int
     buckets: Sequence[BucketLayout]
     again: Weights
     give_up: Callable[[], Awaitable[None]]
@@ -51,16 +53,23 @@ class CollectiveWeights:
         yield self
 
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
-        """After a broadcast that failed, the servers that are left load `again`."""
+        """After a broadcast that failed, the servers that are left load `again`.
+
+        One member that is missing fails it: all ranks of a group take part, or none can.
+        """
         members = [server for server in servers if self.group_name in server.groups]
-        errors = dict(zip(members, await self._receive(members, timeout_s), strict=True))
-        is_broken = any(errors.values())
+        errors: dict[PausedServer, ArealError | None] = {}
+        if self.num_members == len(members) == len(servers):
+            errors = dict(zip(members, await self._receive(members, timeout_s), strict=True))
+        else:
+            await self.give_up()
+        is_broken = not errors or any(errors.values())
         outside = [
             server
             for server in servers
             if server not in errors or (is_broken and not _is_lost(errors[server]))
         ]
-        if is_broken:
+        if any(errors.values()):
             # whoever is not in an update any more says so, which is no failure
             await for_each(outside, lambda server: end_update(server, timeout_s))
         late = LoadReport([])

@@ -208,7 +208,10 @@ class SGLangServerEngine:
         if self._config.sglang.urls:
             folder = Path(self._config.weight_update.folder) / f"{self._name}-{version}"
             late = WrittenWeights(version, self._shaped(again), folder, Path(self._config.path))
-        await self.publish(CollectiveWeights(version, group_name, buckets, late, give_up))
+        num_members = self._require_running()[0].num_members(group_name)
+        await self.publish(
+            CollectiveWeights(version, group_name, num_members, buckets, late, give_up)
+        )
 
     async def publish(self, weights: Weights) -> None:
         """Gives the servers these weights; returns when one serves them at least.

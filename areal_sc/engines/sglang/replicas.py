@@ -67,6 +67,7 @@ class ReplicaSet:
         self._given_up: set[Replica] = set()
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()  # one update, pause or resume at a time
+        self._group_sizes: dict[str, int] = {}
         self._is_paused = False
         self._supervisors: list[asyncio.Task[None]] = []
 
@@ -176,6 +177,7 @@ class ReplicaSet:
                 raise outcome
         for replica in members:
             replica.groups.add(group.name)
+        self._group_sizes = {group.name: len(members)}  # one group at a time
 
     async def leave_group(self, name: str) -> None:
         """Ends a weight group on the servers that are in it."""
@@ -186,6 +188,10 @@ class ReplicaSet:
                 await replica.client.leave_group(name, timeout_s=timeout_s)
             except (EngineFailed, PeerLost, RpcTimeout) as error:
                 logger.warning("server=%s group=%s %s", replica.load.name, name, error)
+
+    def num_members(self, name: str) -> int:
+        """Servers that have joined a weight group, whether or not they are still in it."""
+        return self._group_sizes.get(name, 0)
 
     def has_whole_group(self, name: str) -> bool:
         """Whether every serving server is in the weight group."""

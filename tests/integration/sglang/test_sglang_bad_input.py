@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 from integration.sglang.policies import MAX_CONTEXT, Policies
 
-from areal_sc.config.schema import GenerationConfig, RolloutConfig, SGLangConfig
+from areal_sc.config.schema import GenerationConfig, RolloutConfig, SGLangConfig, WeightUpdateConfig
 from areal_sc.engines.sglang.engine import SGLangServerEngine
 from areal_sc.engines.sglang.server import free_port
+from areal_sc.engines.weight_group import layout_of
 from areal_sc.errors import ConfigError, ModelError, WorkerStartError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -154,7 +156,8 @@ async def test_servers_of_others_are_used_but_get_no_tensors(
 ) -> None:
     """They keep running, and weights come to them by disk."""
     folder = policies.save(engine.version, tmp_path / "weights")
-    other = make_engine(running_servers(engine))
+    update = WeightUpdateConfig(folder=str(tmp_path / "published"))
+    other = make_engine(running_servers(engine), weight_update=update)
     await other.start()
     answer = await other.generate([5, 6], GenerationConfig(max_new_tokens=10))
     policies.check([5, 6], answer)
@@ -165,6 +168,22 @@ async def test_servers_of_others_are_used_but_get_no_tensors(
     answer = await other.generate([5, 6], GenerationConfig(max_new_tokens=10))
     policies.check([5, 6], answer)
     assert set(answer.versions) == {engine.version}
+    # one that is in no group gets what was broadcast by a folder, which goes again
+    bucket, given_up = layout_of(policies.named_tensors(0)), asyncio.Event()
+
+    async def give_up() -> None:
+        given_up.set()
+
+    await other.update_weights_from_group(
+        77, "unknown", [bucket], again=policies.source(0), give_up=give_up
+    )
+    assert given_up.is_set()
+    answer = await other.generate([5, 6], GenerationConfig(max_new_tokens=10))
+    assert set(answer.versions) == {77}
+    policies.check([5, 6], replace(answer, versions=[0] * len(answer.versions)))
+    assert list((tmp_path / "published").iterdir()) == []
+    version = engine.version
+    await other.update_weights_from_disk(version, folder)  # as their owner has left them
     await other.close()
     answer = await engine.generate([5, 6], GenerationConfig(max_new_tokens=10))
     policies.check([5, 6], answer)

@@ -1,0 +1,135 @@
+"""How many rollout workers update their weights at one time."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal_sc.config.schema import (
+    RolloutConfig,
+    RolloutEngine,
+    SGLangConfig,
+    WeightUpdateConfig,
+    WeightUpdateMethod,
+)
+from areal_sc.controller.background import Background
+from areal_sc.controller.rollout_workers import RolloutWorkers
+from areal_sc.metadata import WeightsReference
+
+NUM_WORKERS = 6
+
+
+class UpdatingFleet:
+    """Workers whose updates end when the test says so."""
+
+    def __init__(self) -> None:
+        self.updating: dict[str, asyncio.Future[None]] = {}
+        self.updated: list[tuple[str, int]] = []
+
+    async def call(self, member: Any, method: str, args: dict[str, Any]) -> None:
+        assert method == "update_weights"
+        future = self.updating[member.name] = asyncio.get_running_loop().create_future()
+        await future
+        self.updated.append((member.name, args["version"]))
+
+    def finish(self, name: str) -> None:
+        self.updating.pop(name).set_result(None)
+
+
+def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
+    config = RolloutConfig(
+        num_workers=NUM_WORKERS,
+        **{"sglang": SGLangConfig(), "weight_update": WeightUpdateConfig(), **settings},
+    )
+    fleet: Any = UpdatingFleet()
+    workers = RolloutWorkers(config, fleet, Background(10.0, lambda: ""))
+    workers.track([SimpleNamespace(name=f"rollout/{i}") for i in range(NUM_WORKERS)])  # type: ignore[misc]
+    return workers, fleet
+
+
+async def turn() -> None:
+    """Lets everything that can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_once"),
+    [
+        ({}, NUM_WORKERS),
+        ({"max_unavailable": 1}, 1),
+        ({"max_unavailable": 4}, 4),
+        # of servers: three of each worker
+        (
+            {
+                "engine": RolloutEngine.sglang,
+                "sglang": SGLangConfig(num_servers=3),
+                "max_unavailable": 6,
+            },
+            2,
+        ),
+        (
+            {
+                "engine": RolloutEngine.sglang,
+                "sglang": SGLangConfig(num_servers=3),
+                "max_unavailable": 2,
+            },
+            1,
+        ),
+    ],
+)
+async def test_as_many_at_once_as_may_stand_still(settings: dict[str, Any], at_once: int) -> None:
+    workers, fleet = make_workers(**settings)
+    workers.receive_weights(WeightsReference(1))
+    num_left = NUM_WORKERS
+    while num_left:
+        await turn()
+        assert len(fleet.updating) == min(at_once, num_left)
+        fleet.finish(next(iter(fleet.updating)))
+        num_left -= 1
+    await workers.wait_for_weights()
+    assert sorted(fleet.updated) == [(f"rollout/{i}", 1) for i in range(NUM_WORKERS)]
+
+
+async def test_whoever_waits_for_its_turn_gets_the_newest() -> None:
+    workers, fleet = make_workers(max_unavailable=1)
+    workers.receive_weights(WeightsReference(1))
+    await turn()
+    workers.receive_weights(WeightsReference(2))
+    while fleet.updating:
+        fleet.finish(next(iter(fleet.updating)))
+        await turn()
+    versions = [version for _, version in fleet.updated]
+    assert versions == [1, *[2] * NUM_WORKERS]
+    assert await workers.hold_updates() == 2
+
+
+async def test_nobody_begins_while_updates_are_held() -> None:
+    workers, fleet = make_workers(max_unavailable=2)
+    assert await workers.hold_updates() == 0
+    async with workers.held_for_evaluation():
+        await turn()
+    assert not fleet.updating
+    workers.receive_weights(WeightsReference(1))
+    await turn()
+    assert len(fleet.updating) == 2
+    await workers.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "is_held"), [(WeightUpdateMethod.pull, True), (WeightUpdateMethod.collective, False)]
+)
+async def test_a_broadcast_needs_the_worker_that_evaluates(
+    method: WeightUpdateMethod, is_held: bool
+) -> None:
+    workers, fleet = make_workers(weight_update=WeightUpdateConfig(method=method))
+    async with workers.held_for_evaluation() as state:
+        workers.receive_weights(WeightsReference(1))
+        await turn()
+        assert (state.name not in fleet.updating) == is_held
+    await turn()
+    assert len(fleet.updating) == NUM_WORKERS
+    await workers.close()
