@@ -194,8 +194,9 @@ class ReplicaSet:
         return self._group_sizes.get(name, 0)
 
     def has_whole_group(self, name: str) -> bool:
-        """Whether every serving server is in the weight group."""
-        return bool(self._serving) and all(name in r.groups for r in self._serving)
+        """Whether every serving server is in the weight group, and nobody has left it."""
+        members = [replica for replica in self._serving if name in replica.groups]
+        return len(self._serving) == len(members) == self.num_members(name) > 0
 
     def count_ranks(self) -> int:
         """Ranks of the serving servers."""
