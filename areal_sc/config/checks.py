@@ -132,6 +132,7 @@ RANGES: dict[str, Range] = {
     "evaluation.num_prompts": COUNT,
     "checkpoint.every_steps": NOT_NEGATIVE,
     "checkpoint.keep": COUNT,
+    "checkpoint.export_every_steps": NOT_NEGATIVE,
 }
 
 

@@ -257,8 +257,9 @@ class EvaluationConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 0  # 0: none but the final model
-    keep: int = 2
+    every_steps: int = 0  # snapshots to resume from; 0: none but the final model
+    keep: int = 2  # newest snapshots that stay
+    export_every_steps: int = 0  # models in Hugging Face layout, all kept; 0: only the final one
 
 
 @dataclass

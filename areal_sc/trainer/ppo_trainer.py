@@ -41,6 +41,7 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.trainer.advice import tail_advice
 from areal_sc.trainer.display import RunDisplay, make_display
+from areal_sc.trainer.exports import ModelExports
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import (
     PLANE_COUNTERS,
@@ -149,6 +150,7 @@ class PPOTrainer:
             self._snapshots = SnapshotWriter(
                 self.folder, self.config.checkpoint.keep, self._log.event
             )
+            self._exports = ModelExports(self.folder.path / "models", self._log.event)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -232,7 +234,7 @@ class PPOTrainer:
                 self._record_step(batch, rollout, actor, stats, clock)
                 phase.advance()
                 self._after_step(actor, rollout, evaluation)
-            self._collect_snapshot(wait=True)
+            self._collect_writes(wait=True)
             self._collect_evaluation()
 
     def _after_step(
@@ -247,22 +249,30 @@ class PPOTrainer:
         if _is_due(actor.version, self.config.evaluation.every_steps) and not is_last:
             self._collect_evaluation()
             self._begin_evaluation("periodic", actor, rollout, evaluation)
-        self._collect_snapshot(wait=False)
-        if _is_due(actor.version, self.config.checkpoint.every_steps) and not is_last:
-            self._collect_snapshot(wait=True)
-            with self._without_snapshot():
+        self._collect_writes(wait=False)
+        is_snapshot_due = _is_due(actor.version, self.config.checkpoint.every_steps)
+        is_export_due = _is_due(actor.version, self.config.checkpoint.export_every_steps)
+        if (is_snapshot_due or is_export_due) and not is_last:
+            self._collect_writes(wait=True)
+        if is_snapshot_due and not is_last:
+            with self._or_without("snapshot"):
                 self._snapshots.begin(actor, rollout)
+        if is_export_due and not is_last:  # waits for a snapshot that has just been begun
+            with self._or_without("model"):
+                self._exports.begin(actor)
 
-    def _collect_snapshot(self, *, wait: bool) -> None:
-        with self._without_snapshot():
+    def _collect_writes(self, *, wait: bool) -> None:
+        with self._or_without("snapshot"):
             self._snapshots.collect(wait=wait)
+        with self._or_without("model"):
+            self._exports.collect(wait=wait)
 
     @contextmanager
-    def _without_snapshot(self) -> Iterator[None]:
+    def _or_without(self, what: str) -> Iterator[None]:
         try:
             yield
         except CheckpointError as error:
-            self.display.warning(f"{error}; the run goes on without this snapshot")
+            self.display.warning(f"{error}; the run goes on without this {what}")
 
     def _finish(
         self,

@@ -55,6 +55,7 @@ def finished_run(
         "rollout.group_size=8",
         "evaluation.every_steps=2",
         "checkpoint.every_steps=1",
+        "checkpoint.export_every_steps=2",
     ) as run:
         run.finish()
         yield run
@@ -111,6 +112,17 @@ def test_transformers_loads_the_trained_model(
     assert all(torch.isfinite(values).all() for values in after.values())
     moved = max(float((after[name] - before[name]).abs().max()) for name in before)
     assert 1e-5 < moved < 1.0
+
+
+def test_transformers_loads_the_models_on_the_way(finished_run: RunProcess) -> None:
+    (folder,) = (finished_run.run_dir / "models").iterdir()
+    assert folder.name == "step-2"
+    assert [event["step"] for event in finished_run.events("model")] == [2]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    last = load_file(finished_run.run_dir / "model" / "model.safetensors")
+    middle = {name: values for name, values in model.named_parameters() if name in last}
+    assert middle
+    assert any(not torch.equal(values, last[name]) for name, values in middle.items())
 
 
 def test_a_finished_run_is_not_touched(finished_run: RunProcess, tiny_model_folder: Path) -> None:
