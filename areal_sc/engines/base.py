@@ -192,6 +192,10 @@ class TrainEngine(Protocol):
         """Takes the weights as they are now. The future: when the folder has been written."""
         ...
 
+    def save_hf(self, folder: Path) -> None:
+        """Writes the weights, and returns when the folder has been written; in little memory."""
+        ...
+
     def begin_snapshot(self, folder: Path) -> Future[None]:
         """Takes the engine's whole state as it is now. The future: when it has been written."""
         ...

@@ -203,20 +203,24 @@ class FSDPEngine:
             its name. It fails with CheckpointError, on every rank, when it could not be written;
             what was at `folder` then stays.
         """
+        return self._begin_export(folder, is_staged=True)
+
+    def save_hf(self, folder: Path) -> None:
+        """Writes the same, and returns when it is written; the weights are not copied for it.
+
+        Raises: CheckpointError: on every rank, when it could not be written.
+        """
+        self._writer.finish(self._begin_export(folder, is_staged=False))
+
+    def _begin_export(self, folder: Path, *, is_staged: bool) -> Future[None]:
         return begin_export(
             self._model.causal_lm,
             Path(self.config.path),
             folder,
             compute_dtype(self.config),
             self._writer,
+            is_staged=is_staged,
         )
-
-    def save_hf(self, folder: Path) -> None:
-        """`begin_save_hf`, waited for.
-
-        Raises: CheckpointError: on every rank, when it could not be written.
-        """
-        self._writer.finish(self.begin_save_hf(folder))
 
     def begin_snapshot(self, folder: Path) -> Future[None]:
         """Takes weights, optimizer state and random state as they are now, and writes them later.

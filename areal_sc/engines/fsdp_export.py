@@ -97,6 +97,7 @@ def begin_export(
     dtype: torch.dtype,
     writer: BackgroundWriter,
     *,
+    is_staged: bool = True,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Future[None]:
     """Takes the weights as they are now, and writes them with config and tokenizer files.
@@ -106,6 +107,8 @@ def begin_export(
         source: model folder whose other files (tokenizer, generation config) are copied.
         folder: target; replaced as a whole.
         dtype: of the floating-point weights in the files.
+        is_staged: the weights are copied first. Without it they must not change until the future
+            is done, and no memory is needed but for one tensor.
         max_file_bytes: see `MAX_FILE_BYTES`.
     Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
         every rank, when that could not be done.
@@ -113,14 +116,16 @@ def begin_export(
     writer.wait()
     group = writer.group
     tensors = _tensors_to_export(causal_lm)
-    parts: dict[str, tuple[int, torch.Tensor]] = {}
+    parts = {
+        name: local_part(values)
+        for name, values in tensors.items()
+        if group.rank == 0 or isinstance(values, DTensor)
+    }
+    starts = {name: _first_value(tensors[name]) for name in parts}
     failure: Exception | None = None
     try:
-        parts = {
-            name: (_first_value(values), _in_host_memory(local_part(values), dtype))
-            for name, values in tensors.items()
-            if group.rank == 0 or isinstance(values, DTensor)
-        }
+        if is_staged:
+            parts = {n: _in_host_memory(part, dtype, copy=True) for n, part in parts.items()}
     except FAILURES as error:  # for lack of memory; the other ranks must hear of it
         failure = error
     shapes = {name: (_file_dtype(v, dtype), tuple(v.shape)) for name, v in tensors.items()}
@@ -144,8 +149,14 @@ def begin_export(
 
         def write() -> None:
             for name, layout in files.layouts.items():
-                mine = {named[n]: parts[n] for n in parts if named[n] in layout.starts}
-                layout.write_parts(target / name, mine)
+                mine = [n for n in parts if named[n] in layout.starts]
+                layout.write_parts(
+                    target / name,
+                    (
+                        (named[n], starts[n], _in_host_memory(parts[n], dtype, copy=False))
+                        for n in mine
+                    ),
+                )
 
         group.together(what, create)
         group.together(what, write)
@@ -208,7 +219,7 @@ def _convert(
     files = ModelFiles.lay_out(shapes, max_file_bytes)
     files.create(target)
     for name, layout in files.layouts.items():
-        layout.write_parts(target / name, {n: (0, tensors[n]) for n in layout.starts})
+        layout.write_parts(target / name, ((n, 0, tensors[n]) for n in layout.starts))
     shutil.rmtree(source)
 
 
@@ -223,8 +234,8 @@ def _first_value(values: torch.Tensor) -> int:
     return part.offsets[0] * prod(values.shape[1:]) if part.offsets else 0
 
 
-def _in_host_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return values.to("cpu", _file_dtype(values, dtype), copy=True)
+def _in_host_memory(values: torch.Tensor, dtype: torch.dtype, *, copy: bool) -> torch.Tensor:
+    return values.to("cpu", _file_dtype(values, dtype), copy=copy)
 
 
 def _file_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.dtype:

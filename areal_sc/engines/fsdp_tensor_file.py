@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -88,18 +88,20 @@ class TensorFile:
             file.truncate(self.num_bytes)
             os.fsync(file.fileno())
 
-    def write_parts(self, path: Path, parts: Mapping[str, tuple[int, torch.Tensor]]) -> None:
+    def write_parts(self, path: Path, parts: Iterable[tuple[str, int, torch.Tensor]]) -> None:
         """Fills in a part of each named tensor, and brings it to the disk.
 
         Args:
             path: a file that `create` made, maybe in another process.
-            parts: name -> index of the part's first value in the flat tensor, values on the CPU.
+            parts: name, index of the part's first value in the flat tensor, values on the CPU; each
+                is dropped before the next is asked for.
         """
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            for name, (first, values) in parts.items():
+            for name, first, values in parts:
                 position = self.starts[name] + first * values.element_size()
                 _write_all(descriptor, _content(values), position)
+                del values
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

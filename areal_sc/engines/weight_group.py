@@ -149,6 +149,7 @@ class WeightBroadcaster:
         self._name = name
         self._group: Any = None
         self._work: Any = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._store = listening_store(host, self._meeting_timeout)
 
     def describe(self, world_size: int) -> WeightGroup:
@@ -174,7 +175,11 @@ class WeightBroadcaster:
         """
         device = torch.device("cuda" if self._backend == NCCL else "cpu")
         parts = [t.detach().reshape(-1).view(torch.uint8) for _, t in in_byte_order(bucket)]
-        flat = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
+        size = sum(map(len, parts))
+        if len(self._buffer) < size:
+            self._buffer = torch.empty(0)  # the smaller one goes first
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        flat = self._buffer[:size]
         start = 0
         for part in parts:
             flat[start : start + len(part)].copy_(part)

@@ -88,8 +88,7 @@ class WeightPublication:
         folder = root / f"{_FOLDER_PREFIX}{version}"
         if self._is_root:
             await asyncio.to_thread(_remove_before, root, oldest)
-        written = await self._compute(lambda: self._engine.begin_save_hf(folder))
-        await asyncio.shield(asyncio.wrap_future(written))
+        await self._compute(lambda: self._engine.save_hf(folder))
         return str(folder)
 
     async def open_group(

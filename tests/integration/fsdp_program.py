@@ -101,7 +101,8 @@ def run_rank(
         if "save_hf" in scenario:
             engine.save_hf(Path(scenario["save_hf"]))
         result["weights"] = {
-            shard.name: (shard.shape, shard.values.clone()) for shard in engine.export_weights()
+            shard.name: (shard.shape, shard.values.to(shard.dtype, copy=True))
+            for shard in engine.export_weights()
         }
     except (ArealError, ValueError) as error:
         result["error"] = f"{type(error).__name__}: {error}"

@@ -111,16 +111,19 @@ class SGLangClient:
     async def end_update(self, *, timeout_s: float) -> None:
         await self._update("/end_weight_update", {}, timeout_s)
 
-    async def load_tensors(self, pickles: list[str], *, timeout_s: float) -> None:
-        """Loads one bucket of weights, and drops the cache.
+    async def load_tensors(
+        self, pickles: list[str], *, drops_cache: bool, timeout_s: float
+    ) -> None:
+        """Loads one bucket of weights.
 
         Args:
             pickles: one for each rank, base64.
+            drops_cache: as the last bucket has to.
         """
         body = {
             "serialized_named_tensors": pickles,
             "load_format": "flattened_bucket",
-            "flush_cache": True,
+            "flush_cache": drops_cache,
         }
         await self._update("/update_weights_from_tensor", body, timeout_s)
 
@@ -132,12 +135,13 @@ class SGLangClient:
         await self._update("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
     async def receive_broadcast(self, bucket: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Takes part in one broadcast of a group, loads what it brought, and drops the cache.
+        """Takes part in one broadcast of a group, and loads what it brought.
 
         Args:
-            bucket: `group_name`, and `names`, `dtypes` and `shapes` in the order of the bytes.
+            bucket: `group_name`; `names`, `dtypes` and `shapes` in the order of the bytes; and
+                `flush_cache`, which the last one has to ask for.
         """
-        body = {"load_format": "flattened_bucket", "flush_cache": True, **bucket}
+        body = {"load_format": "flattened_bucket", **bucket}
         await self._update("/update_weights_from_distributed", body, timeout_s)
 
     async def _get(self, path: str, timeout_s: float | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,9 @@ class CollectiveWeights:
     async def opened(self) -> AsyncIterator[LoadableWeights]:
         yield self
 
+    def prepared(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
         """After a broadcast that failed, the servers that are left load `again`.
 
@@ -74,7 +77,7 @@ class CollectiveWeights:
             await for_each(outside, lambda server: end_update(server, timeout_s))
         late = LoadReport([])
         if outside:
-            async with self.again.opened() as weights:
+            async with self.again.opened() as weights, weights.prepared():
                 late = await weights.load(outside, timeout_s=timeout_s)
         errors |= dict(zip(outside, late.errors, strict=True))
         return LoadReport(
@@ -87,11 +90,12 @@ class CollectiveWeights:
         self, servers: Sequence[PausedServer], timeout_s: float
     ) -> list[ArealError | None]:
         errors = await for_each(servers, begin_update)
-        for layout in self.buckets:
+        for number, layout in enumerate(self.buckets):
             if any(errors):
                 await self.give_up()
                 return errors
             request = bucket_request(layout, self.group_name)
+            request["flush_cache"] = number == len(self.buckets) - 1
             errors = await self._receive_bucket(servers, request, timeout_s)
         if any(errors):
             return errors

@@ -193,6 +193,7 @@ class Completer:
             logger.info("abandoned request=%s %s", request_id, error)
         finally:
             flight.cancel()
+            flight.add_done_callback(_forget)
             self._replicas.dispatcher.leave(place)
 
     def _max_support(self, replica: Replica, request: CompletionRequest) -> int:
@@ -231,3 +232,9 @@ class Completer:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _forget(flight: asyncio.Task[Any]) -> None:
+    """Nobody waits for it any more, so nobody else would ask for its error."""
+    if not flight.cancelled():
+        flight.exception()

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import itertools
 import pickle
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,53 +29,35 @@ from areal_sc.engines.weight_group import NamedTensor, in_byte_order
 
 NUM_BUFFERS = 2
 
+Filled = tuple[torch.Tensor, list[SimpleNamespace]]
+
 
 class SharedBuckets:
     """The two buffers; they grow to the largest bucket, and live until `close`.
 
     Attributes:
-        turn: to be held around `fill`, which only one load at a time may use.
+        turn: to be held from `fill` until its last bucket was loaded; one use at a time.
     """
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
 
-    async def fill(
-        self, buckets: Iterable[list[NamedTensor]], num_readers: int
-    ) -> AsyncGenerator[tuple[str, int], None]:
-        """Yields the base64 pickle of each bucket, and its bytes.
+    async def fill(self, buckets: Iterable[list[NamedTensor]]) -> FilledBuckets:
+        """Fills the buffers with the first buckets, so that a load can begin at once."""
+        cut = list(buckets)
+        filled = deque([await self.fill_one(cut, n) for n in range(min(NUM_BUFFERS, len(cut)))])
+        return FilledBuckets(self, cut, filled)
 
-        The next buffer is filled meanwhile. A buffer is written again after the bucket behind its
-        own was asked for: ask only when all readers have loaded what they were given.
-
-        Args:
-            num_readers: processes that will unpickle each bucket.
-        """
-        source = iter(buckets)
-        for number in itertools.count():
-            if number == 0:
-                filled = await asyncio.to_thread(self._fill_next, source, number)
-            if filled is None:
-                return
-            upcoming = asyncio.create_task(asyncio.to_thread(self._fill_next, source, number + 1))
-            try:
-                flat, layout = filled
-                yield _pickle(flat, layout, num_readers), flat.nbytes
-            finally:
-                filled = await upcoming
+    async def fill_one(self, buckets: Sequence[list[NamedTensor]], number: int) -> Filled:
+        return await asyncio.to_thread(self._fill, buckets[number], number)
 
     def close(self) -> None:
         """Gives the memory back, once no server maps it."""
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
 
-    def _fill_next(
-        self, source: Iterator[list[NamedTensor]], number: int
-    ) -> tuple[torch.Tensor, list[SimpleNamespace]] | None:
-        """The next bucket as flat bytes in shared memory, and where each tensor is in it."""
-        bucket = next(source, None)
-        if bucket is None:
-            return None
+    def _fill(self, bucket: Sequence[NamedTensor], number: int) -> Filled:
+        """The bucket as flat bytes in shared memory, and where each tensor is in it."""
         size = sum(tensor.nbytes for _, tensor in bucket)
         buffer = self._buffers[number % NUM_BUFFERS]
         if buffer.nbytes < size:
@@ -97,6 +79,43 @@ class SharedBuckets:
             )
             start = end
         return buffer[:size], layout
+
+
+class FilledBuckets:
+    """One pass over buckets, always one ahead of the servers."""
+
+    def __init__(
+        self,
+        shared: SharedBuckets,
+        buckets: Sequence[list[NamedTensor]],
+        filled: deque[Filled],
+    ) -> None:
+        self._shared = shared
+        self._buckets = buckets
+        self._filled = filled
+
+    async def each(self, num_readers: int) -> AsyncGenerator[tuple[str, int, bool]]:
+        """Yields the base64 pickle of each bucket, its bytes, and whether it is the last one.
+
+        A buffer is written again when the bucket behind its own was asked for: ask only when all
+        readers have loaded what they were given.
+
+        Args:
+            num_readers: processes that will unpickle each bucket.
+        """
+        upcoming: asyncio.Task[Filled] | None = None
+        for number in range(len(self._buckets)):
+            flat, layout = self._filled.popleft()
+            try:
+                is_last = number == len(self._buckets) - 1
+                yield _pickle(flat, layout, num_readers), flat.nbytes, is_last
+            finally:
+                if upcoming is not None:
+                    self._filled.append(await upcoming)
+                    upcoming = None
+            if number + NUM_BUFFERS < len(self._buckets):
+                filling = self._shared.fill_one(self._buckets, number + NUM_BUFFERS)
+                upcoming = asyncio.create_task(filling)
 
 
 class _SharedPickler(pickle.Pickler):

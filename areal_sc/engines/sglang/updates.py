@@ -95,6 +95,28 @@ async def update_wave(
     """
     times = UpdateTimes()
     clock = _Clock()
+    async with weights.prepared():
+        times.update_open_s = clock.lap()
+        errors = await _update(wave, version, weights, dispatcher, settings, times)
+    for replica, error in zip(wave, errors, strict=True):
+        if error is None:
+            times.updated_servers += 1
+        else:
+            times.failed_servers += 1
+            replica.fail(f"its weight update to version {version} failed: {error}")
+    return errors, times
+
+
+async def _update(
+    wave: Sequence[Replica],
+    version: int,
+    weights: LoadableWeights,
+    dispatcher: Dispatcher,
+    settings: WaveSettings,
+    times: UpdateTimes,
+) -> list[ArealError | None]:
+    """From the first server that takes no requests any more to the last that goes on."""
+    clock = _Clock()
     for replica in wave:
         replica.hold()
     if settings.on_weight_update == OnWeightUpdate.finish_running and not settings.stays_paused:
@@ -120,13 +142,7 @@ async def update_wave(
             replica.set_updating(False)
     stall_s = times.update_pause_s + times.update_load_s + times.update_resume_s
     times.update_stall_s = stall_s * len(wave)
-    for replica, error in zip(wave, errors, strict=True):
-        if error is None:
-            times.updated_servers += 1
-        else:
-            times.failed_servers += 1
-            replica.fail(f"its weight update to version {version} failed: {error}")
-    return errors, times
+    return errors
 
 
 async def _drain(dispatcher: Dispatcher, replica: Replica, timeout_s: float) -> None:

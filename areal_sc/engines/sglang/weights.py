@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from areal_sc.config.model_folder import check_model_folder, read_model_config
 from areal_sc.engines.sglang.abilities import ServerAbilities
 from areal_sc.engines.sglang.client import SGLangClient
-from areal_sc.engines.sglang.shared_buckets import SharedBuckets
+from areal_sc.engines.sglang.shared_buckets import FilledBuckets, SharedBuckets
 from areal_sc.engines.weight_group import NamedTensor, split_into_buckets
 from areal_sc.errors import ArealError, ConfigError, EngineFailed, ModelError
 
@@ -73,6 +73,10 @@ class LoadReport:
 class LoadableWeights(Protocol):
     """Weights that are at hand, so that a server stands still for their loading alone."""
 
+    def prepared(self) -> AbstractAsyncContextManager[None]:
+        """Around one `load`: does beforehand what can be done while servers still generate."""
+        ...
+
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
         """Gives the servers these weights. `timeout_s` bounds each step."""
         ...
@@ -111,6 +115,9 @@ class DiskWeights:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[LoadableWeights]:
         yield self
+
+    def prepared(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
         async def load_one(server: PausedServer) -> None:
@@ -180,16 +187,29 @@ class TensorWeights:
         yield LoadableTensors(list(await self.source()), self.buckets, self.bucket_bytes)
 
 
-@dataclass(frozen=True)
 class LoadableTensors:
     """The tensors of `TensorWeights`."""
 
-    named_tensors: Sequence[NamedTensor]
-    buckets: SharedBuckets
-    bucket_bytes: int
+    def __init__(
+        self, named_tensors: Sequence[NamedTensor], buckets: SharedBuckets, bucket_bytes: int
+    ) -> None:
+        self._cut = list(split_into_buckets(named_tensors, bucket_bytes))
+        self._buckets = buckets
+        self._filled: FilledBuckets | None = None
+
+    @asynccontextmanager
+    async def prepared(self) -> AsyncIterator[None]:
+        """Fills the first buckets, while the servers still generate."""
+        async with self._buckets.turn:
+            self._filled = await self._buckets.fill(self._cut)
+            try:
+                yield
+            finally:
+                self._filled = None
 
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
         """Every bucket is written once, and loaded by all servers before the next but one."""
+        assert self._filled, "load within `prepared`"
 
         async def begin(server: PausedServer) -> None:
             if not server.is_own:
@@ -201,19 +221,21 @@ class LoadableTensors:
 
         num_readers = sum(server.abilities.tp_size for server in servers)
         num_bytes = 0
-        cut = split_into_buckets(self.named_tensors, self.bucket_bytes)
-        async with self.buckets.turn:
-            errors = await for_each(servers, begin)
-            async with aclosing(self.buckets.fill(cut, num_readers)) as filled:
-                async for pickled, size in filled:
+        errors = await for_each(servers, begin)
+        async with aclosing(self._filled.each(num_readers)) as filled:
+            async for pickled, size, is_last in filled:
 
-                    async def load_bucket(server: PausedServer, pickled: str = pickled) -> None:
-                        pickles = [pickled] * server.abilities.tp_size
-                        await server.client.load_tensors(pickles, timeout_s=timeout_s)
+                async def load_bucket(
+                    server: PausedServer, pickled: str = pickled, is_last: bool = is_last
+                ) -> None:
+                    pickles = [pickled] * server.abilities.tp_size
+                    await server.client.load_tensors(
+                        pickles, drops_cache=is_last, timeout_s=timeout_s
+                    )
 
-                    errors = await for_each(servers, load_bucket, errors)
-                    num_bytes += size
-            errors = await for_each(servers, lambda s: end_update(s, timeout_s), errors)
+                errors = await for_each(servers, load_bucket, errors)
+                num_bytes += size
+        errors = await for_each(servers, lambda s: end_update(s, timeout_s), errors)
         return LoadReport(errors, num_bytes)
 
 

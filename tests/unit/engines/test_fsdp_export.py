@@ -187,7 +187,7 @@ def test_a_file_of_many_dtypes_and_shapes_is_read_by_safetensors(tmp_path: Path)
     layout = TensorFile.lay_out({name: (t.dtype, t.shape) for name, t in tensors.items()})
     layout.write_whole(tmp_path / "whole", tensors)
     layout.create(tmp_path / "parts")
-    layout.write_parts(tmp_path / "parts", {name: (0, t) for name, t in tensors.items()})
+    layout.write_parts(tmp_path / "parts", ((name, 0, t) for name, t in tensors.items()))
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "parts").read_bytes()
     assert (tmp_path / "whole").stat().st_size == layout.num_bytes
     found = load_file(tmp_path / "whole")

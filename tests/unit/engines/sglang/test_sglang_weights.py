@@ -56,7 +56,8 @@ async def test_another_process_reads_what_was_written() -> None:
     assert reader.stdin
     assert reader.stdout
     num_bytes = 0
-    async for pickled, size in buckets.fill(split_into_buckets(tensors, 300), num_readers=1):
+    filled = await buckets.fill(split_into_buckets(tensors, 300))
+    async for pickled, size, _ in filled.each(num_readers=1):
         reader.stdin.write(pickled.encode() + b"\n")
         await reader.stdin.drain()
         found |= json.loads(await reader.stdout.readline())
@@ -71,18 +72,22 @@ async def test_another_process_reads_what_was_written() -> None:
 async def test_two_buffers_serve_any_number_of_buckets() -> None:
     buckets = SharedBuckets()
     async with buckets.turn:
-        sizes = [size async for _, size in buckets.fill(split_into_buckets(named(*[4] * 9), 16), 1)]
-    assert sizes == [16] * 9
+        filled = await buckets.fill(split_into_buckets(named(*[4] * 9), 16))
+        sizes = [(size, is_last) async for _, size, is_last in filled.each(1)]
+    assert sizes == [(16, False)] * 8 + [(16, True)]
     assert sum(buffer.nbytes for buffer in buckets._buffers) == 2 * 16
     buckets.close()
 
 
 async def test_a_load_that_is_given_up_leaves_no_thread_behind() -> None:
     buckets = SharedBuckets()
-    filling = buckets.fill(split_into_buckets(named(4, 4, 4), 16), 1)
-    await anext(filling)
-    await filling.aclose()
-    assert [size async for _, size in buckets.fill(split_into_buckets(named(4), 16), 1)] == [16]
+    filled = await buckets.fill(split_into_buckets(named(4, 4, 4, 4), 16))
+    loading = filled.each(1)
+    await anext(loading)
+    await anext(loading)
+    await loading.aclose()
+    filled = await buckets.fill(split_into_buckets(named(4), 16))
+    assert [size async for _, size, _ in filled.each(1)] == [16]
     buckets.close()
 
 
