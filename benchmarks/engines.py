@@ -52,7 +52,7 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
 )
 from areal_sc.engines.base import GenerationEngine
-from areal_sc.engines.local import LocalEngine
+from areal_sc.engines.local.engine import LocalEngine
 
 SIDES = ("LocalEngine", "SGLang")
 MAX_CONTEXT_TOKENS = 512

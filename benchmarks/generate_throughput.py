@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from areal_sc.config.schema import Dtype, GenerationConfig, RolloutConfig
-from areal_sc.engines.local import LocalEngine
+from areal_sc.engines.local.engine import LocalEngine
 
 VOCABULARY = 512
 

@@ -29,7 +29,7 @@ from areal_sc.config.schema import (
     WeightUpdateMethod,
 )
 from areal_sc.engines.handles import SGLangEngine
-from areal_sc.engines.local import LocalEngine
+from areal_sc.engines.local.engine import LocalEngine
 
 MAX_CONTEXT_TOKENS = 1024
 

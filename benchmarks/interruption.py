@@ -57,7 +57,7 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
 )
 from areal_sc.engines.base import GenerationEngine
-from areal_sc.engines.local import LocalEngine
+from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.engines.weight_group import NamedTensor
 
 ENGINES = ("local", "sglang")

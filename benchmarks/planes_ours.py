@@ -16,11 +16,11 @@ from areal_sc.controller.heartbeats import Heartbeats
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata
 from areal_sc.schedulers.base import RunningWorker
-from areal_sc.transport.arena_folder import ArenaFolder, choose_root, clean_leftovers
+from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers
 from areal_sc.transport.beat_board import Beat
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc import Connection, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import Connection, RpcServer, ZmqTransport
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from areal_sc.metadata import (
     TensorMetadata,
     WeightsReference,
 )
-from areal_sc.transport.bulk_server import BulkServer
+from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.transport.rpc_server import RpcServer
+from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.tensor_store import TensorStore
 
 GROUP_SIZE = 8

@@ -57,7 +57,7 @@ from transformers.utils import logging as hf_logging
 
 from areal_sc.algorithms.packing import pack_micro_batches
 from areal_sc.config.schema import ActorConfig, Device, OptimizerConfig, PPOConfig
-from areal_sc.engines.fsdp import FSDPEngine
+from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.transport.packed_rows import PackedRows
 
 Step = Callable[[], None]

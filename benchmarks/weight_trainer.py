@@ -30,7 +30,7 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
-from areal_sc.engines.fsdp import FSDPEngine
+from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.workers.weight_publication import WeightPublication
 
 HOST = "127.0.0.1"

@@ -22,7 +22,7 @@ from areal_sc.controller.heartbeats import Heartbeats
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ArealError, PeerLost, TransportError, WorkerLost
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, Scheduler, log_tail
-from areal_sc.transport.rpc import Connection
+from areal_sc.transport.rpc.transport import Connection
 
 logger = logging.getLogger(__name__)
 

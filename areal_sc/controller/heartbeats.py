@@ -20,7 +20,7 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import TransportError
 from areal_sc.schedulers.base import RunningWorker
 from areal_sc.transport.beat_board import BLOCKED_WARNING_S, Beat, beats_from_wire
-from areal_sc.transport.rpc import Connection, Transport
+from areal_sc.transport.rpc.transport import Connection, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from areal_sc.ids import random_id
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc import Transport, ZmqTransport
+from areal_sc.transport.rpc.transport import Transport, ZmqTransport
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from areal_sc.config.schema import ActorConfig, RolloutConfig, RolloutEngine
 from areal_sc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from areal_sc.engines.fsdp import FSDPEngine
-    from areal_sc.engines.local import LocalEngine
+    from areal_sc.engines.fsdp.engine import FSDPEngine
+    from areal_sc.engines.local.engine import LocalEngine
     from areal_sc.engines.sglang.engine import SGLangServerEngine
 
 
@@ -29,7 +29,7 @@ class FSDPPPOActor:
 
     config: ActorConfig
     config_class: ClassVar[type[ActorConfig]] = ActorConfig
-    worker_class: ClassVar[str] = "areal_sc.engines.fsdp:FSDPEngine"
+    worker_class: ClassVar[str] = "areal_sc.engines.fsdp.engine:FSDPEngine"
 
     def build(self) -> FSDPEngine:
         """The engine of one rank, not yet initialised. Imports torch."""
@@ -42,7 +42,7 @@ class FSDPSFTActor:
 
     config: ActorConfig
     config_class: ClassVar[type[ActorConfig]] = ActorConfig
-    worker_class: ClassVar[str] = "areal_sc.engines.fsdp:FSDPEngine"
+    worker_class: ClassVar[str] = "areal_sc.engines.fsdp.engine:FSDPEngine"
 
     def build(self) -> FSDPEngine:
         """The engine of one rank, not yet initialised. Imports torch."""
@@ -55,7 +55,7 @@ class LocalGenerator:
 
     config: RolloutConfig
     config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
-    worker_class: ClassVar[str] = "areal_sc.engines.local:LocalEngine"
+    worker_class: ClassVar[str] = "areal_sc.engines.local.engine:LocalEngine"
 
     def build(self) -> LocalEngine:
         """The engine, not yet started. Imports torch."""

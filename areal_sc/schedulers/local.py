@@ -30,7 +30,7 @@ from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, log_tail
-from areal_sc.transport.arena_folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers
 from areal_sc.transport.keys import RunKeys
 from areal_sc.workers.fork_client import ForkServerClient, start_fork_server
 from areal_sc.workers.run_memory import memory_root
@@ -47,8 +47,8 @@ PRELOAD = (
     "areal_sc.workers.entry",
     "areal_sc.workers.train_worker",
     "areal_sc.workers.rollout_worker",
-    "areal_sc.engines.fsdp",
-    "areal_sc.engines.local",
+    "areal_sc.engines.fsdp.engine",
+    "areal_sc.engines.local.engine",
 )
 
 

@@ -25,10 +25,10 @@ from typing import Any, Final
 
 from areal_sc.errors import TransportError
 from areal_sc.transport.beat_board import BLOCKED_WARNING_S, Beat, BeatBoard
-from areal_sc.transport.codec import MessageLimits
 from areal_sc.transport.endpoint import Authenticator
 from areal_sc.transport.refusals import Refusals
-from areal_sc.transport.rpc_server import RpcServer
+from areal_sc.transport.rpc.codec import MessageLimits
+from areal_sc.transport.rpc.server import RpcServer
 
 logger = logging.getLogger(__name__)
 

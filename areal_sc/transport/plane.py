@@ -12,15 +12,15 @@ import sys
 from typing import Final
 
 from areal_sc.config.schema import TransportConfig
-from areal_sc.transport.arena import ArenaBackend
-from areal_sc.transport.arena_folder import ArenaFolder
-from areal_sc.transport.arena_map import ArenaMap
-from areal_sc.transport.bulk_client import BulkClient
-from areal_sc.transport.bulk_link import BulkOptions
-from areal_sc.transport.bulk_server import BulkServer
+from areal_sc.transport.arena.backend import ArenaBackend
+from areal_sc.transport.arena.folder import ArenaFolder
+from areal_sc.transport.arena.map import ArenaMap
+from areal_sc.transport.bulk.client import BulkClient
+from areal_sc.transport.bulk.link import BulkOptions
+from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.pull import Puller
-from areal_sc.transport.rpc import Handler, Transport
+from areal_sc.transport.rpc.transport import Handler, Transport
 from areal_sc.transport.tensor_store import TensorStore
 
 ROOM_SHARE: Final = 0.8

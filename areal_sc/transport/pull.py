@@ -21,9 +21,9 @@ import torch
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone
 from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, WeightsReference
-from areal_sc.transport.arena_map import ArenaMap, MappedShard
-from areal_sc.transport.buffer_pool import BufferPool, Bytes
-from areal_sc.transport.bulk_client import BulkClient
+from areal_sc.transport.arena.map import ArenaMap, MappedShard
+from areal_sc.transport.bulk.buffer_pool import BufferPool, Bytes
+from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull_plan import (
     Owner,

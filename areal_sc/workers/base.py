@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 from areal_sc.config.schema import TransportConfig
 from areal_sc.engines.base import EngineHandle
 from areal_sc.engines.handles import handle_from_plain
-from areal_sc.transport.arena_folder import ArenaFolder
+from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.beat_board import BeatBoard, this_node
 from areal_sc.transport.beats import BeatServer
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.plane import DataPlane, keep_message_memory
-from areal_sc.transport.rpc import ZmqTransport
-from areal_sc.transport.rpc_server import Handler, RpcServer
+from areal_sc.transport.rpc.server import Handler, RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.workers.run_memory import OFF, beats_folder
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 from areal_sc.workflows.sources import SourceReader

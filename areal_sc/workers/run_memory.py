@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from areal_sc.transport.arena_folder import ArenaFolder, choose_root
+from areal_sc.transport.arena.folder import ArenaFolder, choose_root
 
 OFF: Final = "off"
 """`transport.shared_memory` that keeps tensors out of it; the heartbeats' small files stay."""

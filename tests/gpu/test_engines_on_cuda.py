@@ -20,8 +20,8 @@ from areal_sc.config.schema import (
     RolloutConfig,
 )
 from areal_sc.engines.base import Completion
-from areal_sc.engines.fsdp import FSDPEngine
-from areal_sc.engines.local import LocalEngine
+from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.transport.packed_rows import PackedRows
 
 pytestmark = pytest.mark.gpu

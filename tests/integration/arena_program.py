@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.arena import ArenaBackend
-from areal_sc.transport.arena_folder import ArenaFolder
-from areal_sc.transport.arena_map import ArenaMap, MappedShard
+from areal_sc.transport.arena.backend import ArenaBackend
+from areal_sc.transport.arena.folder import ArenaFolder
+from areal_sc.transport.arena.map import ArenaMap, MappedShard
 from areal_sc.transport.tensor_store import TensorStore
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from areal_sc.transport.beat_board import BeatBoard, this_node
 from areal_sc.transport.beats import BeatServer
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc import RpcServer
+from areal_sc.transport.rpc.transport import RpcServer
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 

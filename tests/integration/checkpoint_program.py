@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from fsdp_program import RANK_TIMEOUT_S, actor_config, make_rows, wait_for_address
 
-from areal_sc.engines.fsdp import FSDPEngine
-from areal_sc.engines.fsdp_export import begin_export
+from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.fsdp.export import begin_export
 from areal_sc.errors import ArealError
 
 LENGTHS = (11, 6, 14, 3, 9, 20, 5, 8)

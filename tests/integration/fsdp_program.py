@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
-from areal_sc.engines.fsdp import FSDPEngine
+from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.errors import ArealError
 from areal_sc.transport.packed_rows import PackedRows
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from areal_sc.transport.codec import Cancel, Failure, MessageLimits, Reply, Request, encode
+from areal_sc.transport.rpc.codec import Cancel, Failure, MessageLimits, Reply, Request, encode
 
 _PREFIX_BYTES: Final = 6
 """The list and the protocol, with which a message begins."""

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.codec import MessageLimits
-from areal_sc.transport.rpc import RpcClient, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.codec import MessageLimits
+from areal_sc.transport.rpc.transport import RpcClient, RpcServer, ZmqTransport
 
 LIFE = "life1"
 LIMITS = MessageLimits()

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc import RpcClient, ZmqTransport
+from areal_sc.transport.rpc.transport import RpcClient, ZmqTransport
 
 PROGRAM = Path(__file__).with_name("rpc_program.py")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc import RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
 
 LIFE = "life1"
 

@@ -18,9 +18,9 @@ import torch
 from integration.arena_program import MIB, is_intact, lengths_of, shard_of
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.arena import ArenaBackend
-from areal_sc.transport.arena_folder import ArenaFolder, clean_leftovers
-from areal_sc.transport.arena_map import ArenaMap
+from areal_sc.transport.arena.backend import ArenaBackend
+from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.arena.map import ArenaMap
 from areal_sc.transport.tensor_store import TensorStore
 
 PROGRAM = Path(__file__).with_name("arena_program.py")

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from areal_sc.errors import ProtocolError
-from areal_sc.transport.bulk_client import BulkClient
-from areal_sc.transport.bulk_link import BulkOptions
-from areal_sc.transport.bulk_server import DESCRIBE, READ, BulkServer
-from areal_sc.transport.bulk_wire import MAX_REQUEST_BYTES, Sealer, parse_head
+from areal_sc.transport.bulk.client import BulkClient
+from areal_sc.transport.bulk.link import BulkOptions
+from areal_sc.transport.bulk.server import DESCRIBE, READ, BulkServer
+from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, parse_head
 from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
 from areal_sc.transport.tensor_store import TensorStore

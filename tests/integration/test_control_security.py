@@ -26,7 +26,7 @@ from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import KEYS_VARIABLE, RunKeys
-from areal_sc.transport.rpc import Authenticator, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import Authenticator, RpcServer, ZmqTransport
 
 LIMIT_S = 30.0
 NO_SERVICE_S = 1.0

@@ -21,9 +21,9 @@ from areal_sc.metadata import (
     WeightsReference,
     concat,
 )
-from areal_sc.transport.arena_folder import ArenaFolder
+from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.plane import DataPlane
-from areal_sc.transport.rpc import RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
 
 STORE_BYTES = 64 << 20
 

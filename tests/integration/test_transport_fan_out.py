@@ -23,10 +23,10 @@ from areal_sc.errors import (
     RpcTimeout,
     ShardGone,
 )
-from areal_sc.transport.codec import decode
-from areal_sc.transport.fan_out import CALLS_PER_TURN
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc import RpcClient, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.codec import decode
+from areal_sc.transport.rpc.fan_out import CALLS_PER_TURN
+from areal_sc.transport.rpc.transport import RpcClient, RpcServer, ZmqTransport
 
 
 @asynccontextmanager

@@ -18,10 +18,10 @@ from integration.message_mutations import mutated
 from integration.rpc_process import PROGRAM, ServerProcess, counters, server_process
 
 from areal_sc.errors import PeerLost, RpcTimeout
-from areal_sc.transport.codec import MessageLimits, Reply, Request, decode, encode
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc import ZmqTransport
+from areal_sc.transport.rpc.codec import MessageLimits, Reply, Request, decode, encode
+from areal_sc.transport.rpc.transport import ZmqTransport
 
 LIMITS = MessageLimits()
 MAX_GROWTH_BYTES = 24 << 20

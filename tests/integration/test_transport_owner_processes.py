@@ -17,10 +17,10 @@ import torch
 
 from areal_sc.errors import ShardGone
 from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata, concat
-from areal_sc.transport.bulk_client import BulkClient
-from areal_sc.transport.bulk_link import BulkOptions
+from areal_sc.transport.bulk.client import BulkClient
+from areal_sc.transport.bulk.link import BulkOptions
 from areal_sc.transport.pull import Puller
-from areal_sc.transport.rpc import ZmqTransport
+from areal_sc.transport.rpc.transport import ZmqTransport
 
 OWNER_SCRIPT = Path(__file__).with_name("transport_owner.py")
 

@@ -21,14 +21,14 @@ from areal_sc.metadata import (
     WeightsReference,
     concat,
 )
-from areal_sc.transport.bulk_client import BulkClient
-from areal_sc.transport.bulk_link import BulkOptions
-from areal_sc.transport.bulk_server import DESCRIBE, READ, BulkServer
-from areal_sc.transport.bulk_wire import Sealer
+from areal_sc.transport.bulk.client import BulkClient
+from areal_sc.transport.bulk.link import BulkOptions
+from areal_sc.transport.bulk.server import DESCRIBE, READ, BulkServer
+from areal_sc.transport.bulk.wire import Sealer
 from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull import Puller
-from areal_sc.transport.rpc import RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
 from areal_sc.transport.tensor_store import TensorStore
 

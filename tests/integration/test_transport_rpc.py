@@ -19,7 +19,7 @@ from areal_sc.errors import (
     ShardGone,
     TransportError,
 )
-from areal_sc.transport.rpc import RpcServer
+from areal_sc.transport.rpc.transport import RpcServer
 
 
 async def test_values_travel_both_ways_and_bytes_are_counted() -> None:

@@ -12,8 +12,8 @@ import zmq
 from integration.rpc_methods import LIFE, LIMITS, connected, serving, transport, until
 
 from areal_sc.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
-from areal_sc.transport.codec import MessageLimits, Reply, Request, decode, encode
-from areal_sc.transport.rpc import RpcClient, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.codec import MessageLimits, Reply, Request, decode, encode
+from areal_sc.transport.rpc.transport import RpcClient, RpcServer, ZmqTransport
 
 
 async def test_a_server_that_ends_fails_what_waits_for_it() -> None:

@@ -13,8 +13,8 @@ import sys
 
 import torch
 
-from areal_sc.transport.bulk_server import BulkServer
-from areal_sc.transport.rpc import RpcServer
+from areal_sc.transport.bulk.server import BulkServer
+from areal_sc.transport.rpc.transport import RpcServer
 from areal_sc.transport.socket import Frame
 from areal_sc.transport.tensor_store import TensorStore
 

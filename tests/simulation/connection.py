@@ -12,8 +12,16 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from areal_sc.errors import PeerLost, RpcTimeout
-from areal_sc.transport.codec import Cancel, Failure, MessageLimits, Reply, Request, decode, encode
-from areal_sc.transport.remote_errors import error_of, failure_of
+from areal_sc.transport.rpc.codec import (
+    Cancel,
+    Failure,
+    MessageLimits,
+    Reply,
+    Request,
+    decode,
+    encode,
+)
+from areal_sc.transport.rpc.remote_errors import error_of, failure_of
 
 if TYPE_CHECKING:
     from simulation.workers import SimulatedWorker

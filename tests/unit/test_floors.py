@@ -220,4 +220,4 @@ def test_no_public_name_loads_torch() -> None:
 
 
 def test_the_check_would_notice() -> None:
-    assert "torch" in heavy_modules_after(["areal_sc.engines.fsdp"])
+    assert "torch" in heavy_modules_after(["areal_sc.engines.fsdp.engine"])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.config.sglang_checks import check_sglang_config
 from areal_sc.engines.base import Completion
-from areal_sc.engines.local_model import resolve_device
+from areal_sc.engines.local.model import resolve_device
 from areal_sc.engines.sglang.collective import CollectiveWeights
 from areal_sc.engines.sglang.completion import Completer
 from areal_sc.engines.sglang.model import ServedModel

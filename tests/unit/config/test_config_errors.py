@@ -76,7 +76,7 @@ WriteYaml = Callable[..., Path]
         (
             "checkpoint=3",
             "override checkpoint=3: checkpoint: "
-            "expected a section with the keys every_steps, keep, got 3",
+            "expected a section with the keys every_steps, keep, export_every_steps, got 3",
         ),
         ("task=3", "override task=3: task: expected a mapping, got 3"),
         (

@@ -30,7 +30,7 @@ from areal_sc.errors import ConfigError
 
 
 def test_building_gives_the_worker_side_engine() -> None:
-    from areal_sc.engines.fsdp import FSDPEngine
+    from areal_sc.engines.fsdp.engine import FSDPEngine
 
     config = ActorConfig(path="model")
     for handle in (FSDPPPOActor(config), FSDPSFTActor(config=config)):
@@ -51,7 +51,7 @@ def test_names_are_resolved_from_a_fixed_list() -> None:
     )
     for handle in (FSDPPPOActor(config), FSDPSFTActor(config)):
         assert handle_from_plain(type(handle).__name__, to_plain(config)) == handle
-    assert LocalGenerator.worker_class == "areal_sc.engines.local:LocalEngine"
+    assert LocalGenerator.worker_class == "areal_sc.engines.local.engine:LocalEngine"
     generation = RolloutConfig(
         path="model",
         generation=GenerationConfig(),

@@ -21,7 +21,7 @@ from areal_sc.transport.beat_board import Beat, BeatBoard, beats_from_wire, this
 from areal_sc.transport.beats import BeatServer
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc import ZmqTransport
+from areal_sc.transport.rpc.transport import ZmqTransport
 
 LIMIT_S = 30.0
 

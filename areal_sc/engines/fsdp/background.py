@@ -1,0 +1,214 @@
+"""Writing on a thread of its own while training goes on; all ranks agree on how it ended.
+
+consumes     writes that the engine's thread begins, on every rank the same ones in the same order
+waits for    the disk; after each phase of a write, for the other ranks to have done theirs
+unblocked by the writing threads of the other ranks. When one of them dies its connections break,
+             which fails the wait; `WRITE_TIMEOUT` bounds it in any case
+
+One write goes on at a time, so at most one staged copy of the state waits for the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from areal_sc.engines.fsdp.process_group import ProcessGroup
+from areal_sc.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+WRITE_TIMEOUT = timedelta(hours=1)
+"""A rank that takes longer for its part of one snapshot or export fails the others'."""
+
+# What writing and reading raise: the system, torch, damaged files, or their content.
+FAILURES = (OSError, RuntimeError, ValueError, KeyError, EOFError, MemoryError, SafetensorError)
+
+T = TypeVar("T")
+
+
+class SideGroup:
+    """The ranks once more, over gloo: for use by one thread at a time, beside the engine's.
+
+    Collective operations of one group must meet in one order on all ranks, so the thread that
+    writes cannot share the group of the thread that trains.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self._handle = (
+            dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if group.world_size > 1 else None
+        )
+
+    def together(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Runs `action` on every rank; if it fails anywhere, every rank raises.
+
+        Returns: what the ranks' actions returned, in rank order.
+        Raises: CheckpointError: "`what` (train rank n): cause", or the ranks lost each other.
+        """
+        result = failure = None
+        try:
+            result = action()
+        except FAILURES as error:
+            failure = error
+        message = f"{type(failure).__name__}: {failure}" if failure is not None else None
+        outcomes = self._gather(what, (message, result))
+        for rank, (reported, _) in enumerate(outcomes):
+            if reported is not None:
+                raise CheckpointError(f"{what} (train rank {rank}): {reported}") from failure
+        return [result for _, result in outcomes]
+
+    def _gather(self, what: str, value: Any) -> list[Any]:
+        if self._handle is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value, group=self._handle)
+        except (dist.DistError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{what} (train rank {self.rank}): another rank ended or took longer than "
+                f"{WRITE_TIMEOUT.total_seconds():.0f} s: {error}"
+            ) from error
+        return values
+
+
+class BackgroundWriter:
+    """Runs one write after the other on a thread; made by all ranks together.
+
+    Attributes:
+        group: the ranks, for writes, and for what runs while nothing is being written.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = SideGroup(group)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+
+    def begin(self, write: Callable[[], None]) -> Future[None]:
+        """Starts a write. One that still goes on is waited for; its error stays in its future.
+
+        Args:
+            write: raises CheckpointError, on all ranks or none.
+        """
+        self.wait()
+        self._running = self._thread.submit(write)
+        self._running.add_done_callback(_report_failure)
+        return self._running
+
+    def wait(self) -> None:
+        """Returns once nothing is being written; what went wrong with it is in its future.
+
+        Raises: CheckpointError: the disk took longer than `WRITE_TIMEOUT`.
+        """
+        if self._running is None:
+            return
+        limit_s = WRITE_TIMEOUT.total_seconds()
+        if wait_for([self._running], timeout=limit_s).not_done:
+            raise CheckpointError(
+                f"train rank {self.group.rank} still writes a snapshot or an export after "
+                f"{limit_s:.0f} s: the disk does not keep up, or does not answer"
+            )
+        self._running = None
+
+    def finish(self, written: Future[None]) -> None:
+        """Waits for the write that `begin` returned.
+
+        Raises: CheckpointError: it failed.
+        """
+        self.wait()
+        written.result()
+
+    def close(self) -> None:
+        """Lets the write that goes on end, and then the thread."""
+        self.wait()
+        self._thread.shutdown()
+
+
+def replace_folder(folder: Path, group: SideGroup, fill: Callable[[Path], None]) -> None:
+    """Fills a folder beside `folder` on all ranks, then puts it in its place.
+
+    All is on the disk before the name changes. Killed at any moment, `folder`, or after
+    `recover_folder` again `folder`, holds its former content or the whole new one.
+
+    Args:
+        folder: every rank must see it, also from another node.
+        fill: gets the folder to write to; agrees with the other ranks itself on how that ended.
+    Raises: CheckpointError: the former content stays.
+    """
+    what = f"cannot write {folder}"
+    part = folder.with_name(f".{folder.name}.part")
+    former = _former(folder)
+
+    def prepare() -> None:
+        if group.rank == 0:
+            recover_folder(folder)
+            for leftover in (part, former):
+                if leftover.exists():
+                    shutil.rmtree(leftover)
+            part.mkdir(parents=True)
+
+    def check() -> None:
+        if not part.is_dir():
+            raise FileNotFoundError(f"{part} is not seen here; it must be on a shared file system")
+
+    def swap() -> None:
+        if group.rank == 0:
+            _flush(part)
+            if folder.exists():
+                folder.rename(former)
+            part.rename(folder)
+            _flush_entry(folder.parent)
+            shutil.rmtree(former, ignore_errors=True)
+
+    try:
+        group.together(what, prepare)
+        group.together(what, check)
+        fill(part)
+        group.together(what, swap)
+    except CheckpointError:
+        if group.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            recover_folder(folder)
+        raise
+
+
+def recover_folder(folder: Path) -> None:
+    """Gives back the content of a folder whose replacement was cut short between its renames."""
+    former = _former(folder)
+    if former.exists() and not folder.exists():
+        former.rename(folder)
+
+
+def _former(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.former")
+
+
+def _report_failure(written: Future[None]) -> None:
+    """A failure is seen even where nobody asks the future."""
+    if not written.cancelled() and (error := written.exception()) is not None:
+        logger.warning("%s", error)
+
+
+def _flush(folder: Path) -> None:
+    """Brings all files below `folder`, and their names, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        _flush_entry(path)
+
+
+def _flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

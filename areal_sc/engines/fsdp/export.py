@@ -1,0 +1,260 @@
+"""Folders that `transformers`, SGLang and vLLM load, written while training goes on.
+
+    begin    copies this rank's shards to host memory in the dtype of the files, and returns
+    write    rank 0 lays out the files; every rank writes its shards to where they belong in them
+
+A shard of FSDP is a run of rows, and so one range of bytes in a safetensors file. So no rank ever
+holds more than its own shards, and nothing is sent: the folder must be on a file system that all
+ranks see. The folder gets its name when all is on the disk, and replaces what had it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from areal_sc.engines.fsdp.background import (
+    FAILURES,
+    BackgroundWriter,
+    SideGroup,
+    replace_folder,
+)
+from areal_sc.engines.fsdp.optimizer import local_part
+from areal_sc.engines.fsdp.tensor_file import TensorFile, TensorShapes
+
+MAX_FILE_BYTES = 5 << 30
+"""A larger model is split over several files, as its readers expect. One tensor is never split."""
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".gguf", ".msgpack", ".onnx"}
+_AS_IN_MEMORY = ".as_in_memory"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """How tensors are spread over the files of a model folder.
+
+    Attributes:
+        layouts: file name -> layout.
+        index: content of `model.safetensors.index.json`; None with a single file.
+    """
+
+    layouts: Mapping[str, TensorFile]
+    index: dict[str, Any] | None
+
+    @classmethod
+    def lay_out(cls, tensors: TensorShapes, max_file_bytes: int) -> ModelFiles:
+        """Files are filled in the order of `tensors`, so that a layer's lie together."""
+        files: list[dict[str, Any]] = [{}]
+        room = max_file_bytes
+        for name, (dtype, shape) in tensors.items():
+            size = prod(shape) * dtype.itemsize
+            if size > room and files[-1]:
+                files.append({})
+                room = max_file_bytes
+            files[-1][name] = (dtype, shape)
+            room -= size
+        if len(files) == 1:
+            return cls({"model.safetensors": TensorFile.lay_out(files[0])}, None)
+        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        index = {
+            "metadata": {
+                "total_parameters": sum(prod(shape) for _, shape in tensors.values()),
+                "total_size": sum(prod(shape) * dt.itemsize for dt, shape in tensors.values()),
+            },
+            "weight_map": {
+                tensor: name for name, file in zip(names, files, strict=True) for tensor in file
+            },
+        }
+        layouts = [TensorFile.lay_out(file) for file in files]
+        return cls(dict(zip(names, layouts, strict=True)), index)
+
+    def create(self, folder: Path) -> None:
+        for name, layout in self.layouts.items():
+            layout.create(folder / name)
+        if self.index is not None:
+            text = json.dumps(self.index, indent=2, sort_keys=True) + "\n"
+            (folder / "model.safetensors.index.json").write_text(text)
+
+
+def begin_export(
+    causal_lm: Any,
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    writer: BackgroundWriter,
+    *,
+    is_staged: bool = True,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Future[None]:
+    """Takes the weights as they are now, and writes them with config and tokenizer files.
+
+    Args:
+        causal_lm: the Hugging Face model, sharded or not. Every rank makes the call.
+        source: model folder whose other files (tokenizer, generation config) are copied.
+        folder: target; replaced as a whole.
+        dtype: of the floating-point weights in the files.
+        is_staged: the weights are copied first. Without it they must not change until the future
+            is done, and no memory is needed but for one tensor.
+        max_file_bytes: see `MAX_FILE_BYTES`.
+    Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
+        every rank, when that could not be done.
+    """
+    writer.wait()
+    group = writer.group
+    tensors = _tensors_to_export(causal_lm)
+    parts = {
+        name: local_part(values)
+        for name, values in tensors.items()
+        if group.rank == 0 or isinstance(values, DTensor)
+    }
+    starts = {name: _first_value(tensors[name]) for name in parts}
+    failure: Exception | None = None
+    try:
+        if is_staged:
+            parts = {n: _in_host_memory(part, dtype, copy=True) for n, part in parts.items()}
+    except FAILURES as error:  # for lack of memory; the other ranks must hear of it
+        failure = error
+    shapes = {name: (_file_dtype(v, dtype), tuple(v.shape)) for name, v in tensors.items()}
+    config = _config_text(causal_lm, dtype)
+    names = _names_in_files(causal_lm, shapes)
+
+    def fill(part: Path) -> None:
+        what = f"cannot write {folder}"
+        target = part / _AS_IN_MEMORY if names is None else part
+        named = names or {name: name for name in shapes}
+        files = ModelFiles.lay_out({named[n]: shapes[n] for n in shapes}, max_file_bytes)
+
+        def create() -> None:
+            if failure is not None:
+                raise failure
+            if group.rank == 0:
+                _copy_companions(source, part)
+                (part / "config.json").write_text(config)
+                target.mkdir(exist_ok=True)
+                files.create(target)
+
+        def write() -> None:
+            for name, layout in files.layouts.items():
+                mine = [n for n in parts if named[n] in layout.starts]
+                layout.write_parts(
+                    target / name,
+                    (
+                        (named[n], starts[n], _in_host_memory(parts[n], dtype, copy=False))
+                        for n in mine
+                    ),
+                )
+
+        group.together(what, create)
+        group.together(what, write)
+        parts.clear()
+        if names is None:
+            group.together(what, lambda: _convert(causal_lm, group, target, part, max_file_bytes))
+
+    return writer.begin(lambda: replace_folder(folder, group, fill))
+
+
+def _tensors_to_export(causal_lm: Any) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers in the model's order; tied ones once.
+
+    Of tied parameters the name stays that the others are tied to when the model is loaded.
+    """
+    tied_to_others = set(getattr(causal_lm, "all_tied_weights_keys", None) or ())
+    ignored = set(causal_lm._keys_to_ignore_on_save or ())
+    names: dict[int, str] = {}
+    parameters = dict(causal_lm.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if id(parameter) not in names or names[id(parameter)] in tied_to_others:
+            names[id(parameter)] = name
+    kept = set(names.values())
+    return {
+        name: values.detach()
+        for name, values in causal_lm.state_dict(keep_vars=True).items()
+        if (name in kept or name not in parameters) and name not in ignored
+    }
+
+
+def _names_in_files(causal_lm: Any, shapes: TensorShapes) -> dict[str, str] | None:
+    """Name in memory -> name in the files; None if values change, too.
+
+    Some models are loaded under other names, or with several tensors (of experts) fused into one;
+    their files keep the form that was loaded. Which it is shows on tensors without values.
+    """
+    probes = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (dtype, shape) in shapes.items()
+    }
+    reverted = revert_weight_conversion(causal_lm, dict(probes))
+    in_files = {id(probe): name for name, probe in reverted.items()}
+    if len(reverted) != len(probes) or any(id(probe) not in in_files for probe in probes.values()):
+        return None
+    return {name: in_files[id(probe)] for name, probe in probes.items()}
+
+
+def _convert(
+    causal_lm: Any, group: SideGroup, source: Path, target: Path, max_file_bytes: int
+) -> None:
+    """Rank 0 writes the files again in the form that the model is loaded from."""
+    if group.rank != 0:
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors = revert_weight_conversion(causal_lm, tensors)
+    shapes = {name: (values.dtype, tuple(values.shape)) for name, values in tensors.items()}
+    files = ModelFiles.lay_out(shapes, max_file_bytes)
+    files.create(target)
+    for name, layout in files.layouts.items():
+        layout.write_parts(target / name, ((n, 0, tensors[n]) for n in layout.starts))
+    shutil.rmtree(source)
+
+
+def _first_value(values: torch.Tensor) -> int:
+    """Index of the first value of this rank's part in the flat tensor."""
+    if not isinstance(values, DTensor):
+        return 0
+    (item,) = create_default_local_save_plan({"": values}, True).items
+    assert item.tensor_data is not None
+    part = item.tensor_data.chunk
+    assert part.sizes[1:] == values.shape[1:], "FSDP shards the first dimension"
+    return part.offsets[0] * prod(values.shape[1:]) if part.offsets else 0
+
+
+def _in_host_memory(values: torch.Tensor, dtype: torch.dtype, *, copy: bool) -> torch.Tensor:
+    return values.to("cpu", _file_dtype(values, dtype), copy=copy)
+
+
+def _file_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if values.is_floating_point() else values.dtype
+
+
+def _config_text(causal_lm: Any, dtype: torch.dtype) -> str:
+    """`config.json` of the model, with the dtype of the files."""
+    config = copy.deepcopy(causal_lm.config)
+    config.architectures = [type(causal_lm).__name__]
+    settings = json.loads(config.to_json_string())
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    return json.dumps(settings, indent=2, sort_keys=True) + "\n"
+
+
+def _copy_companions(source: Path, part: Path) -> None:
+    """Copies what a model folder holds beside weights and model config."""
+    for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
+        is_weight = Path(entry.name).suffix in _WEIGHT_SUFFIXES
+        is_weight = is_weight or entry.name.endswith(".index.json")
+        if entry.is_file() and not is_weight and entry.name != "config.json":
+            shutil.copyfile(entry.path, part / entry.name)

@@ -1,0 +1,136 @@
+"""From packed rows to the micro-batches that go through the model in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from areal_sc.algorithms.packing import pack_micro_batches
+from areal_sc.engines.fsdp.packed_attention import PackedLayout
+from areal_sc.engines.fsdp.packed_model import PackedModel
+from areal_sc.transport.packed_rows import PackedRows
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows on the device, and the tokens whose probability is asked.
+
+    Attributes:
+        input_ids: [T] int64.
+        layout: the rows' lengths.
+        positions: [N] int64, packed index of the token *before* each asked one.
+        targets: [N] int64, the asked tokens.
+        source: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
+        rows: [N] int64 on the CPU, row of the asked tokens in the rows it was taken from.
+    """
+
+    input_ids: torch.Tensor
+    layout: PackedLayout
+    positions: torch.Tensor
+    targets: torch.Tensor
+    source: torch.Tensor
+    rows: torch.Tensor
+
+    def gather(self, rows: PackedRows, name: str) -> torch.Tensor:
+        """[N] the field's values at the asked tokens, on the device."""
+        if not len(self.source):
+            return torch.zeros(0, device=self.input_ids.device)
+        return require_field(rows, name)[self.source].to(self.input_ids.device)
+
+    def gather_advantages(self, rows: PackedRows) -> torch.Tensor:
+        """[N] float32, each asked token's advantage: that of its row."""
+        if not len(self.source):
+            return torch.zeros(0, device=self.input_ids.device)
+        if rows.advantages is None:
+            raise ValueError("the rows of a PPO update need advantages; they have none")
+        return torch.tensor(rows.advantages, dtype=torch.float32)[self.rows].to(
+            self.input_ids.device
+        )
+
+
+def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Tensor:
+    """[T] bool: tokens that count as trained.
+
+    The first token of a row, should it be among them, adds to the denominator only.
+
+
+    Raises: ValueError: a needed field is missing.
+    """
+    if not rows.num_rows:
+        return torch.zeros(0, dtype=torch.bool)
+    mask = require_field(rows, "loss_mask").bool()
+    if min_token_version is not None:
+        mask = mask & (require_field(rows, "versions") >= min_token_version)
+    return mask
+
+
+def require_field(rows: PackedRows, name: str) -> torch.Tensor:
+    if name not in rows.fields:
+        raise ValueError(f"the rows have fields {sorted(rows.fields)}, not {name!r}")
+    return rows.fields[name]
+
+
+def rows_with_tokens(rows: PackedRows, asked: torch.Tensor) -> list[int]:
+    """Rows that hold at least one asked token; the others need no forward at all."""
+    if not rows.num_rows:
+        return []
+    row_of_token = torch.repeat_interleave(torch.arange(rows.num_rows), torch.tensor(rows.lengths))
+    counts = torch.bincount(row_of_token[asked], minlength=rows.num_rows)
+    return torch.nonzero(counts).flatten().tolist()
+
+
+def pack_rows(
+    rows: PackedRows, chosen: Sequence[int], max_tokens: int, num_micro_batches: int
+) -> list[list[int]]:
+    """The chosen rows in at least `num_micro_batches` micro-batches; missing ones are empty.
+
+    Raises: ValueError: a row is longer than `max_tokens`.
+    """
+    lengths = [rows.lengths[row] for row in chosen]
+    packed = pack_micro_batches(lengths, max_tokens, max(1, num_micro_batches))
+    named = [[chosen[position] for position in positions] for positions in packed]
+    return named + [[] for _ in range(num_micro_batches - len(named))]
+
+
+def make_micro_batch(
+    rows: PackedRows,
+    chosen: Sequence[int],
+    asked: torch.Tensor,
+    model: PackedModel,
+    device: torch.device,
+) -> MicroBatch:
+    """Gathers the chosen rows. None chosen makes one token that nothing is asked of.
+
+    Args:
+        asked: [T] bool over all rows. First tokens of rows are left out: nothing predicts them.
+    """
+    if not chosen:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return MicroBatch(
+            torch.zeros(1, dtype=torch.int64, device=device),
+            model.layout([1], device),
+            nothing.to(device),
+            nothing.to(device),
+            nothing,
+            nothing,
+        )
+    all_starts = torch.tensor(rows.starts)
+    chosen_rows = torch.tensor(chosen)
+    sizes = torch.tensor([rows.lengths[row] for row in chosen])
+    row_of_token = torch.repeat_interleave(chosen_rows, sizes)
+    packed_starts = sizes.cumsum(0) - sizes
+    offset = torch.arange(len(row_of_token)) - torch.repeat_interleave(packed_starts, sizes)
+    token_index = all_starts[row_of_token] + offset
+    input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
+    is_asked = asked[token_index] & (offset > 0)
+    places = torch.nonzero(is_asked).flatten()
+    return MicroBatch(
+        input_ids.to(device),
+        model.layout(sizes.tolist(), device),
+        (places - 1).to(device),
+        input_ids[places].to(device),
+        token_index[places],
+        row_of_token[places],
+    )

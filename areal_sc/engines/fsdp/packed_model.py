@@ -1,0 +1,184 @@
+"""A causal language model seen as a function from packed rows to log-probabilities."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from areal_sc.algorithms.logprobs import (
+    chunked_logprobs,
+    logprobs_of_logits,
+    logprobs_of_logits_function,
+)
+from areal_sc.engines.fsdp.packed_attention import PackedLayout
+from areal_sc.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+# Models that fail the probe do so by far: 0.66 where attention crosses rows.
+_PROBE_TOLERANCE = 1e-3  # nats, float32
+_PROBE_LENGTHS = (5, 3, 4)
+
+
+@dataclass(frozen=True)
+class ModelAbilities:
+    """What a probe at start found out about the model.
+
+    Attributes:
+        packs: rows can share one sequence. False: they are padded into a batch.
+        has_linear_head: logits are the output embedding of the hidden states (and its bias), so
+            they can be computed in chunks. False: the model computes all logits itself.
+    """
+
+    packs: bool
+    has_linear_head: bool
+
+
+class PackedModel(nn.Module):
+    """Wraps an unmodified Hugging Face causal language model.
+
+    It is the root that FSDP shards, so that within `forward` the output layer's weight is whole.
+
+    Attributes:
+        causal_lm: the Hugging Face model.
+        abilities: set once by the engine, after `probe`.
+    """
+
+    def __init__(self, causal_lm: Any, *, chunk_tokens: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_tokens = chunk_tokens
+        self.abilities = ModelAbilities(packs=True, has_linear_head=True)
+        text_config = causal_lm.config.get_text_config()
+        self.attention_width = int(getattr(text_config, "hidden_size", 0) or 1)
+
+    def layout(self, lengths: Sequence[int], device: torch.device) -> PackedLayout:
+        return PackedLayout.of(lengths, device, self.attention_width)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        layout: PackedLayout,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of `targets`, each after the packed token at its position.
+
+        Args:
+            input_ids: [T] int64, the rows one after the other.
+            layout: their lengths and positions.
+            positions: [N] int64, indices into the T tokens.
+            targets: [N] int64, token ids.
+            temperature: divides the logits.
+        Returns: logprobs [N] float32, entropy [N] float32 without gradient; nats.
+        """
+        if not self.abilities.has_linear_head:
+            logits = self._all_logits(input_ids, layout)[positions]
+            return logprobs_of_logits(logits, targets, temperature=temperature)
+        hidden = self._hidden(input_ids, layout)[positions]
+        head = self.causal_lm.get_output_embeddings()
+        if head.bias is None:
+            return chunked_logprobs(
+                hidden,
+                head.weight,
+                targets,
+                temperature=temperature,
+                chunk_tokens=self.chunk_tokens,
+            )
+        return logprobs_of_logits_function(
+            hidden, head, targets, temperature=temperature, chunk_tokens=self.chunk_tokens
+        )
+
+    def _hidden(self, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """[T, H] final hidden states."""
+        arguments, is_token = self._inputs(input_ids, layout)
+        hidden = self.causal_lm.base_model(**arguments).last_hidden_state
+        return hidden[0] if is_token is None else hidden[is_token]  # type: ignore[no-any-return]
+
+    def _all_logits(self, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """[T, V] logits as the model makes them."""
+        arguments, is_token = self._inputs(input_ids, layout)
+        logits = self.causal_lm(**arguments).logits
+        return logits[0] if is_token is None else logits[is_token]  # type: ignore[no-any-return]
+
+    def _inputs(
+        self, input_ids: torch.Tensor, layout: PackedLayout
+    ) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """The model's arguments, and [R, L] which places hold tokens when rows are padded."""
+        # With a cache or an attention mask of ones, models silently attend across packed rows.
+        if self.abilities.packs:
+            return {
+                "input_ids": input_ids[None],
+                "attention_mask": None,
+                "position_ids": layout.position_ids,
+                "use_cache": False,
+                "layout": layout,
+            }, None
+        rows = torch.split(input_ids, list(layout.lengths))
+        padded = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        sizes = torch.tensor(layout.lengths, device=input_ids.device)
+        is_token = torch.arange(padded.shape[1], device=input_ids.device)[None] < sizes[:, None]
+        return {
+            "input_ids": padded,
+            "attention_mask": is_token.long(),
+            "use_cache": False,
+        }, is_token
+
+
+@torch.no_grad()
+def probe_abilities(model: PackedModel) -> ModelAbilities:
+    """Compares the fast paths with the model's own forward of one row at a time.
+
+    Args:
+        model: whole (not sharded), in float32; its `abilities` are left as they were.
+    Raises: ModelError: not even a padded batch gives what single rows give.
+    """
+    device = next(model.parameters()).device
+    vocabulary = int(model.causal_lm.get_input_embeddings().weight.shape[0])
+    rows = [
+        (torch.arange(length, device=device) * 7 + 3 * index) % vocabulary
+        for index, length in enumerate(_PROBE_LENGTHS)
+    ]
+    own_forward = ModelAbilities(packs=False, has_linear_head=False)
+    expected = torch.cat([_probe(model, [row], own_forward) for row in rows])
+
+    def agrees(abilities: ModelAbilities) -> bool:
+        try:
+            difference = (_probe(model, rows, abilities) - expected).abs().max()
+        except (TypeError, AttributeError) as error:  # the forward lacks what this path needs
+            logger.info("model_probe abilities=%s error=%r", abilities, error)
+            return False
+        return bool(difference <= _PROBE_TOLERANCE)
+
+    packs = agrees(ModelAbilities(packs=True, has_linear_head=False))
+    found = ModelAbilities(packs, agrees(ModelAbilities(packs, has_linear_head=True)))
+    name = type(model.causal_lm).__name__
+    if not packs:
+        if not agrees(found):
+            raise ModelError(f"{name}: rows of a padded batch do not give what single rows give")
+        logger.warning("model=%s cannot attend within packed rows: rows are padded, slower", name)
+    if not found.has_linear_head:
+        logger.warning("model=%s changes its logits: all are kept in memory at once", name)
+    return found
+
+
+def _probe(
+    model: PackedModel, rows: Sequence[torch.Tensor], abilities: ModelAbilities
+) -> torch.Tensor:
+    """[T] log-probabilities that `model` with these abilities gives."""
+    before, model.abilities = model.abilities, abilities
+    try:
+        input_ids = torch.cat(list(rows))
+        positions = torch.arange(len(input_ids), device=input_ids.device)
+        layout = model.layout([len(row) for row in rows], input_ids.device)
+        targets = torch.ones_like(input_ids)
+        logprobs: torch.Tensor = model(input_ids, layout, positions, targets, 1.0)[0]
+        return logprobs
+    finally:
+        model.abilities = before

@@ -1,0 +1,1 @@
+"""Embedded generation. The engine is `areal_sc.engines.local.engine.LocalEngine`."""

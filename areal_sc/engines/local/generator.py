@@ -1,0 +1,136 @@
+"""The generation loop's body: one call of `step` is one forward pass. Synchronous, one thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from areal_sc.engines.base import Completion
+from areal_sc.engines.local.attention import ShapeProbe, SlotAttention
+from areal_sc.engines.local.model import LocalModel
+from areal_sc.engines.local.sampling import sample
+from areal_sc.engines.local.slots import Ints, Request, SlotTable, StepPlan
+from areal_sc.errors import ModelError
+
+Finished = list[tuple[Request, Completion]]
+
+
+class SlotGenerator:
+    """Requests in, completions out, weights replaced between steps.
+
+    Attributes:
+        version: policy version of the weights.
+        counters: what `stats()` of the engine shows.
+    """
+
+    def __init__(self, model: LocalModel, table: SlotTable, max_context_tokens: int) -> None:
+        self.version = 0
+        self.counters: dict[str, float] = dict.fromkeys(
+            (
+                "generated_tokens",
+                "prefill_tokens",
+                "shared_prompt_tokens",
+                "recomputed_tokens",
+                "finished_requests",
+                "cancelled_requests",
+                "cancelled_tokens",
+                "weight_updates",
+                "steps",
+                "busy_s",
+            ),
+            0,
+        )
+        self.table = table
+        self._model = model
+        self._max_context_tokens = max_context_tokens
+        probe = ShapeProbe()
+        with torch.inference_mode():
+            first = torch.zeros(1, dtype=torch.int64, device=model.device)
+            model(first, first, probe, 1)
+            self._cache = probe.make_cache(model.num_layers, model.dtype, model.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self._model.device
+
+    def cancel(self, request: Request) -> Completion:
+        partial = self.table.cancel(request)
+        self.counters["cancelled_requests"] += 1
+        self.counters["cancelled_tokens"] += len(partial.token_ids)
+        return partial
+
+    def cancel_group(self, prefix_group: str) -> Finished:
+        members = self.table.group_members(prefix_group)
+        return [(request, self.cancel(request)) for request in members]
+
+    def update_weights(
+        self, version: int, named_tensors: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Replaces the weights; running requests recompute their cache in the steps to come.
+
+        Raises: ModelError: the tensors do not fit the model, which is unchanged then.
+        """
+        self._model.replace_weights(named_tensors)
+        self.table.invalidate()
+        self.version = version
+        self.counters["weight_updates"] += 1
+
+    def step(self) -> Finished:
+        """Computes one pass for the running requests and returns those that are finished."""
+        start = time.perf_counter()
+        table, cache = self.table, self._cache
+        with torch.inference_mode():
+            moves = table.admit()
+            plan = table.plan()
+            cache.reserve(plan.num_rows, plan.max_length, table.max_rows, self._max_context_tokens)
+            if moves:
+                sources, targets = map(list, zip(*moves, strict=True))
+                cache.copy_rows(sources, targets, int(table.cached[targets].max()))
+            for length, pairs in _by_length(plan.row_copies):
+                cache.copy_rows([pair[0] for pair in pairs], [pair[1] for pair in pairs], length)
+            token_ids, logprobs = self._forward(plan)
+        if not np.isfinite(logprobs[plan.is_ready]).all():
+            raise ModelError(
+                f"the model of policy version {self.version} gave a log-probability that is not "
+                "finite; its weights or its dtype's range are the likely cause"
+            )
+        finished = table.record(plan, token_ids, logprobs, self.version)
+        counters = self.counters
+        counters["generated_tokens"] += int(plan.is_ready.sum())
+        counters["prefill_tokens"] += plan.num_prefill_tokens
+        counters["shared_prompt_tokens"] += plan.num_shared_tokens
+        counters["recomputed_tokens"] += plan.num_recomputed_tokens
+        counters["finished_requests"] += len(finished)
+        counters["steps"] += 1
+        counters["busy_s"] += time.perf_counter() - start
+        return finished
+
+    def _forward(self, plan: StepPlan) -> tuple[Ints, npt.NDArray[np.float32]]:
+        """[N] int64 sampled tokens and [N] float32 log-probabilities, on the host."""
+        device, n = self._model.device, plan.num_rows
+        token_ids = torch.from_numpy(plan.token_ids).to(device)
+        positions = torch.from_numpy(plan.positions).to(device)
+        attention = SlotAttention(plan, self._cache, positions)
+        logits = self._model(token_ids, positions, attention, n)
+        table = self.table
+        sampled, logprobs = sample(
+            logits, table.random(), table.temperature[:n], table.top_p[:n], table.top_k[:n]
+        )
+        # one transfer: every token id is exact in float64
+        both = torch.stack((sampled.double(), logprobs.double())).cpu().numpy()
+        return both[0].astype(np.int64), both[1].astype(np.float32)
+
+
+def _by_length(
+    copies: list[tuple[int, int, int]],
+) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Row copies of the same length together."""
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for source, target, length in copies:
+        groups.setdefault(length, []).append((source, target))
+    return list(groups.items())

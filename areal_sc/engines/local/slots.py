@@ -1,0 +1,394 @@
+"""Which sequences run, and which tokens the next forward pass computes. No torch.
+
+A running request owns a row of the key-value cache. Rows are dense: the decode batch is always
+rows `0 .. num_rows`. Per row the table knows the tokens, and how many of them have a valid
+key-value entry under the current weights:
+
+    tokens   [p p p p p p g g g]          p prompt, g generated
+    cached    ^^^^^^^^^^^                 valid entries; a decode step needs length - 1 of them
+
+One step computes the tokens between `cached` and `length` and samples the next one. This single
+rule covers decoding (one token is missing), a new prompt (all are), a prompt longer than the
+budget (computed over several steps) and a weight update (`invalidate` sets `cached` to 0). A row
+whose entries are not complete within the step's budget waits; it never samples from stale ones.
+
+Rows of one prefix group share what their tokens have in common: the oldest computes it, the
+others copy its entries, within the same step where they start together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_sc.engines.base import Completion
+from areal_sc.engines.local.random import stream_key, uniforms
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One completion to sample.
+
+    Attributes:
+        request_id: ascending in order of arrival; with the engine's seed it names the random
+            stream.
+        prompt: [P] int64, P >= 1.
+        max_length: tokens of prompt and completion after which it ends.
+        length_reason: finish reason at `max_length`, `length` or `context`.
+        stop_token_ids: tokens that end the completion.
+        row: row of the table while running, -1 otherwise.
+        is_finished: it has left the table.
+    """
+
+    request_id: int
+    prompt: Ints
+    max_length: int
+    length_reason: str
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    prefix_group: str | None = None
+    row: int = -1
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens `start .. end` of a row, computed ahead of the row's last token."""
+
+    row: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One forward pass: the tokens of all segments, then the last token of every row.
+
+    Attributes:
+        token_ids: [T] int64.
+        positions: [T] int64, within the token's sequence.
+        is_ready: [N] bool, rows whose next token is sampled; the results of others are void.
+        segments: in the order of the tokens.
+        row_copies: (source, target, length): cache entries copied before the pass.
+        write_tokens: [M] int64, which token's entry is written ...
+        write_rows: [M] int64, ... to which row (entries of shared prefixes to several).
+        max_length: longest row, in tokens.
+        num_prefill_tokens: computed prompt tokens.
+        num_recomputed_tokens: tokens computed again because the weights changed.
+        num_shared_tokens: prompt tokens taken from another row.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    is_ready: npt.NDArray[np.bool_]
+    write_tokens: Ints
+    write_rows: Ints
+    max_length: int
+    segments: list[Segment] = field(default_factory=list)
+    row_copies: list[tuple[int, int, int]] = field(default_factory=list)
+    num_prefill_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_shared_tokens: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.is_ready)
+
+
+class SlotTable:
+    """Waiting and running requests."""
+
+    def __init__(
+        self, max_rows: int, max_context_tokens: int, max_prefill_tokens: int, seed: int
+    ) -> None:
+        self.max_rows = max_rows
+        self.max_prefill_tokens = max_prefill_tokens
+        self.seed = seed
+        self.num_rows = 0
+        self.waiting: deque[Request] = deque()
+        self.is_admitting = True
+        self._requests: list[Request | None] = [None] * max_rows  # None below num_rows: free
+        self._free_rows: list[int] = []  # below num_rows, until filled or compacted
+        self._groups: dict[str, list[Request]] = {}  # running, oldest first
+
+        self.tokens = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
+        self.logprobs = np.zeros((max_rows, max_context_tokens), dtype=np.float32)
+        self.versions = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
+        self.length = np.zeros(max_rows, dtype=np.int64)
+        self.cached = np.zeros(max_rows, dtype=np.int64)
+        self.is_recomputing = np.zeros(max_rows, dtype=np.bool_)
+        self.max_length = np.zeros(max_rows, dtype=np.int64)
+        self.temperature = np.zeros(max_rows, dtype=np.float32)
+        self.top_p = np.zeros(max_rows, dtype=np.float32)
+        self.top_k = np.zeros(max_rows, dtype=np.int64)
+        self.stream_keys = np.zeros(max_rows, dtype=np.uint64)
+        self.stop_token_ids = np.full((max_rows, 1), -1, dtype=np.int64)
+
+    @property
+    def num_running(self) -> int:
+        return self.num_rows - len(self._free_rows)
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_running > 0 or (self.is_admitting and bool(self.waiting))
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def admit(self) -> list[tuple[int, int]]:
+        """Gives rows to waiting requests and closes the gaps that are left.
+
+        Returns: (source, target) rows whose cache entries move.
+        """
+        while self.is_admitting and self.waiting and self.num_running < self.max_rows:
+            if self._free_rows:
+                row = self._free_rows.pop()
+            else:
+                row = self.num_rows
+                self.num_rows += 1
+            self._place(self.waiting.popleft(), row)
+        return self._compact() if self._free_rows else []
+
+    def random(self) -> npt.NDArray[np.float32]:
+        """[N] the random numbers of the rows' next tokens."""
+        n = self.num_rows
+        return uniforms(self.stream_keys[:n], self.length[:n])
+
+    def plan(self) -> StepPlan:
+        """What the next pass computes; needs at least one running request, and no gaps."""
+        n = self.num_rows
+        length = self.length[:n]
+        last = length - 1
+        rows = np.arange(n)
+        plan = StepPlan(
+            token_ids=self.tokens[rows, last],
+            positions=last,
+            is_ready=self.cached[:n] == last,
+            write_tokens=rows,
+            write_rows=rows,
+            max_length=int(length.max()),
+        )
+        if not plan.is_ready.all():
+            self._plan_prefill(plan)
+        return plan
+
+    def record(
+        self,
+        plan: StepPlan,
+        token_ids: Ints,
+        logprobs: npt.NDArray[np.float32],
+        version: int,
+    ) -> list[tuple[Request, Completion]]:
+        """Appends the sampled tokens of the ready rows; returns and removes what is finished.
+
+        Args:
+            token_ids, logprobs: [N], void where `plan.is_ready` is False.
+            version: policy version that sampled them.
+        """
+        rows = np.flatnonzero(plan.is_ready)
+        sampled, length = token_ids[rows], self.length[rows]
+        self.tokens[rows, length] = sampled
+        self.logprobs[rows, length] = logprobs[rows]
+        self.versions[rows, length] = version
+        self.cached[rows] = length
+        self.length[rows] = length + 1
+        has_stopped = (self.stop_token_ids[rows] == sampled[:, None]).any(axis=1)
+        is_finished = has_stopped | (length + 1 >= self.max_length[rows])
+        finished = []
+        for i in np.flatnonzero(is_finished):
+            request = self._requests[rows[i]]
+            assert request is not None
+            reason = "stop" if has_stopped[i] else request.length_reason
+            finished.append((request, self._release(request, reason)))
+        return finished
+
+    def cancel(self, request: Request) -> Completion:
+        """Removes a waiting or running request and returns what it has so far."""
+        if request.row >= 0:
+            return self._release(request, "cancelled")
+        self.waiting.remove(request)
+        request.is_finished = True
+        return Completion([], [], [], "cancelled")
+
+    def group_members(self, prefix_group: str) -> list[Request]:
+        """Running and waiting requests of the group."""
+        queued = [request for request in self.waiting if request.prefix_group == prefix_group]
+        return [*self._groups.get(prefix_group, ()), *queued]
+
+    def invalidate(self) -> None:
+        """Marks all cache entries as computed under other weights than the current ones."""
+        n = self.num_rows
+        self.is_recomputing[:n] |= self.cached[:n] > 0
+        self.cached[:n] = 0
+
+    def _place(self, request: Request, row: int) -> None:
+        request.row = row
+        self._requests[row] = request
+        num_prompt_tokens = len(request.prompt)
+        self.tokens[row, :num_prompt_tokens] = request.prompt
+        self.length[row] = num_prompt_tokens
+        self.cached[row] = 0
+        self.is_recomputing[row] = False
+        self.max_length[row] = request.max_length
+        self.temperature[row] = request.temperature
+        self.top_p[row] = request.top_p
+        self.top_k[row] = request.top_k
+        self.stream_keys[row] = stream_key(self.seed, request.request_id)
+        num_stops = len(request.stop_token_ids)
+        if num_stops > self.stop_token_ids.shape[1]:
+            added = num_stops - self.stop_token_ids.shape[1]
+            self.stop_token_ids = np.pad(
+                self.stop_token_ids, ((0, 0), (0, added)), constant_values=-1
+            )
+        self.stop_token_ids[row] = -1
+        self.stop_token_ids[row, :num_stops] = request.stop_token_ids
+        if request.prefix_group is not None:
+            self._groups.setdefault(request.prefix_group, []).append(request)
+
+    def _release(self, request: Request, reason: str) -> Completion:
+        row, start, end = request.row, len(request.prompt), int(self.length[request.row])
+        completion = Completion(
+            token_ids=self.tokens[row, start:end].tolist(),
+            logprobs=self.logprobs[row, start:end].tolist(),
+            versions=self.versions[row, start:end].tolist(),
+            finish_reason=reason,
+        )
+        self._requests[row] = None
+        self._free_rows.append(row)
+        request.row = -1
+        request.is_finished = True
+        if request.prefix_group is not None:
+            members = self._groups[request.prefix_group]
+            members.remove(request)
+            if not members:
+                del self._groups[request.prefix_group]
+        return completion
+
+    def _compact(self) -> list[tuple[int, int]]:
+        """Moves the last rows into the gaps."""
+        num_running = self.num_running
+        targets = sorted(row for row in self._free_rows if row < num_running)
+        sources = [
+            row for row in range(num_running, self.num_rows) if self._requests[row] is not None
+        ]
+        self.num_rows = num_running
+        self._free_rows.clear()
+        if not sources:
+            return []
+        longest = int(self.length[sources].max())
+        for table in (self.tokens, self.logprobs, self.versions):
+            table[targets, :longest] = table[sources, :longest]
+        for column in (
+            self.length,
+            self.cached,
+            self.is_recomputing,
+            self.max_length,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.stream_keys,
+            self.stop_token_ids,
+        ):
+            column[targets] = column[sources]
+        moves = list(zip(sources, targets, strict=True))
+        for source, target in moves:
+            request = self._requests[source]
+            assert request is not None
+            self._requests[target], self._requests[source] = request, None
+            request.row = target
+        return moves
+
+    def _plan_prefill(self, plan: StepPlan) -> None:
+        """Adds what the rows lack besides their last token, oldest requests first."""
+        budget = self.max_prefill_tokens
+        cached_before = self.cached[: self.num_rows].copy()
+        # row -> (row that takes over its entries, from, to) where both start in this step
+        shared: dict[int, list[tuple[int, int, int]]] = {}
+        behind = [self._requests[row] for row in np.flatnonzero(~plan.is_ready)]
+        for request in sorted((r for r in behind if r is not None), key=_arrival):
+            row = request.row
+            last = int(self.length[row]) - 1
+            start = self._share_prefix(request, cached_before, plan, shared)
+            end = min(last, start + budget)
+            if end > start:
+                plan.segments.append(Segment(row, start, end))
+                budget -= end - start
+            plan.is_ready[row] = end == last
+            if self.is_recomputing[row]:
+                plan.num_recomputed_tokens += end - start
+                self.is_recomputing[row] = end < last
+            elif end > start:
+                # the last prompt token counts with its prompt; where all before it came from
+                # another row, it is a decode step like any other
+                plan.num_prefill_tokens += end - start + int(end == last)
+            self.cached[row] = end
+        self._append_segments(plan, shared)
+
+    def _share_prefix(
+        self,
+        request: Request,
+        cached_before: Ints,
+        plan: StepPlan,
+        shared: dict[int, list[tuple[int, int, int]]],
+    ) -> int:
+        """Takes what the oldest of the request's group has, or gets in this very step.
+
+        The oldest is served first: if it is not complete, the step's budget is spent, and the
+        others do not compute what it will have in the next step.
+
+        Returns: how many entries the row has then.
+        """
+        row = request.row
+        start = int(self.cached[row])
+        if request.prefix_group is None:
+            return start
+        leader = self._groups[request.prefix_group][0]
+        if leader is request:
+            return start
+        last = int(self.length[row]) - 1
+        num_comparable = min(last, int(self.length[leader.row]))
+        differs = self.tokens[row, :num_comparable] != self.tokens[leader.row, :num_comparable]
+        num_common = int(differs.argmax()) if differs.any() else num_comparable
+        available = min(num_common, int(self.cached[leader.row]))
+        # ready rows were complete before this step
+        in_cache = min(available, int(cached_before[leader.row]))
+        if in_cache > start:
+            plan.row_copies.append((leader.row, row, in_cache))
+        if available > max(start, in_cache):
+            shared.setdefault(leader.row, []).append((row, max(start, in_cache), available))
+        if available > start:
+            plan.num_shared_tokens += available - start
+            start = available
+        return start
+
+    def _append_segments(
+        self, plan: StepPlan, shared: dict[int, list[tuple[int, int, int]]]
+    ) -> None:
+        """Puts the segments' tokens before the rows' last tokens, with all cache writes."""
+        if not plan.segments:
+            return
+        tokens, positions, write_tokens, write_rows = [], [], [], []
+        offset = 0
+        for segment in plan.segments:
+            row, start, end = segment.row, segment.start, segment.end
+            tokens.append(self.tokens[row, start:end])
+            positions.append(np.arange(start, end))
+            for target, first, stop in ((row, start, end), *shared.get(row, ())):
+                write_tokens.append(np.arange(first, stop) + (offset - start))
+                write_rows.append(np.full(stop - first, target))
+            offset += end - start
+        plan.token_ids = np.concatenate([*tokens, plan.token_ids])
+        plan.positions = np.concatenate([*positions, plan.positions])
+        plan.write_tokens = np.concatenate([*write_tokens, plan.write_tokens + offset])
+        plan.write_rows = np.concatenate([*write_rows, plan.write_rows])
+
+
+def _arrival(request: Request) -> int:
+    return request.request_id

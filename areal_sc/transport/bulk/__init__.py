@@ -1,0 +1,1 @@
+"""Chunks of sealed shards over sockets of their own: sessions, tags, credits."""

@@ -1,0 +1,136 @@
+"""The asking side of the data plane: rows of many pulls, from many owners at once.
+
+consumes     what pulls want of owners elsewhere
+waits for    each owner's `OwnerLink` to have fetched it
+unblocked by the link, or the pull's deadline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from areal_sc.errors import RpcTimeout
+from areal_sc.transport.bulk.link import (
+    MAX_REQUEST_PARTS,
+    BulkOptions,
+    Description,
+    FetchJob,
+    OwnerLink,
+)
+from areal_sc.transport.bulk.wire import MAX_REPLY_HEADER_BYTES
+from areal_sc.transport.hub import PeerHub
+from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
+from areal_sc.transport.refusals import Refusals
+from areal_sc.transport.rpc.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLY_FRAMES: Final = 4 * MAX_REQUEST_PARTS
+
+
+class BulkClient:
+    """Fetches from any number of owners; must be used on one running event loop.
+
+    Args:
+        transport: gives the control connections, which hand over the sessions.
+        options: how to ask.
+    """
+
+    def __init__(self, transport: Transport, options: BulkOptions) -> None:
+        self._transport = transport
+        self._options = options
+        self._refused = Refusals(logger, "reply_refused", options.puller)
+        self._ended_bytes = 0
+        self._hub: PeerHub | None = None
+        self._links: dict[Owner, OwnerLink] = {}
+
+    @property
+    def num_refused(self) -> int:
+        """Replies dropped because no owner sent them so."""
+        return self._refused.num
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of all reply frames."""
+        return self._ended_bytes + sum(link.received_bytes for link in self._links.values())
+
+    async def fetch(self, owner: Owner, segments: Sequence[Segment], deadline: float) -> None:
+        """Fills the destinations of all segments.
+
+        Args:
+            deadline: on the clock of the event loop.
+
+        Raises: as `Puller.pull`.
+        """
+        num_bytes = sum(len(segment.destination) for segment in segments)
+        if not num_bytes:
+            return
+        loop = asyncio.get_running_loop()
+        shard_id = segments[0].piece.shard_id
+        job = FetchJob(shard_id, SegmentCursor(segments), num_bytes, loop.create_future())
+        self._link(owner).submit(job)
+        await _by_deadline(job.done, deadline, shard_id, owner)
+
+    async def describe(self, owner: Owner, shard_id: str, deadline: float) -> list[Any]:
+        """[name, dtype name, row lengths] of each field of a shard; raises as `Puller.pull`."""
+        loop = asyncio.get_running_loop()
+        description = Description(shard_id, loop.create_future())
+        self._link(owner).submit_description(description)
+        await _by_deadline(description.fields, deadline, shard_id, owner)
+        return description.fields.result()
+
+    async def close(self) -> None:
+        """Ends all connections; pulls that wait raise ShardGone."""
+        for link in list(self._links.values()):
+            await link.close()
+        if self._hub is not None:
+            await self._hub.close()
+
+    def _link(self, owner: Owner) -> OwnerLink:
+        link = self._links.get(owner)
+        if link is None:
+            link = self._links[owner] = OwnerLink(
+                owner,
+                self._options,
+                self._transport,
+                open_hub=self._open_hub,
+                refused=self._refused,
+                on_ended=self._forget,
+            )
+        return link
+
+    def _open_hub(self) -> PeerHub:
+        """One socket for all owners. Its I/O thread is its own: it delays no control message."""
+        if self._hub is None:
+            frame_bytes = max(self._options.chunk_bytes + 64, MAX_REPLY_HEADER_BYTES)
+            self._hub = PeerHub(max_frame_bytes=frame_bytes, max_frames=MAX_REPLY_FRAMES)
+        return self._hub
+
+    def _forget(self, link: OwnerLink) -> None:
+        """A later pull from this owner tries anew."""
+        if self._links.get(link.owner) is link:
+            del self._links[link.owner]
+            self._ended_bytes += link.received_bytes
+
+
+async def _by_deadline(
+    done: asyncio.Future[Any], deadline: float, shard_id: str, owner: Owner
+) -> None:
+    """Waits for the future; past the deadline it fails with RpcTimeout."""
+
+    def expire() -> None:
+        if not done.done():
+            done.set_exception(
+                RpcTimeout(f"shard {shard_id} on {owner.node_id}: not pulled by its deadline")
+            )
+
+    timer = asyncio.get_running_loop().call_at(deadline, expire)
+    try:
+        await done
+    finally:
+        timer.cancel()
+        if done.done() and not done.cancelled():
+            done.exception()  # it failed in the very turn in which its pull was cancelled

@@ -1,0 +1,393 @@
+"""The session of a puller with one owner, and what waits for it.
+
+consumes     the segments of pulls; replies of the owner's bulk socket
+waits for    a credit: at most `max_inflight_chunks` requests are outstanding, so nothing is queued
+             anywhere that was not asked for
+unblocked by the owner's replies, or the end of its connection
+
+Pulls take turns, a chunk each, so a small pull does not wait for the end of a large one. What is
+small shares a request: requests are cut when a credit is free, not when a pull begins.
+
+    pulls        [ A A A A ... ]   [ b ]   [ c ]
+    requests     [ A ] [ b c A ] [ A ] ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from areal_sc.errors import (
+    ArealError,
+    IncarnationMismatch,
+    PeerLost,
+    ProtocolError,
+    ShardGone,
+)
+from areal_sc.transport.bulk.server import DESCRIBE, OPEN_SESSION, READ
+from areal_sc.transport.bulk.wire import (
+    MAX_REPLY_HEADER_BYTES,
+    Sealer,
+    SessionGrant,
+    failure_of_body,
+    parse_head,
+)
+from areal_sc.transport.hub import Link, PeerHub
+from areal_sc.transport.pull_plan import Owner, Part, SegmentCursor
+from areal_sc.transport.refusals import Refusals
+from areal_sc.transport.rpc.transport import Transport
+from areal_sc.transport.socket import Frame
+
+OPEN_TIMEOUT_S: Final = 30.0
+MAX_REQUEST_ROWS: Final = 16_384
+MAX_REQUEST_PARTS: Final = 256
+"""With names of at most 256 characters a request stays below `bulk_wire.MAX_REQUEST_BYTES`."""
+RESEND_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class BulkOptions:
+    """How a puller asks.
+
+    Attributes:
+        puller: name of this side, for the owners' messages.
+        chunk_bytes: payload of one request.
+        max_inflight_chunks: requests outstanding at one owner, over all pulls.
+        is_encrypted: as the owners are configured; another one is refused.
+    """
+
+    puller: str
+    chunk_bytes: int = 2 << 20
+    max_inflight_chunks: int = 8
+    is_encrypted: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class FetchJob:
+    """What one pull wants of one owner.
+
+    Attributes:
+        returned: parts asked for before, whose request failed for another part's sake.
+        missing_bytes: not yet arrived.
+    """
+
+    shard_id: str
+    cursor: SegmentCursor
+    missing_bytes: int
+    done: asyncio.Future[None]
+    returned: deque[Part] = field(default_factory=deque)
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self.returned) or not self.cursor.is_done
+
+    def take(self, max_bytes: int, max_rows: int) -> list[Part]:
+        """The next parts to ask for, within both limits."""
+        if not self.returned:
+            return self.cursor.take(max_bytes, max_rows)
+        part = self.returned[0]
+        if len(part.destination) > max_bytes or part.stop - part.first > max_rows:
+            return []
+        return [self.returned.popleft()]
+
+    def fail(self, error: ArealError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def arrived(self, num_bytes: int) -> None:
+        self.missing_bytes -= num_bytes
+        if self.missing_bytes == 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+@dataclass(eq=False, slots=True)
+class Description:
+    """A shard's fields that somebody waits for."""
+
+    shard_id: str
+    fields: asyncio.Future[list[Any]]
+
+
+Chunk = list[tuple[FetchJob, Part]]
+
+
+class OwnerLink:
+    """A `Peer` of the hub; begins to open the session at once.
+
+    Args:
+        owner: whose shards are asked for.
+        options: how.
+        transport: gives the control connection, which hands over the session.
+        open_hub: gives the socket for all owners.
+        refused: counts replies that the owner cannot have sent.
+        on_ended: called when nothing more comes from this owner.
+
+    Attributes:
+        received_bytes: of all reply frames.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        options: BulkOptions,
+        transport: Transport,
+        *,
+        open_hub: Callable[[], PeerHub],
+        refused: Refusals,
+        on_ended: Callable[[OwnerLink], None],
+    ) -> None:
+        self.owner = owner
+        self.received_bytes = 0
+        self._options = options
+        self._transport = transport
+        self._open_hub = open_hub
+        self._refused = refused
+        self._on_ended = on_ended
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[FetchJob] = deque()
+        self._descriptions: deque[Description] = deque()
+        self._inflight: dict[int, Chunk | Description] = {}
+        self._num_chunks = 0
+        self._sequence = itertools.count(1)
+        self._is_pump_scheduled = False
+        self._link: Link | None = None
+        self._session_id = b""
+        self._requests: Sealer | None = None
+        self._replies: Sealer | None = None
+        self._opening = asyncio.create_task(self._open(), name=f"session with {owner.node_id}")
+        self._opening.add_done_callback(self._on_opened)
+
+    def submit(self, job: FetchJob) -> None:
+        """Its parts are asked for as credits allow."""
+        self._queue.append(job)
+        self._pump_soon()
+
+    def submit_description(self, description: Description) -> None:
+        self._descriptions.append(description)
+        self._pump_soon()
+
+    async def close(self) -> None:
+        self._opening.cancel()
+        await asyncio.gather(self._opening, return_exceptions=True)
+        self._end("the connection was closed here")
+
+    def on_connected(self) -> None:
+        """Requests were queued meanwhile."""
+
+    def on_lost(self, reason: str) -> None:
+        self._end(reason)
+
+    def on_message(self, frames: list[Frame]) -> None:
+        """One reply: checked as a whole before any byte of it is used."""
+        self.received_bytes += sum(map(len, frames))
+        try:
+            asked, sequence = self._match(frames[0])
+        except ProtocolError as error:
+            self._refused.add(error)
+            return
+        assert self._replies is not None
+        del self._inflight[sequence]
+        self._num_chunks -= not isinstance(asked, Description)
+        try:
+            body = self._replies.open_header(frames[0], sequence)
+            tags = body.pop() if isinstance(body, list) and body else None
+            if isinstance(asked, Description):
+                self._on_description(asked, body)
+            elif isinstance(body, list) and body[:1] == [0]:
+                wanted = [part.destination for _, part in asked]
+                self._replies.open_payload(sequence, frames[1:], tags, wanted)
+                self._on_chunk(asked, body)
+            else:
+                self._on_failure(asked, body)
+        except ProtocolError as error:
+            self._refused.add(error)
+            self._fail_asked(asked, error)
+        self._pump_soon()
+
+    async def _open(self) -> None:
+        """Gets a session from the owner's control socket, and connects to its bulk socket."""
+        owner, options = self.owner, self._options
+        try:
+            control = self._transport.connect(owner.node_addr, owner.node_id, owner.incarnation)
+            try:
+                reply = await control.call(
+                    OPEN_SESSION, {"puller": options.puller}, timeout_s=OPEN_TIMEOUT_S
+                )
+            finally:
+                await control.close()
+            grant = SessionGrant.from_wire(reply)
+            if grant.is_encrypted != options.is_encrypted:
+                raise ProtocolError(
+                    f"transport.encrypt is {options.is_encrypted} here and {grant.is_encrypted} on "
+                    f"{owner.node_id}: it has to be the same in the whole run"
+                )
+            self._link = self._open_hub().connect(grant.address, self, ticket=grant.ticket)
+        except (PeerLost, IncarnationMismatch) as error:
+            self._end(str(error))
+            return
+        except ArealError as error:
+            self._fail_all(error)
+            self._on_ended(self)
+            return
+        self._session_id = grant.session_id
+        self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
+        self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
+        self._pump_soon()
+
+    def _on_opened(self, opening: asyncio.Task[None]) -> None:
+        """Whatever else ended it: nobody may wait for a session that never comes."""
+        if not opening.cancelled() and (error := opening.exception()) is not None:
+            self._end(f"no session with it: {error!r}")
+
+    def _pump_soon(self) -> None:
+        """Once a turn: what several pulls submit in one turn shares requests."""
+        if self._link is not None and not self._is_pump_scheduled:
+            self._is_pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._is_pump_scheduled = False
+        while self._descriptions and self._link is not None:
+            description = self._descriptions.popleft()
+            self._send([DESCRIBE, description.shard_id], description)
+        while self._queue and self._num_chunks < self._options.max_inflight_chunks:
+            if self._link is None:
+                return
+            chunk = self._next_chunk()
+            if not chunk:
+                continue
+            if not self._send([READ, [part.to_wire() for _, part in chunk]], chunk):
+                return
+
+    def _next_chunk(self) -> Chunk:
+        """Parts of the pulls whose turn it is, up to the size of a chunk."""
+        chunk: Chunk = []
+        room, rows = self._options.chunk_bytes, MAX_REQUEST_ROWS
+        while room and rows and self._queue and len(chunk) < MAX_REQUEST_PARTS:
+            job = self._queue.popleft()
+            if job.done.done():  # it failed, or nobody waits for it any more
+                continue
+            parts = job.take(room, rows)
+            chunk += [(job, part) for part in parts]
+            room -= sum(len(part.destination) for part in parts)
+            rows -= sum(part.stop - part.first for part in parts)
+            if job.has_more:
+                self._queue.append(job)
+                if not parts:
+                    break
+        return chunk
+
+    def _send(self, body: Any, asked: Chunk | Description) -> bool:
+        assert self._link is not None
+        assert self._requests is not None
+        sequence = next(self._sequence)
+        try:
+            is_sent = self._link.send_nowait([self._requests.seal_header(sequence, body)])
+        except PeerLost as error:
+            self._fail_asked(asked, self._gone(_shard_of(asked), str(error)))
+            return False
+        if not is_sent:
+            self._put_back(asked)
+            self._loop.call_later(RESEND_S, self._pump_soon)
+            return False
+        self._inflight[sequence] = asked
+        self._num_chunks += not isinstance(asked, Description)
+        return True
+
+    def _match(self, header: Frame) -> tuple[Chunk | Description, int]:
+        session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)
+        if session_id != self._session_id or sequence not in self._inflight:
+            raise ProtocolError(f"reply {sequence} answers nothing that was asked")
+        return self._inflight[sequence], sequence
+
+    def _on_description(self, asked: Description, body: Any) -> None:
+        match body:
+            case [0, [*fields]]:
+                if not asked.fields.done():
+                    asked.fields.set_result(fields)
+            case [1, int(), str(name), str(message)]:
+                self._fail_asked(asked, failure_of_body(name, message))
+            case _:
+                raise ProtocolError(f"not a description of a shard: {body!r:.200}")
+
+    def _on_chunk(self, chunk: Chunk, body: Any) -> None:
+        """The payload is in its place; what the owner says of its rows has to fit the metadata."""
+        match body:
+            case [0, [*held]] if len(held) == len(chunk):
+                for (job, part), found in zip(chunk, held, strict=True):
+                    try:
+                        part.check(found)
+                    except ProtocolError as error:
+                        job.fail(error)  # its metadata does not fit; the other pulls' may
+                    job.arrived(len(part.destination))
+            case _:
+                raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
+
+    def _on_failure(self, chunk: Chunk, body: Any) -> None:
+        match body:
+            case [1, int(number), str(name), str(message)] if 0 <= number < len(chunk):
+                # only the pull that asked for it fails; the others ask again
+                chunk[number][0].fail(failure_of_body(name, message))
+                self._put_back(chunk)
+            case _:
+                raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
+
+    def _put_back(self, asked: Chunk | Description) -> None:
+        if isinstance(asked, Description):
+            self._descriptions.appendleft(asked)
+            return
+        for job, part in asked:
+            if not job.done.done():
+                job.returned.append(part)
+                if job not in self._queue:
+                    self._queue.append(job)
+
+    def _fail_asked(self, asked: Chunk | Description, error: ArealError) -> None:
+        if not isinstance(asked, Description):
+            for job, _ in asked:
+                job.fail(error)
+        elif not asked.fields.done():
+            asked.fields.set_exception(error)
+
+    def _fail_all(self, error: ArealError) -> None:
+        waiting: list[Chunk | Description] = [*self._inflight.values(), *self._descriptions]
+        for asked in waiting:
+            self._fail_asked(asked, error)
+        for job in self._queue:
+            job.fail(error)
+        self._inflight.clear()
+        self._descriptions.clear()
+        self._queue.clear()
+
+    def _end(self, reason: str) -> None:
+        """Nothing more comes from this owner; what waits fails, each naming its own shard."""
+        self._on_ended(self)
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        jobs = [*self._queue]
+        for asked in [*self._inflight.values(), *self._descriptions]:
+            if isinstance(asked, Description):
+                self._fail_asked(asked, self._gone(asked.shard_id, reason))
+            else:
+                jobs += [job for job, _ in asked]
+        for job in jobs:
+            job.fail(self._gone(job.shard_id, reason))
+        self._inflight.clear()
+        self._descriptions.clear()
+        self._queue.clear()
+
+    def _gone(self, shard_id: str, reason: str) -> ShardGone:
+        return ShardGone(
+            f"shard {shard_id} on {self.owner.node_id} is gone with its owner: {reason}"
+        )
+
+
+def _shard_of(asked: Chunk | Description) -> str:
+    if isinstance(asked, Description):
+        return asked.shard_id
+    return asked[0][1].segment.piece.shard_id

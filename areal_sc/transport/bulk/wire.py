@@ -1,0 +1,261 @@
+"""The wire form of the data plane, and what keeps strangers out of it.
+
+    request   [ head | body | tag ]
+    reply     [ head | body | tag ], payload frame, payload frame, ...
+
+    head      magic and protocol version (4), session id (16), sequence number (8)
+    body      msgpack: what is asked, or what was found and the tag of each payload frame
+
+A session is made by a call on the (CurveZMQ) control socket, which hands over a ticket and one
+fresh key for each direction. The ticket admits one connection, once (ZMQ's PLAIN mechanism): of
+others not a byte is kept. It can be seen on the wire, and opens nothing any more then. Every header
+and every payload frame carries an AES-GCM tag (GMAC where nothing is encrypted; NIST SP 800-38D).
+The nonce is (sequence number, frame number): numbers only grow within a session and the directions
+have keys of their own, so no nonce is ever used twice. A request whose number is not larger than
+the last one is a replay.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgpack
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
+from areal_sc.transport.bulk.buffer_pool import BufferPool
+from areal_sc.transport.rpc.codec import unpack
+from areal_sc.transport.socket import Buffer, Frame
+
+MAGIC: Final = b"ASB"
+PROTOCOL_VERSION: Final = 2
+TAG_BYTES: Final = 16
+SESSION_ID_BYTES: Final = 16
+KEY_BYTES: Final = 32
+MAX_REQUEST_BYTES: Final = 256 << 10
+MAX_REPLY_HEADER_BYTES: Final = 4 << 20
+MAX_ELEMENTS: Final = 1 << 20
+"""In the lists of one body; a description has one for each row of each field."""
+
+_PREFIX: Final = MAGIC + bytes([PROTOCOL_VERSION])
+_HEAD: Final = struct.Struct("<4s16sQ")
+_NONCE: Final = struct.Struct("<QI")
+_FAILURES: Final = {cls.__name__: cls for cls in (MetadataError, ProtocolError, ShardGone)}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGrant:
+    """What a puller gets from an owner's control socket.
+
+    Attributes:
+        address: the owner's bulk socket.
+        session_id: [16] names the session.
+        password: [16] admits one connection to the bulk socket, once.
+        request_key, reply_key: [32] AES-256 keys, one for each direction.
+        is_encrypted: payload and bodies are encrypted, not only authenticated.
+    """
+
+    address: str
+    session_id: bytes
+    password: bytes = field(repr=False)
+    request_key: bytes = field(repr=False)
+    reply_key: bytes = field(repr=False)
+    is_encrypted: bool
+
+    @classmethod
+    def create(cls, address: str, is_encrypted: bool) -> SessionGrant:
+        names = os.urandom(SESSION_ID_BYTES), os.urandom(SESSION_ID_BYTES)
+        return cls(address, *names, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES), is_encrypted)
+
+    @property
+    def ticket(self) -> tuple[str, str]:
+        """Name and password to connect with."""
+        return self.session_id.hex(), self.password.hex()
+
+    def to_wire(self) -> list[Any]:
+        return [
+            self.address,
+            self.session_id,
+            self.password,
+            self.request_key,
+            self.reply_key,
+            self.is_encrypted,
+        ]
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> SessionGrant:
+        """Inverse of `to_wire`. Raises: ProtocolError: it is something else."""
+        match wire:
+            case [
+                str(address),
+                bytes(session_id),
+                bytes(password),
+                bytes(request_key),
+                bytes(reply_key),
+                bool(is_encrypted),
+            ] if (
+                len(session_id) == len(password) == SESSION_ID_BYTES
+                and len(request_key) == KEY_BYTES
+                and len(reply_key) == KEY_BYTES
+            ):
+                return cls(address, session_id, password, request_key, reply_key, is_encrypted)
+        raise ProtocolError("expected the grant of a pull session")
+
+
+class Sealer:
+    """Authenticates, and encrypts where the session says so, one direction of one session.
+
+    Args:
+        pool: gives the memory of encrypted payload.
+    """
+
+    def __init__(
+        self,
+        session_id: bytes,
+        key: bytes,
+        is_encrypted: bool,
+        pool: BufferPool | None = None,
+    ) -> None:
+        self._pool = pool or BufferPool(0)
+        self._session_id = session_id
+        self._aead = AESGCM(key)
+        self._is_encrypted = is_encrypted
+
+    def seal_header(self, sequence: int, body: Any) -> bytes:
+        """The frame `head | body | tag`.
+
+        Raises: ProtocolError: the body is not msgpack-able.
+        """
+        try:
+            packed: bytes = msgpack.packb(body)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"cannot be sent as msgpack: {error}") from error
+        head = _HEAD.pack(_PREFIX, self._session_id, sequence)
+        nonce = _NONCE.pack(sequence, 0)
+        if self._is_encrypted:
+            return head + self._aead.encrypt(nonce, packed, head)
+        return head + packed + self._aead.encrypt(nonce, b"", head + packed)
+
+    def open_header(self, frame: Frame, sequence: int) -> Any:
+        """The body of a header frame; nothing of it is looked at before its tag is right.
+
+        Raises: ProtocolError: the tag is wrong, or the body is not msgpack.
+        """
+        nonce = _NONCE.pack(sequence, 0)
+        head, sealed = frame[: _HEAD.size], frame[_HEAD.size :]
+        try:
+            if self._is_encrypted:
+                packed: Buffer = self._aead.decrypt(nonce, sealed, head)
+            else:
+                packed = sealed[:-TAG_BYTES]
+                self._aead.decrypt(nonce, sealed[-TAG_BYTES:], frame[:-TAG_BYTES])
+        except InvalidTag:
+            raise ProtocolError("the header's tag is wrong") from None
+        return unpack(packed, MAX_ELEMENTS)
+
+    def seal_payload(
+        self, sequence: int, frames: Sequence[Buffer]
+    ) -> tuple[list[Buffer], list[bytes]]:
+        """The frames to send, and the tag of each.
+
+        The frames are the very same memory, unless the session is encrypted: then they are the
+        ciphertext with the tag at its end, and the tags' list is empty.
+        """
+        nonces = [_NONCE.pack(sequence, number) for number in range(1, len(frames) + 1)]
+        if self._is_encrypted:
+            pairs = zip(nonces, frames, strict=True)
+            return [self._encrypted(nonce, frame) for nonce, frame in pairs], []
+        tags = [
+            self._aead.encrypt(nonce, b"", frame)
+            for nonce, frame in zip(nonces, frames, strict=True)
+        ]
+        return list(frames), tags
+
+    def open_payload(
+        self,
+        sequence: int,
+        frames: Sequence[Frame],
+        tags: Any,
+        destinations: Sequence[memoryview],
+    ) -> None:
+        """Checks the payload and puts it into its destinations, which are of its size together.
+
+        Raises: ProtocolError: a tag is wrong or missing, or the sizes differ; what the
+            destinations hold then must not be used.
+        """
+        num_tags = 0 if self._is_encrypted else len(frames)
+        if not isinstance(tags, list) or len(tags) != num_tags:
+            raise ProtocolError(f"{len(frames)} payload frames need {num_tags} tags")
+        extra = TAG_BYTES if self._is_encrypted else 0
+        sizes = [len(frame) - extra for frame in frames]
+        wanted = sum(map(len, destinations))
+        if min(sizes, default=0) < 0 or sum(sizes) != wanted:
+            raise ProtocolError(f"expected {wanted} bytes of payload, got {sum(sizes)}")
+        # frame by frame, where each has a destination of its own: nothing is copied twice
+        is_direct = self._is_encrypted and sizes == list(map(len, destinations))
+        opened = []
+        for number, frame in enumerate(frames, start=1):
+            nonce = _NONCE.pack(sequence, number)
+            try:
+                if is_direct:
+                    self._aead.decrypt_into(nonce, frame, None, destinations[number - 1])
+                elif self._is_encrypted:
+                    opened.append(memoryview(self._aead.decrypt(nonce, frame, None)))
+                else:
+                    self._aead.decrypt(nonce, tags[number - 1], frame)
+                    opened.append(frame)
+            except (InvalidTag, TypeError):
+                raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
+        if not is_direct:
+            _scatter(opened, destinations)
+
+    def _encrypted(self, nonce: bytes, frame: Buffer) -> memoryview:
+        """The ciphertext and its tag, in memory that is used again once it has been sent."""
+        sealed = self._pool.take(len(frame) + TAG_BYTES)
+        self._aead.encrypt_into(nonce, frame, None, sealed.data)
+        return sealed.data
+
+
+def _scatter(frames: Iterable[Frame], destinations: Iterable[memoryview]) -> None:
+    """Copies the frames, one after the other, to the destinations, one after the other."""
+    rooms = iter(destinations)
+    room = memoryview(b"")
+    for frame in frames:
+        while len(frame):
+            if not len(room):
+                room = next(rooms)
+                continue
+            size = min(len(room), len(frame))
+            room[:size] = frame[:size]
+            room, frame = room[size:], frame[size:]
+
+
+def parse_head(frame: Frame, max_bytes: int) -> tuple[bytes, int]:
+    """(session id, sequence number) that a header frame claims; the tag is not checked yet.
+
+    Raises: ProtocolError: no correct peer of this protocol version sends such a frame.
+    """
+    least = _HEAD.size + TAG_BYTES
+    if not least < len(frame) <= max_bytes:
+        raise ProtocolError(f"a header has {least} to {max_bytes} bytes, got {len(frame)}")
+    prefix, session_id, sequence = _HEAD.unpack_from(frame)
+    if prefix[:3] != MAGIC:
+        raise ProtocolError("the header does not start with the protocol's magic")
+    if prefix != _PREFIX:
+        raise ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {prefix[3]}")
+    return session_id, sequence
+
+
+def failure_body(segment: int, error: TransportError | MetadataError) -> list[Any]:
+    """The reply body that says which asked segment failed, and why."""
+    return [1, segment, type(error).__name__, str(error)]
+
+
+def failure_of_body(name: str, message: str) -> TransportError | MetadataError:
+    """The error that a reply body names."""
+    return _FAILURES.get(name, TransportError)(message)

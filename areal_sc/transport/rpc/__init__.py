@@ -1,0 +1,1 @@
+"""Calls between controllers and workers: requests, replies, deadlines, fan-out."""

@@ -1,0 +1,264 @@
+"""The calling side of RPC.
+
+consumes     replies, and the life of the connection
+waits for    the reply of each call
+unblocked by that reply, the call's deadline, the loss of the peer, or `fail_pending`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from areal_sc.errors import ArealError, PeerLost, ProtocolError, RpcTimeout
+from areal_sc.transport.hub import PeerHub
+from areal_sc.transport.refusals import Refusals
+from areal_sc.transport.rpc.codec import (
+    Cancel,
+    Failure,
+    MessageLimits,
+    Reply,
+    decode,
+    encode,
+    encode_request,
+    request_frame,
+)
+from areal_sc.transport.rpc.deadlines import Deadlines
+from areal_sc.transport.rpc.remote_errors import error_of
+from areal_sc.transport.socket import Frame
+
+logger = logging.getLogger(__name__)
+
+_ID_PREFIX_BYTES: Final = 10
+
+RequestIds = Callable[[], str]
+
+
+def random_request_ids() -> RequestIds:
+    """Gives ids that no other caller of the run gives: random digits of its own, and a count."""
+    prefix, count = os.urandom(_ID_PREFIX_BYTES).hex(), itertools.count()
+    return lambda: f"{prefix}-{next(count):x}"
+
+
+class Waiter(Protocol):
+    """What a request's reply is for."""
+
+    method: str
+
+    def settle(self, value: Any) -> None: ...
+
+    def fail(self, error: ArealError) -> None: ...
+
+
+class _Call:
+    """One call that waits for its reply."""
+
+    __slots__ = ("answer", "client", "method", "request_id", "timeout_s")
+
+    def __init__(
+        self,
+        client: RpcClient,
+        method: str,
+        request_id: str,
+        timeout_s: float,
+        answer: asyncio.Future[Any],
+    ) -> None:
+        self.client = client
+        self.method = method
+        self.request_id = request_id
+        self.timeout_s = timeout_s
+        self.answer = answer
+
+    def settle(self, value: Any) -> None:
+        if not self.answer.done():
+            self.answer.set_result(value)
+
+    def fail(self, error: ArealError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def expire(self) -> None:
+        self.client.abandon(self.request_id, self)
+        self.fail(self.client.timeout_error(self.method, self.timeout_s))
+
+
+class RpcClient:
+    """Calls one incarnation of one server. A `Peer` of the hub; see `ZmqTransport.connect`.
+
+    Args:
+        hub: connects, and carries the messages.
+        deadlines: of the calls.
+        address: the server's endpoint.
+        node_id: its name, for messages.
+        incarnation: the life of it that the calls are meant for; another one refuses them.
+        new_request_id: gives ids that no other caller of the run uses.
+
+    Attributes:
+        bytes_sent, bytes_received: of all frames.
+    """
+
+    def __init__(
+        self,
+        hub: PeerHub,
+        address: str,
+        *,
+        node_id: str,
+        incarnation: str,
+        deadlines: Deadlines,
+        limits: MessageLimits,
+        new_request_id: RequestIds,
+    ) -> None:
+        self.node_id = node_id
+        self.address = address
+        self.incarnation = incarnation
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._deadlines = deadlines
+        self._limits = limits
+        self._new_request_id = new_request_id
+        self._pending: dict[str, list[Waiter]] = {}
+        self._malformed = Refusals(logger, "malformed_reply", node_id)
+        self._loop = asyncio.get_running_loop()
+        self._link = hub.connect(address, self)
+
+    @property
+    def num_malformed(self) -> int:
+        """Messages dropped because no correct server sends them."""
+        return self._malformed.num
+
+    @property
+    def is_lost(self) -> str | None:
+        """Why the server is not reachable now; None while it is, or may still become so."""
+        return self._link.is_lost
+
+    async def call(
+        self, method: str, args: dict[str, Any], *, timeout_s: float, request_id: str | None = None
+    ) -> Any:
+        """Calls `method` and returns its value.
+
+        The server executes a request id at most once: repeating a call under its id joins it or
+        replays its reply. A call that passes its deadline or is cancelled here is cancelled there.
+
+        Raises:
+            RpcTimeout: no reply within `timeout_s`.
+            PeerLost: the connection ended before the reply, or could not be made.
+            IncarnationMismatch: the server is another incarnation than the one meant.
+            ServerBusy: the server runs as much as it takes; a later call may succeed.
+            ProtocolError: the arguments are not msgpack-able or too large.
+            RemoteError: the method raised; errors of `areal_sc.errors` arrive as themselves.
+        """
+        request_id = request_id or self._new_request_id()
+        frame = encode_request(request_id, self.incarnation, method, args, self._limits)
+        call = _Call(self, method, request_id, timeout_s, self._loop.create_future())
+        waits = self._deadlines.within(timeout_s)
+        waits.add(call)
+        try:
+            if not self.begin(request_id, frame, call):
+                await self._send_when_possible(frame, call)
+            return await call.answer
+        except asyncio.CancelledError:
+            self.abandon(request_id, call)
+            raise
+        finally:
+            waits.discard(call)
+            if call.answer.done() and not call.answer.cancelled():
+                call.answer.exception()  # it may have failed in the turn in which the wait ended
+
+    def fail_pending(self, error: ArealError) -> None:
+        """Makes every call that waits now raise `error`; later calls are made as usual."""
+        pending, self._pending = self._pending, {}
+        for waiters in pending.values():
+            for waiter in waiters:
+                waiter.fail(error)
+
+    async def close(self) -> None:
+        """Ends the connection; waiting calls raise PeerLost."""
+        self._link.close()
+        self.fail_pending(self._peer_lost("call ended"))
+
+    def frame_of(self, request_id: str, call: bytes) -> bytes:
+        """The request's frame around what `pack_call` gave. Raises: ProtocolError."""
+        return request_frame(request_id, self.incarnation, call, self._limits)
+
+    def begin(self, request_id: str, frame: bytes, waiter: Waiter) -> bool:
+        """Sends a request whose reply is for `waiter`; False if it could not be sent yet.
+
+        Raises: PeerLost: the connection has ended; `waiter` hears nothing.
+        """
+        if self._link.is_lost is not None:
+            raise self._peer_lost(f"{waiter.method} not sent")
+        is_sent = self.send(frame)
+        waiters = self._pending.get(request_id)
+        if waiters is None:
+            self._pending[request_id] = [waiter]
+        else:
+            waiters.append(waiter)
+        return is_sent
+
+    def send(self, frame: bytes) -> bool:
+        """Queues a frame if there is room. Raises: PeerLost: the connection was closed."""
+        if not self._link.send_nowait((frame,)):
+            return False
+        self.bytes_sent += len(frame)
+        return True
+
+    def abandon(self, request_id: str, waiter: Waiter) -> None:
+        """Nobody waits any more: tells the server, as far as it can be reached at once."""
+        waiters = self._pending.get(request_id, [])
+        if waiter not in waiters:
+            return
+        waiters.remove(waiter)
+        if waiters:
+            return
+        del self._pending[request_id]
+        with suppress(PeerLost):
+            self.send(encode(Cancel(request_id, self.incarnation), self._limits))
+
+    def timeout_error(self, method: str, timeout_s: float) -> RpcTimeout:
+        """What a call raises that got no reply in time."""
+        return RpcTimeout(
+            f"{method} on {self.node_id} ({self.address}) gave no reply within {timeout_s:g} s"
+        )
+
+    def on_message(self, frames: Sequence[Frame]) -> None:
+        """One reply; what no correct server sends is counted and dropped."""
+        self.bytes_received += sum(map(len, frames))
+        try:
+            message = decode(frames, self._limits)
+            if not isinstance(message, Reply | Failure):
+                raise ProtocolError(f"a caller takes no {type(message).__name__}")
+        except ProtocolError as error:
+            self._malformed.add(error)
+            return
+        for waiter in self._pending.pop(message.request_id, ()):
+            if isinstance(message, Reply):
+                waiter.settle(message.value)
+            else:
+                waiter.fail(error_of(message, node_id=self.node_id, method=waiter.method))
+
+    def on_connected(self) -> None:
+        """Calls were queued meanwhile."""
+
+    def on_lost(self, reason: str) -> None:
+        """Calls that wait raise PeerLost."""
+        self.fail_pending(self._peer_lost("call ended"))
+
+    async def _send_when_possible(self, frame: bytes, call: _Call) -> None:
+        """Waits for room in the connection's queue, unless the call fails before."""
+        sending = asyncio.create_task(self._link.send((frame,)))
+        try:
+            waits: set[asyncio.Future[Any]] = {sending, call.answer}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                self.bytes_sent += len(frame)
+        finally:
+            sending.cancel()
+
+    def _peer_lost(self, what: str) -> PeerLost:
+        return PeerLost(f"{what}: {self.node_id} at {self.address} is lost: {self._link.is_lost}")

@@ -1,0 +1,315 @@
+"""The serving side of RPC: each request id is executed at most once.
+
+consumes     requests and cancellations from the ROUTER socket
+waits for    nothing: a request runs in a task of its own, or is answered at once
+unblocked by the end of the handler, or a cancellation by every caller that waits for it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import CoroutineType
+from typing import Any, Final
+
+import zmq
+
+from areal_sc.errors import (
+    ArealError,
+    IncarnationMismatch,
+    ProtocolError,
+    ServerBusy,
+    TransportError,
+)
+from areal_sc.transport.endpoint import Authenticator, Context, Guard, configure_socket
+from areal_sc.transport.outbox import Outbox
+from areal_sc.transport.refusals import Refusals
+from areal_sc.transport.rpc.codec import (
+    Cancel,
+    MessageLimits,
+    Request,
+    decode,
+    encode,
+    encode_reply,
+)
+from areal_sc.transport.rpc.remote_errors import failure_of
+from areal_sc.transport.rpc.replay_cache import ReplayCache
+from areal_sc.transport.socket import AsyncSocket, Frame
+
+logger = logging.getLogger(__name__)
+
+LAST_REPLIES_LINGER_S: Final = 1.0
+"""How long a closing server goes on sending the replies that are already queued."""
+
+Handler = Callable[[dict[str, Any]], Coroutine[Any, Any, Any] | Any]
+"""Takes the arguments; returns something msgpack-able. That of a coroutine function runs as a task;
+a plain function is answered in the turn in which its request arrives, so it must be quick."""
+
+
+@dataclass(slots=True)
+class _Execution:
+    """A running request.
+
+    Attributes:
+        callers: routing ids that wait for the reply; a repeat on another connection joins.
+        num_bytes: of the request.
+    """
+
+    method: str
+    callers: set[bytes]
+    num_bytes: int
+    task: asyncio.Task[Any]
+
+
+class RpcServer:
+    """Serves `handlers` to callers that mean this incarnation.
+
+    Args:
+        handlers: by method name.
+        node_id: the server's name, for messages.
+        incarnation: this life of it.
+        bind: ZMQ interface, with a system-chosen port unless it names one.
+        authenticator: lets members of the run in, and nobody else.
+        max_running: requests executed at a time; more are refused with `ServerBusy`. One that
+            generates a group stays for minutes, so it is far above what controllers ask for.
+        max_running_bytes: of these requests.
+        reply_timeout_s: how long a caller may read nothing before it is dropped with its replies.
+
+    Attributes:
+        bytes_received: of all frames.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        *,
+        node_id: str,
+        incarnation: str,
+        bind: str = "tcp://127.0.0.1",
+        authenticator: Authenticator | None = None,
+        limits: MessageLimits | None = None,
+        max_running: int = 16_384,
+        max_running_bytes: int = 256 << 20,
+        reply_timeout_s: float = 30.0,
+    ) -> None:
+        self.node_id = node_id
+        self.incarnation = incarnation
+        self.bytes_received = 0
+        self._handlers = dict(handlers)
+        self._bind = bind if bind.count(":") == 2 else f"{bind}:0"
+        self._authenticator = authenticator
+        self._limits = limits or MessageLimits()
+        self._max_running = max_running
+        self._max_running_bytes = max_running_bytes
+        self._reply_timeout_s = reply_timeout_s
+        self._malformed = Refusals(logger, "malformed_message", node_id)
+        self._running: dict[str, _Execution] = {}
+        self._num_running_bytes = 0
+        self._finished = ReplayCache()
+        self._is_closing = False
+        self._context: Context | None = None
+        self._guard: Guard | None = None
+        self._socket: AsyncSocket | None = None
+        self._outbox: Outbox | None = None
+
+    @property
+    def num_malformed(self) -> int:
+        """Messages dropped because no correct peer sends them."""
+        return self._malformed.num
+
+    @property
+    def num_dropped_replies(self) -> int:
+        """Replies whose caller had left or did not read."""
+        return self._outbox.num_dropped if self._outbox else 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of all frames handed to ZMQ."""
+        return self._outbox.bytes_sent if self._outbox else 0
+
+    async def start(self) -> str:
+        """Starts to serve on the running event loop; returns the address to connect to.
+
+        Raises: TransportError: the interface or port cannot be bound.
+        """
+        assert self._socket is None, "started twice"
+        self._context = zmq.Context()
+        raw = self._context.socket(zmq.ROUTER)
+        configure_socket(raw, self._limits.max_bytes)
+        # without it a message to a full or vanished peer is dropped without a word
+        raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # what ZMQ has queued for a stopped caller is freed when the kernel gives it up
+        raw.setsockopt(zmq.TCP_MAXRT, round(self._reply_timeout_s * 1000))
+        if self._authenticator is not None:
+            self._guard = self._authenticator.configure_server(self._context, raw)
+        try:
+            raw.bind(self._bind)
+        except zmq.ZMQError as error:
+            if self._guard is not None:
+                self._guard.close()
+            raw.close()
+            self._context.term()
+            raise TransportError(
+                f"{self.node_id} cannot listen on {self._bind}: {error}"
+            ) from error
+        address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = AsyncSocket(raw, self._on_message, max_parts=2)
+        self._outbox = Outbox(self._socket, node_id=self.node_id, timeout_s=self._reply_timeout_s)
+        return address
+
+    async def close(self) -> None:
+        """Cancels what runs and stops serving; replies already queued are still sent."""
+        if self._is_closing or not (self._context and self._socket and self._outbox):
+            return
+        self._is_closing = True
+        tasks = [execution.task for execution in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._outbox.close()
+            if self._guard is not None:
+                self._guard.close()
+            self._socket.close(LAST_REPLIES_LINGER_S)
+        await asyncio.to_thread(self._context.term)
+
+    def _on_message(self, frames: Sequence[Frame]) -> None:
+        if self._is_closing:
+            return
+        caller = bytes(frames[0])
+        try:
+            message = decode(frames[1:], self._limits)
+            num_bytes = len(frames[1])
+            self.bytes_received += num_bytes
+            if type(message) is Request:
+                self._on_request(caller, message, num_bytes)
+            elif type(message) is Cancel:
+                self._on_cancel(caller, message)
+            else:
+                raise ProtocolError(f"a server takes no {type(message).__name__}")
+        except ProtocolError as error:
+            self._malformed.add(error)
+
+    def _on_request(self, caller: bytes, request: Request, num_bytes: int) -> None:
+        request_id = request.request_id
+        if request.incarnation != self.incarnation:
+            mismatch = IncarnationMismatch(
+                f"{request.method} was meant for incarnation {request.incarnation} of "
+                f"{self.node_id}, this is {self.incarnation}: it has been restarted"
+            )
+            self._refuse(caller, request, mismatch)
+        elif request_id in self._running or request_id in self._finished:
+            self._on_repeat(caller, request)
+        elif (refusal := self._refusal(request, num_bytes)) is not None:
+            self._refuse(caller, request, refusal)
+        else:
+            self._execute(caller, request, num_bytes)
+
+    def _refusal(self, request: Request, num_bytes: int) -> ArealError | None:
+        """Why the request is not executed; None if it is."""
+        if request.method not in self._handlers:
+            return ProtocolError(
+                f"{self.node_id} has no method {request.method!r}, it has {sorted(self._handlers)}"
+            )
+        if (
+            len(self._running) >= self._max_running
+            or self._num_running_bytes + num_bytes > self._max_running_bytes
+        ):
+            return ServerBusy(
+                f"{self.node_id} is busy: it runs {len(self._running)} requests of "
+                f"{self._num_running_bytes} bytes, the limits are {self._max_running} and "
+                f"{self._max_running_bytes}; call {request.method} again later"
+            )
+        return None
+
+    def _on_repeat(self, caller: bytes, request: Request) -> None:
+        """Joins what runs, or answers from memory."""
+        running = self._running.get(request.request_id)
+        if running is not None:
+            method, reply = running.method, None
+        else:
+            finished = self._finished.get(request.request_id)
+            assert finished is not None
+            method, reply = finished
+        if method != request.method:
+            error: ArealError = ProtocolError(
+                f"request {request.request_id} called {method} before, "
+                f"now {request.method}: request ids must be unique"
+            )
+        elif running is not None:
+            running.callers.add(caller)
+            return
+        elif reply is not None:
+            self._send(caller, reply)
+            return
+        else:
+            error = TransportError(
+                f"{request.method} on {self.node_id} was executed under request id "
+                f"{request.request_id}; its reply was too large to be kept"
+            )
+        self._refuse(caller, request, error)
+
+    def _refuse(self, caller: bytes, request: Request, error: ArealError) -> None:
+        self._send(caller, encode(failure_of(error, request.request_id), self._limits))
+
+    def _execute(self, caller: bytes, request: Request, num_bytes: int) -> None:
+        try:
+            outcome = self._handlers[request.method](request.args)
+        except Exception as error:  # the RPC boundary: whatever a method raises goes to its caller
+            self._finish(request, [caller], self._failure(request, error))
+            return
+        if not isinstance(outcome, CoroutineType):
+            self._finish(request, [caller], self._reply(request, outcome))
+            return
+        task = asyncio.create_task(outcome)
+        self._running[request.request_id] = _Execution(request.method, {caller}, num_bytes, task)
+        self._num_running_bytes += num_bytes
+        task.add_done_callback(partial(self._on_executed, request))
+
+    def _on_executed(self, request: Request, task: asyncio.Task[Any]) -> None:
+        execution = self._running.pop(request.request_id)
+        self._num_running_bytes -= execution.num_bytes
+        if task.cancelled():
+            if self._is_closing:
+                return  # its callers learn it from the end of the connection
+            cancelled = TransportError(f"{request.method} on {self.node_id} was cancelled")
+            reply = encode(failure_of(cancelled, request.request_id), self._limits)
+        elif (error := task.exception()) is not None:
+            reply = self._failure(request, error)
+        else:
+            reply = self._reply(request, task.result())
+        self._finish(request, execution.callers, reply)
+
+    def _finish(self, request: Request, callers: Iterable[bytes], reply: bytes) -> None:
+        self._finished.add(request.request_id, request.method, reply)
+        for caller in callers:
+            self._send(caller, reply)
+
+    def _reply(self, request: Request, value: Any) -> bytes:
+        try:
+            return encode_reply(request.request_id, value, self._limits)
+        except ProtocolError as error:
+            return self._failure(request, error)
+
+    def _failure(self, request: Request, error: BaseException) -> bytes:
+        logger.warning(
+            "method_failed node=%s method=%s request=%s error=%r",
+            *(self.node_id, request.method, request.request_id, error),
+        )
+        return encode(failure_of(error, request.request_id), self._limits)
+
+    def _on_cancel(self, caller: bytes, cancel: Cancel) -> None:
+        execution = self._running.get(cancel.request_id)
+        if execution is None or caller not in execution.callers:
+            return
+        execution.callers.discard(caller)
+        if not execution.callers:
+            execution.task.cancel()
+
+    def _send(self, caller: bytes, reply: bytes) -> None:
+        assert self._outbox is not None
+        self._outbox.send(caller, reply)

@@ -1,0 +1,146 @@
+"""Calls between processes: what the floors above use.
+
+    RpcClient ── Request(id, incarnation, method, args) ──► RpcServer
+              ◄─ Reply(id, value) | Failure(id, error) ────
+              ── Cancel(id) ──►                      the caller stopped waiting
+
+Messages are small: tensors go by sockets of their own. Controllers see `Connection` and `Transport`
+only, so a simulated transport can take the place of `ZmqTransport` in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from areal_sc.errors import ArealError, TransportError
+from areal_sc.transport.endpoint import Authenticator
+from areal_sc.transport.hub import PeerHub
+from areal_sc.transport.rpc.client import RequestIds, RpcClient, random_request_ids
+from areal_sc.transport.rpc.codec import MessageLimits
+from areal_sc.transport.rpc.deadlines import Deadlines
+from areal_sc.transport.rpc.fan_out import fan_out
+from areal_sc.transport.rpc.server import Handler, RpcServer
+
+__all__ = [
+    "Authenticator",
+    "Connection",
+    "Handler",
+    "MessageLimits",
+    "RpcClient",
+    "RpcServer",
+    "Transport",
+    "ZmqTransport",
+]
+
+
+class Connection(Protocol):
+    """What a controller may do with one peer."""
+
+    node_id: str
+    bytes_sent: int
+    bytes_received: int
+
+    async def call(
+        self, method: str, args: dict[str, Any], *, timeout_s: float, request_id: str | None = None
+    ) -> Any: ...
+
+    def fail_pending(self, error: ArealError) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Where connections come from; a simulated one takes its place in virtual time."""
+
+    def connect(self, address: str, node_id: str, incarnation: str) -> Connection: ...
+
+    async def call_all(
+        self,
+        calls: Sequence[tuple[Any, dict[str, Any]]],
+        method: str,
+        *,
+        timeout_s: float,
+        stops_at_error: bool = False,
+    ) -> list[Any | ArealError]: ...
+
+    async def close(self) -> None: ...
+
+
+class ZmqTransport:
+    """Connections over ZMQ that share one socket, with its one I/O thread."""
+
+    def __init__(
+        self,
+        *,
+        authenticator: Authenticator | None = None,
+        limits: MessageLimits | None = None,
+        new_request_id: RequestIds | None = None,
+    ) -> None:
+        self._authenticator = authenticator
+        self._limits = limits or MessageLimits()
+        self._new_request_id = new_request_id or random_request_ids()
+        self._hub: PeerHub | None = None
+        self._deadlines: Deadlines | None = None
+        self._is_closed = False
+        # weak, because a connection that its user has closed is of no more concern
+        self._connections: WeakSet[RpcClient] = WeakSet()
+
+    def connect(self, address: str, node_id: str, incarnation: str) -> RpcClient:
+        """A connection that is made in the background; calls wait for it within their deadline.
+
+        Raises: TransportError: the address is none, or the transport is closed.
+        """
+        if self._is_closed:
+            raise TransportError(f"cannot connect to {node_id} at {address}: transport is closed")
+        if self._hub is None or self._deadlines is None:
+            self._deadlines = Deadlines()
+            self._hub = PeerHub(
+                max_frame_bytes=self._limits.max_bytes,
+                max_frames=1,
+                authenticator=self._authenticator,
+            )
+        connection = RpcClient(
+            self._hub,
+            address,
+            node_id=node_id,
+            incarnation=incarnation,
+            deadlines=self._deadlines,
+            limits=self._limits,
+            new_request_id=self._new_request_id,
+        )
+        self._connections.add(connection)
+        return connection
+
+    async def call_all(
+        self,
+        calls: Sequence[tuple[RpcClient, dict[str, Any]]],
+        method: str,
+        *,
+        timeout_s: float,
+        stops_at_error: bool = False,
+    ) -> list[Any | ArealError]:
+        """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
+
+        The outcome of a call that failed is its error, as `RpcClient.call` would raise it: the
+        caller decides what it means for the others, or says beforehand with `stops_at_error` that
+        the first error ends all: calls without a reply are cancelled then, and their outcomes mean
+        nothing. Arguments that are one and the same dict are encoded once. A cancellation is passed
+        on to all servers that have not answered.
+        """
+        return await fan_out(
+            calls,
+            method,
+            timeout_s=timeout_s,
+            new_request_id=self._new_request_id,
+            stops_at_error=stops_at_error,
+        )
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        self._is_closed = True
+        for connection in list(self._connections):
+            await connection.close()
+        if self._hub is not None:
+            await self._hub.close()

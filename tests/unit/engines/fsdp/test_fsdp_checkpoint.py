@@ -1,0 +1,322 @@
+"""Snapshots of one process: what they hold, when they are taken, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+
+from areal_sc.config.schema import ActorConfig, OptimizerConfig
+from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.fsdp.storage import SnapshotReader
+from areal_sc.errors import CheckpointError
+from areal_sc.transport.packed_rows import PackedRows
+
+LENGTHS = (6, 3, 8)
+WAIT_S = 60.0
+Build = Callable[..., FSDPEngine]
+
+
+@pytest.fixture
+def model_folder(random_model: Callable[..., Any], tmp_path: Path) -> Path:
+    random_model(vocab_size=30, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def build(model_folder: Path) -> Iterator[Build]:
+    engines = []
+
+    def build_engine(path: Path = model_folder, **settings: Any) -> FSDPEngine:
+        config = ActorConfig(
+            path=str(path),
+            device="cpu",
+            max_tokens_per_micro_batch=32,
+            seed=0,
+            optimizer=OptimizerConfig(lr=1e-2, total_steps=10),
+            **settings,
+        )
+        engine = FSDPEngine(config)
+        engine.initialize(0, 1, "")
+        engines.append(engine)
+        return engine
+
+    yield build_engine
+    for engine in engines:
+        engine.close()
+
+
+def rows(seed: int) -> PackedRows:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(LENGTHS)
+    fields = {
+        "input_ids": torch.randint(30, (num_tokens,), generator=generator).int(),
+        "loss_mask": torch.ones(num_tokens, dtype=torch.bool),
+    }
+    return PackedRows(fields, LENGTHS)
+
+
+def train(engine: FSDPEngine, step: int) -> None:
+    engine.sft_update(rows(step), step=step)
+
+
+def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {s.name: s.values.clone().view(s.shape) for s in engine.export_weights()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+class Disk:
+    """A disk that takes nothing until told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_reached = threading.Event()
+        self.goes_on = threading.Event()
+        self._pwrite = os.pwrite
+        monkeypatch.setattr(os, "pwrite", self._wait)
+
+    def _wait(self, *arguments: Any) -> int:
+        self.is_reached.set()
+        assert self.goes_on.wait(WAIT_S)
+        return self._pwrite(*arguments)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.goes_on.set()
+
+
+def test_a_snapshot_holds_the_step_it_was_begun_at(
+    build: Build, slow_disk: Disk, tmp_path: Path
+) -> None:
+    engine = build()
+    train(engine, 0)
+    at_begin = weights(engine)
+    random_at_begin = torch.get_rng_state()
+    written = engine.begin_snapshot(tmp_path / "snapshot")
+    assert slow_disk.is_reached.wait(WAIT_S)
+    for step in (1, 2, 3):
+        train(engine, step)
+    torch.rand(5)
+    assert not written.done()
+    assert not (tmp_path / "snapshot").exists()
+    slow_disk.goes_on.set()
+    written.result(WAIT_S)
+    assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]
+
+    train(engine, 4)
+    other = build()
+    other.load_snapshot(tmp_path / "snapshot")
+    assert_equal(weights(other), at_begin)
+    assert torch.equal(torch.get_rng_state(), random_at_begin)
+    for step in (1, 2, 3, 4):  # the same optimizer state, too, or they would part
+        train(other, step)
+    assert_equal(weights(other), weights(engine))
+
+
+@pytest.mark.parametrize("second", ["begin_snapshot", "begin_save_hf"])
+def test_one_write_goes_on_at_a_time(
+    second: str, build: Build, slow_disk: Disk, tmp_path: Path
+) -> None:
+    engine = build()
+    train(engine, 0)
+    at_begin = weights(engine)
+    first = engine.begin_snapshot(tmp_path / "first")
+    assert slow_disk.is_reached.wait(WAIT_S)
+    train(engine, 1)
+    begun: list[Any] = []
+    beginner = threading.Thread(
+        target=lambda: begun.append(getattr(engine, second)(tmp_path / "second"))
+    )
+    beginner.start()
+    beginner.join(
+        0.2
+    )  # would end here, with the first one's memory overwritten, if it did not wait
+    assert beginner.is_alive()
+    slow_disk.goes_on.set()
+    first.result(WAIT_S)
+    beginner.join(WAIT_S)
+    begun[0].result(WAIT_S)
+    other = build()
+    other.load_snapshot(tmp_path / "first")
+    assert_equal(weights(other), at_begin)
+    assert (tmp_path / "second").is_dir()
+
+
+def test_a_failed_write_is_in_its_future_and_in_the_log(
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build()
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        failed = engine.begin_snapshot(tmp_path / "file" / "snapshot")
+        train(engine, 0)  # training is not concerned
+        engine.begin_snapshot(tmp_path / "snapshot").result(WAIT_S)
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/snapshot .*NotADirectory"):
+        failed.result(WAIT_S)
+    assert "file/snapshot" in caplog.text
+    build().load_snapshot(tmp_path / "snapshot")
+
+
+def test_a_full_disk_leaves_the_former_snapshot(build: Build, tmp_path: Path) -> None:
+    engine = build()
+    engine.save_snapshot(tmp_path / "snapshot")
+    before = weights(engine)
+    train(engine, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        failed = engine.begin_snapshot(tmp_path / "snapshot")
+        error = failed.exception(WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(error, CheckpointError)
+    assert "File too large" in str(error)
+    assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]
+    engine.load_snapshot(tmp_path / "snapshot")
+    assert_equal(weights(engine), before)
+
+
+def test_an_interrupted_replacement_is_made_good(build: Build, tmp_path: Path) -> None:
+    """The only moment at which the folder has no content under its name."""
+    engine = build()
+    engine.save_snapshot(tmp_path / "snapshot")
+    (tmp_path / "snapshot").rename(tmp_path / ".snapshot.former")
+    (tmp_path / ".snapshot.part").mkdir()
+    engine.load_snapshot(tmp_path / "snapshot")
+    engine.save_snapshot(tmp_path / "snapshot")
+    assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]
+
+
+def test_the_model_must_be_the_same(
+    build: Build, random_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    build().save_snapshot(tmp_path / "snapshot")
+    random_model(vocab_size=31, num_hidden_layers=3, tie_word_embeddings=False).save_pretrained(
+        tmp_path / "other"
+    )
+    engine = build(tmp_path / "other")
+    before = weights(engine)
+    with pytest.raises(CheckpointError) as refused:
+        engine.load_snapshot(tmp_path / "snapshot")
+    message = str(refused.value)
+    assert "holds another model" in message
+    assert (
+        "parameter.model.embed_tokens.weight is float32 [30, 32] in the snapshot and "
+        "float32 [31, 32] in the model" in message
+    )
+    assert "model.layers.2.self_attn.q_proj.weight is absent in the snapshot" in message
+    assert "more. Set actor.path to" in message
+    assert len(message) < 1000
+    assert_equal(weights(engine), before)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+
+
+def old_format(path: Path) -> None:
+    path.write_text(json.dumps({"format": 1, "shapes": {}}))
+
+
+def other_place(path: Path) -> None:
+    """Names of files are not taken from the index."""
+    content = json.loads(path.read_text())
+    content["files"][0][0] = "../../secret"
+    path.write_text(json.dumps(content))
+
+
+def fewer_rows(path: Path) -> None:
+    content = json.loads(path.read_text())
+    content["tensors"]["parameter.model.norm.weight"]["parts"] = [[0, [0], [31]]]
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("rank-0.safetensors", cut, r"expected \d+ bytes, got \d+; it is truncated"),
+        ("rank-0.safetensors", flip, "checksum is wrong"),
+        ("rank-0.safetensors", Path.unlink, "FileNotFoundError"),
+        ("snapshot.json", Path.unlink, r"is no snapshot: it has no snapshot\.json"),
+        ("snapshot.json", cut, "cannot read the snapshot in .*JSONDecodeError"),
+        ("snapshot.json", old_format, "expected format 2, got 1"),
+        ("snapshot.json", other_place, "content is damaged"),
+        ("snapshot.json", fewer_rows, "parts of parameter.model.norm.weight do not make its shape"),
+    ],
+)
+def test_damage_is_found_before_anything_changes(
+    name: str, damage: Callable[[Path], None], message: str, build: Build, tmp_path: Path
+) -> None:
+    engine = build()
+    engine.save_snapshot(tmp_path / "snapshot")
+    train(engine, 0)
+    before = weights(engine)
+    damage(tmp_path / "snapshot" / name)
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_snapshot(tmp_path / "snapshot")
+    assert_equal(weights(engine), before)
+
+
+def test_nothing_is_unpickled(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("a snapshot was unpickled")
+
+    engine = build()
+    engine.save_snapshot(tmp_path / "snapshot")
+    for module, name in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    engine.load_snapshot(tmp_path / "snapshot")
+    names = {path.name for path in (tmp_path / "snapshot").iterdir()}
+    assert names == {"snapshot.json", "rank-0.safetensors"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoints_of_torch_read_a_snapshot(build: Build, tmp_path: Path) -> None:
+    engine = build()
+    train(engine, 0)
+    engine.save_snapshot(tmp_path / "snapshot")
+    state = {f"parameter.{name}": torch.zeros_like(v) for name, v in weights(engine).items()}
+    state["step.model.norm.weight"] = torch.zeros(())
+    load_distributed(state, storage_reader=SnapshotReader(tmp_path / "snapshot"))
+    assert state.pop("step.model.norm.weight") == 1
+    found = {name.removeprefix("parameter."): values for name, values in state.items()}
+    assert_equal(found, weights(engine))
+
+
+def test_a_snapshot_without_updates_has_empty_moments(build: Build, tmp_path: Path) -> None:
+    build().save_snapshot(tmp_path / "snapshot")
+    stored = load_file(tmp_path / "snapshot" / "rank-0.safetensors")
+    moments = [values for name, values in stored.items() if name.startswith(("exp_", "step"))]
+    assert moments
+    assert all(values.count_nonzero() == 0 for values in moments)
+    engine, fresh = build(), build()
+    train(engine, 0)
+    engine.load_snapshot(tmp_path / "snapshot")
+    train(engine, 1)
+    train(fresh, 1)
+    assert_equal(weights(engine), weights(fresh))

@@ -1,0 +1,311 @@
+"""The engine as one process: what its updates do, report and refuse, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from areal_sc.config.schema import ActorConfig, ClipCenter, OptimizerConfig, PPOConfig
+from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.errors import CheckpointError, ModelError, WorkerStartError
+from areal_sc.transport.packed_rows import PackedRows
+
+VOCABULARY = 30
+LENGTHS = (7, 2, 12, 5, 9, 1)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def actor_config(model_folder: Path, **ppo: Any) -> ActorConfig:
+    return ActorConfig(
+        path=str(model_folder),
+        device="cpu",
+        max_tokens_per_micro_batch=16,
+        logprob_chunk_tokens=5,
+        seed=0,
+        optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.0, total_steps=10),
+        ppo=PPOConfig(**{"temperature": 0.8, "behavior_weight_cap": 1.3, **ppo}),
+    )
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> Iterator[FSDPEngine]:
+    engine = FSDPEngine(actor_config(model_folder))
+    engine.initialize(0, 1, "")
+    yield engine
+    engine.close()
+
+
+def make_rows(seed: int = 0) -> PackedRows:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(LENGTHS)
+    mask = torch.cat([torch.arange(length) >= min(2, length) for length in LENGTHS])
+    fields = {
+        "input_ids": torch.randint(VOCABULARY, (num_tokens,), generator=generator).int(),
+        "loss_mask": mask,
+        "behavior_logprobs": -3.4 + 0.5 * torch.rand(num_tokens, generator=generator),
+        "proximal_logprobs": -3.4 + 0.5 * torch.rand(num_tokens, generator=generator),
+        "versions": torch.randint(4, (num_tokens,), generator=generator).int(),
+    }
+    for name in ("behavior_logprobs", "proximal_logprobs"):
+        fields[name][~mask] = math.nan  # nothing outside of the mask may matter
+    advantages = torch.randn(len(LENGTHS), generator=generator).tolist()
+    return PackedRows(fields, LENGTHS, tuple(advantages))
+
+
+def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {s.name: s.values.clone().view(s.shape) for s in engine.export_weights()}
+
+
+def plain_logprobs(model: Any, rows: PackedRows, temperature: float) -> list[torch.Tensor]:
+    """Per row, [length] float64; the first is 0."""
+    logprobs = []
+    for index in range(rows.num_rows):
+        tokens = rows.take([index]).fields["input_ids"].long()
+        logits = model(tokens[None]).logits[0, :-1] / temperature
+        found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs.append(torch.cat([torch.zeros(1), found]))
+    return logprobs
+
+
+def reference_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def test_logprobs_of_every_token(engine: FSDPEngine, model_folder: Path) -> None:
+    rows = make_rows()
+    expected = torch.cat(plain_logprobs(reference_model(model_folder), rows, 0.8))
+    found = engine.compute_logprobs(rows)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+    assert engine.compute_logprobs(rows.take([])).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("ppo", "proximal_name", "behavior_name"),
+    [
+        ({}, "proximal_logprobs", "behavior_logprobs"),
+        ({"clip_center": ClipCenter.behavior}, "behavior_logprobs", "behavior_logprobs"),
+        ({"use_behavior_weight": False}, "proximal_logprobs", "proximal_logprobs"),
+    ],
+)
+@pytest.mark.parametrize("min_token_version", [None, 2])
+def test_loss_and_gradient_of_each_form_of_ppo(
+    ppo: dict[str, Any],
+    proximal_name: str,
+    behavior_name: str,
+    min_token_version: int | None,
+    model_folder: Path,
+) -> None:
+    config = actor_config(model_folder, **ppo)
+    config.optimizer = replace(config.optimizer, lr=0.0)
+    engine = FSDPEngine(config)
+    engine.initialize(0, 1, "")
+    rows = make_rows()
+    given = rows
+    if proximal_name == "behavior_logprobs":  # the naive form needs no proximal policy
+        kept = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
+        given = replace(rows, fields=kept)
+    stats = engine.ppo_update([given], step=0, min_token_version=min_token_version)
+
+    model = reference_model(model_folder)
+    logprobs = torch.cat(plain_logprobs(model, rows, 0.8))
+    mask = rows.fields["loss_mask"]
+    if min_token_version is not None:
+        mask = mask & (rows.fields["versions"] >= min_token_version)
+    advantages = torch.repeat_interleave(
+        torch.tensor(rows.advantages, dtype=torch.float64), torch.tensor(LENGTHS)
+    )[mask]
+    proximal = rows.fields[proximal_name].double()[mask]
+    weight = (proximal - rows.fields[behavior_name].double()[mask]).exp()
+    ratio = (logprobs[mask] - proximal).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * weight
+    loss = -gain[weight <= 1.3].sum() / mask.sum()
+    loss.backward()
+    norm = math.sqrt(sum(float((p.grad**2).sum()) for p in model.parameters()))
+    assert stats["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert stats["num_loss_tokens"] == int(mask.sum())
+    assert stats["num_tokens"] == sum(LENGTHS)
+    assert stats["ratio"] == pytest.approx(ratio.mean().item(), rel=1e-5)
+    assert stats["capped_fraction"] == pytest.approx((weight > 1.3).double().mean().item())
+    clipped = ratio.clamp(0.8, 1.2) * advantages < ratio * advantages
+    assert stats["clip_fraction"] == pytest.approx(clipped.double().mean().item())
+    engine.close()
+
+
+def test_sft_trains_the_masked_tokens_at_temperature_one(
+    engine: FSDPEngine, model_folder: Path
+) -> None:
+    rows = make_rows()
+    rows = PackedRows({k: rows.fields[k] for k in ("input_ids", "loss_mask")}, rows.lengths)
+    model = reference_model(model_folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(3):
+        loss = -torch.cat(plain_logprobs(model, rows, 1.0))[rows.fields["loss_mask"]].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        stats = engine.sft_update(rows, step=step)
+        assert stats["loss"] == pytest.approx(loss.item(), abs=1e-4)
+        assert stats["logprob"] == pytest.approx(-loss.item(), abs=1e-4)
+        assert stats["num_updates"] == 1
+    assert stats["loss"] < 3.3
+
+
+def test_every_minibatch_is_one_update_at_the_learning_rate_of_the_step(
+    model_folder: Path,
+) -> None:
+    config = actor_config(model_folder)
+    config.optimizer = OptimizerConfig(lr=1.0, total_steps=10, warmup_steps=4)
+    engine = FSDPEngine(config)
+    engine.initialize(0, 1, "")
+    minibatches = [make_rows(seed) for seed in range(3)]
+    stats = engine.ppo_update(minibatches, step=1, min_token_version=None)
+    assert stats["num_updates"] == 3
+    assert stats["lr"] == 0.5
+    # 35 tokens with something to train in at most 16 a micro-batch
+    assert stats["num_micro_batches"] == 9
+    assert stats["num_skipped_updates"] == 0
+    engine.close()
+
+
+def test_nothing_to_train_on_changes_nothing(engine: FSDPEngine) -> None:
+    before = weights(engine)
+    stats = engine.ppo_update([make_rows()], step=0, min_token_version=99)
+    assert stats["num_updates"] == 0
+    assert stats["num_loss_tokens"] == 0
+    after = weights(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_values_that_are_not_finite_skip_the_update(
+    engine: FSDPEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = weights(engine)
+    rows = replace(make_rows(), advantages=(math.inf,) * len(LENGTHS))
+    stats = engine.ppo_update([rows], step=0, min_token_version=None)
+    assert (stats["num_updates"], stats["num_skipped_updates"]) == (0, 1)
+    assert "skipped: gradient_norm=" in caplog.text
+    assert all(torch.equal(before[name], value) for name, value in weights(engine).items())
+
+
+def test_what_rows_must_have(engine: FSDPEngine) -> None:
+    rows = make_rows()
+    with pytest.raises(ValueError, match="need advantages"):
+        engine.ppo_update([replace(rows, advantages=None)], step=0, min_token_version=None)
+    fields = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
+    with pytest.raises(ValueError, match="not 'proximal_logprobs'"):
+        engine.ppo_update([replace(rows, fields=fields)], step=0, min_token_version=None)
+    long_row = PackedRows(
+        {"input_ids": torch.zeros(17, dtype=torch.int32), "loss_mask": torch.ones(17).bool()}, (17,)
+    )
+    with pytest.raises(ValueError, match=r"rank 0: row 0 has 17 tokens.* at most 16"):
+        engine.sft_update(long_row, step=0)
+
+
+def test_tied_weights_are_exported_once(engine: FSDPEngine, model_folder: Path) -> None:
+    names = [shard.name for shard in engine.export_weights()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert names == [name for name, _ in reference_model(model_folder).named_parameters()]
+
+
+def test_a_saved_folder_holds_the_model_and_its_companions(
+    engine: FSDPEngine, tmp_path: Path
+) -> None:
+    engine.sft_update(make_rows(), step=0)
+    folder = tmp_path / "deep" / "final"
+    for _ in range(2):  # the second one replaces the first
+        engine.save_hf(folder)
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    assert [path.name for path in folder.parent.iterdir()] == ["final"]
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert all(torch.equal(loaded[name], value) for name, value in weights(engine).items())
+
+
+def test_training_goes_on_from_a_snapshot_bit_for_bit(
+    engine: FSDPEngine, model_folder: Path, tmp_path: Path
+) -> None:
+    engine.ppo_update([make_rows(0)], step=0, min_token_version=None)
+    engine.save_snapshot(tmp_path / "snapshot")
+    random_after_saving = torch.rand(3)
+    engine.ppo_update([make_rows(1)], step=1, min_token_version=None)
+    expected = weights(engine)
+
+    other = FSDPEngine(actor_config(model_folder))
+    other.initialize(0, 1, "")
+    other.compute_logprobs(make_rows())
+    other.load_snapshot(tmp_path / "snapshot")
+    assert torch.equal(torch.rand(3), random_after_saving)
+    other.ppo_update([make_rows(1)], step=1, min_token_version=None)
+    assert all(torch.equal(expected[name], value) for name, value in weights(other).items())
+    other.close()
+
+
+@contextmanager
+def small_disk() -> Iterator[None]:
+    """No file may grow over 4 KB; writing more fails as it does on a full disk.
+
+    Open no longer than needed: it holds for the file that the tests' own output may go to, too.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("kind", ["save_hf", "save_snapshot"])
+def test_a_failed_write_names_its_cause_and_leaves_the_former(
+    kind: str, engine: FSDPEngine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    getattr(engine, kind)(folder)
+    former = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    engine.sft_update(make_rows(), step=0)
+    refused = pytest.raises(CheckpointError, match=rf"cannot write {folder}.*File too large")
+    with refused, small_disk():
+        getattr(engine, kind)(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == former
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_an_engine_that_cannot_start(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        FSDPEngine(actor_config(tmp_path)).initialize(0, 1, "")
+    with pytest.raises(WorkerStartError, match=r"expected tcp://host:port or env://, got 'here'"):
+        FSDPEngine(actor_config(model_folder)).initialize(0, 2, "here")
+    if not torch.cuda.is_available():
+        config = replace(actor_config(model_folder), device="cuda")
+        with pytest.raises(WorkerStartError, match="finds no CUDA device"):
+            FSDPEngine(config).initialize(0, 1, "")

@@ -1,0 +1,460 @@
+"""The engine as a rollout worker sees it: coroutines, cancellation, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from areal_sc.config.schema import (
+    GenerationConfig,
+    OnWeightUpdate,
+    RolloutConfig,
+    WeightUpdateConfig,
+)
+from areal_sc.engines.base import Completion
+from areal_sc.engines.local.engine import LocalEngine
+from areal_sc.engines.weight_group import (
+    NamedTensor,
+    WeightBroadcaster,
+    layout_of,
+    split_into_buckets,
+)
+from areal_sc.errors import ConfigError, ModelError, WorkerError, WorkflowError
+
+TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
+
+TIMEOUT_S = 60.0
+MAX_CONTEXT = 4096
+ENDLESS = GenerationConfig(max_new_tokens=4000)  # some seconds: it ends by being cancelled
+
+
+class Tokenizer:
+    """As much of a tokenizer as the engine needs."""
+
+    def __init__(self, eos_token_id: int | None = None) -> None:
+        self.eos_token_id = eos_token_id
+
+
+@pytest.fixture
+def long_model(random_model: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """Models with room for completions that outlast every step of a test."""
+    return functools.partial(random_model, max_position_embeddings=MAX_CONTEXT)
+
+
+def at_hand(named_tensors: Iterable[NamedTensor]) -> TensorSource:
+    """A source of weights that are there already."""
+    tensors = list(named_tensors)
+
+    async def source() -> list[NamedTensor]:
+        return tensors
+
+    return source
+
+
+@asynccontextmanager
+async def running(
+    model: PreTrainedModel, eos_token_id: int | None = None, **settings: Any
+) -> AsyncIterator[LocalEngine]:
+    config = RolloutConfig(
+        **{
+            "path": "",
+            "max_running_sequences": 4,
+            "max_context_tokens": MAX_CONTEXT,
+            "max_prefill_tokens": 64,
+            "seed": 0,
+            **settings,
+        }
+    )
+    engine = LocalEngine.from_model(model, Tokenizer(eos_token_id), config)
+    await engine.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield engine
+    finally:
+        await engine.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits until the engine's thread has got there; the timeout of `running` bounds it."""
+    while not condition():  # noqa: ASYNC110 - a counter of another thread
+        await asyncio.sleep(0.001)
+
+
+def tokens(number: int) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=number)
+
+
+def greedy(number: int) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=number, temperature=0)
+
+
+async def test_more_requests_than_slots_and_per_request_settings(
+    long_model: Callable[..., PreTrainedModel],
+    reference_logprobs: Callable[..., list[float]],
+) -> None:
+    model = long_model()
+    settings = [
+        GenerationConfig(max_new_tokens=1 + i, temperature=0.5 * (i % 4)) for i in range(12)
+    ]
+    async with running(model) as engine:
+        completions = await asyncio.gather(
+            *(engine.generate([i + 1] * (i + 1), setting) for i, setting in enumerate(settings))
+        )
+        stats = engine.stats()
+    for i, (completion, setting) in enumerate(zip(completions, settings, strict=True)):
+        assert len(completion.token_ids) == setting.max_new_tokens
+        assert completion.finish_reason == "length"
+        assert set(completion.versions) == {0}
+        expected = reference_logprobs(
+            {0: model}, [i + 1] * (i + 1), completion, setting.temperature
+        )
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+    assert stats["generated_tokens"] == sum(range(1, 13))
+    assert stats["finished_requests"] == 12
+    assert stats["running_requests"] == stats["waiting_requests"] == 0
+    assert stats["busy_s"] > 0
+
+
+async def test_finish_reasons(long_model: Callable[..., PreTrainedModel]) -> None:
+    model = long_model()
+    async with running(model, max_context_tokens=20) as engine:
+        whole = await engine.generate([1, 2, 3], tokens(100))
+        assert (len(whole.token_ids), whole.finish_reason) == (17, "context")
+        exact = await engine.generate([1, 2, 3], tokens(17))
+        assert (len(exact.token_ids), exact.finish_reason) == (17, "length")
+        greedy = GenerationConfig(max_new_tokens=12, temperature=0.0)
+        free = await engine.generate([1, 2, 3], greedy)
+        stop = free.token_ids[4]
+        first = free.token_ids.index(stop)
+        greedy.stop_token_ids = [39, stop]
+        stopped = await engine.generate([1, 2, 3], greedy)
+        assert stopped.token_ids == free.token_ids[: first + 1]
+        assert stopped.finish_reason == "stop"
+    async with running(model, eos_token_id=stop) as engine:
+        greedy.stop_token_ids = []
+        ended = await engine.generate([1, 2, 3], greedy)
+        assert (ended.token_ids, ended.finish_reason) == (stopped.token_ids, "stop")
+    model.generation_config.eos_token_id = [38, stop]
+    async with running(model) as engine:
+        ended = await engine.generate([1, 2, 3], greedy)
+        assert (ended.token_ids, ended.finish_reason) == (stopped.token_ids, "stop")
+
+
+async def test_bad_requests_are_refused_and_the_engine_goes_on(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    async with running(long_model(), max_context_tokens=20) as engine:
+        with pytest.raises(WorkflowError, match=r"prompt has 20 tokens.*context of 20 tokens"):
+            await engine.generate([1] * 20, tokens(1))
+        with pytest.raises(WorkflowError, match="empty"):
+            await engine.generate([], tokens(1))
+        with pytest.raises(WorkflowError, match=r"token ids 2\.\.40, the model has 0\.\.39"):
+            await engine.generate([2, 40], tokens(1))
+        for name, value in (
+            ("temperature", -0.1),
+            ("temperature", float("nan")),
+            ("top_p", 0.0),
+            ("top_p", 1.1),
+            ("top_k", -1),
+            ("max_new_tokens", 0),
+        ):
+            with pytest.raises(ConfigError, match=rf"generation\.{name} must be"):
+                await engine.generate([1], GenerationConfig(**{name: value}))
+        assert len((await engine.generate([1] * 19, tokens(5))).token_ids) == 1
+
+
+async def test_a_group_prefills_its_prompt_once(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    prompt = list(range(20))
+    async with running(long_model(), max_running_sequences=8) as engine:
+        completions = await asyncio.gather(
+            *(engine.generate(prompt, tokens(6), prefix_group="g") for _ in range(8))
+        )
+        assert engine.stats()["prefill_tokens"] == 20
+        assert engine.stats()["shared_prompt_tokens"] == 7 * 19
+        assert len({tuple(completion.token_ids) for completion in completions}) > 1
+    async with running(long_model(), max_running_sequences=3) as engine:  # in several waves
+        lengths = [20, 30, 40, 5, 6, 7, 8, 9]
+        await asyncio.gather(
+            *(engine.generate(prompt, tokens(n), prefix_group="g") for n in lengths)
+        )
+        assert engine.stats()["prefill_tokens"] == 20
+
+
+async def test_weights_change_in_the_middle_of_completions(
+    long_model: Callable[..., PreTrainedModel],
+    reference_logprobs: Callable[..., list[float]],
+) -> None:
+    model = long_model()
+    models = {0: copy.deepcopy(model), 3: long_model(seed=1)}
+    async with running(model, max_prefill_tokens=7) as engine:
+        prompts = [[i + 1, i + 2] for i in range(6)]
+        tasks = [
+            asyncio.create_task(engine.generate(prompt, ENDLESS, prefix_group="g"))
+            for prompt in prompts
+        ]
+        await until(lambda: engine.stats()["generated_tokens"] >= 40)
+        new = [(name, p.detach().flatten()) for name, p in models[3].named_parameters()]
+        await engine.update_weights(3, at_hand(new))
+        assert engine.version == 3
+        after = engine.stats()["generated_tokens"]
+        await until(lambda: engine.stats()["generated_tokens"] >= after + 40)
+        engine.cancel_group("g")
+        completions = await asyncio.gather(*tasks)
+        assert engine.stats()["recomputed_tokens"] > 0
+    assert [set(completion.versions) for completion in completions] == [{0, 3}] * 4 + [set()] * 2
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = reference_logprobs(models, prompt, completion, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+
+
+async def test_a_refused_update_leaves_weights_and_version(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = long_model()
+    before = copy.deepcopy(model.state_dict())
+    async with running(model) as engine:
+        with pytest.raises(ModelError, match="missing"):
+            await engine.update_weights(1, at_hand([("model.norm.weight", torch.zeros(32))]))
+        assert engine.version == 0
+        assert len((await engine.generate([1], tokens(3))).token_ids) == 3
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+async def test_cancelling_a_task_frees_its_slot(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    async with running(long_model(), max_running_sequences=1) as engine:
+        long = asyncio.create_task(engine.generate([1], ENDLESS))
+        waiting = asyncio.create_task(engine.generate([2], ENDLESS))
+        short = asyncio.create_task(engine.generate([3], tokens(2)))
+        await until(lambda: engine.stats()["generated_tokens"] > 0)
+        await engine.pause()  # so that it cannot finish first
+        long.cancel()
+        waiting.cancel()
+        for task in (long, waiting):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await until(lambda: engine.stats()["running_requests"] == 0)
+        assert engine.stats()["waiting_requests"] == 1
+        assert engine.stats()["cancelled_requests"] == 2
+        await engine.resume()
+        assert len((await short).token_ids) == 2
+
+
+async def test_cancel_group_returns_partial_answers(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    async with running(long_model(), max_running_sequences=3) as engine:
+        ours = [
+            asyncio.create_task(engine.generate([1, 2], ENDLESS, prefix_group="ours"))
+            for _ in range(4)
+        ]
+        await until(lambda: engine.stats()["generated_tokens"] >= 9)
+        await engine.pause()
+        other = asyncio.create_task(engine.generate([1], tokens(4), prefix_group="other"))
+        await until(lambda: engine.stats()["waiting_requests"] == 2)
+        engine.cancel_group("ours")
+        engine.cancel_group("nobody")
+        partial = await asyncio.gather(*ours)
+        assert [completion.finish_reason for completion in partial] == ["cancelled"] * 4
+        assert [bool(completion.token_ids) for completion in partial] == [True] * 3 + [False]
+        for completion in partial:
+            assert len(completion.logprobs) == len(completion.versions) == len(completion.token_ids)
+        await engine.resume()
+        assert (await other).finish_reason == "length"
+
+
+async def test_pause_stops_generation_and_updates_still_apply(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = long_model()
+    async with running(model) as engine:
+        task = asyncio.create_task(engine.generate([1], ENDLESS, prefix_group="g"))
+        await until(lambda: engine.stats()["generated_tokens"] > 0)
+        await engine.pause()
+        before = engine.stats()["generated_tokens"]
+        await engine.update_weights(9, at_hand(long_model(seed=2).named_parameters()))
+        assert engine.stats()["generated_tokens"] == before
+        assert not task.done()
+        await engine.resume()
+        await until(lambda: engine.stats()["generated_tokens"] > before)
+        engine.cancel_group("g")
+        completion = await task
+        assert set(completion.versions) == {0, 9}
+
+
+async def test_the_same_seed_gives_the_same_completions(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    async def sample(seed: int) -> list[list[int]]:
+        async with running(long_model(), seed=seed) as engine:
+            completions = await asyncio.gather(
+                *(engine.generate([i, i + 1], tokens(20)) for i in range(10))
+            )
+        return [completion.token_ids for completion in completions]
+
+    first = await sample(1)
+    assert first == await sample(1)
+    assert first != await sample(2)
+
+
+async def test_a_failure_reaches_pending_and_later_calls(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = long_model()
+    async with running(model) as engine:
+        tasks = [asyncio.create_task(engine.generate([i], ENDLESS)) for i in range(6)]
+        await until(lambda: engine.stats()["generated_tokens"] > 0)
+        broken = [(n, torch.full_like(p, torch.nan)) for n, p in model.named_parameters()]
+        await engine.update_weights(1, at_hand(broken))
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, WorkerError)
+            assert "policy version 1" in str(outcome)
+            assert isinstance(outcome.__cause__, ModelError)
+        for call in later_calls(engine):
+            with pytest.raises(WorkerError, match="not finite"):
+                await call()
+
+
+def later_calls(engine: LocalEngine) -> list[Callable[[], Awaitable[Any]]]:
+    async def cancel_group() -> None:
+        engine.cancel_group("g")
+
+    return [
+        lambda: engine.generate([1], tokens(1)),
+        lambda: engine.update_weights(2, at_hand([])),
+        engine.pause,
+        engine.resume,
+        cancel_group,
+    ]
+
+
+async def test_closing_ends_pending_and_later_calls(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    async with running(long_model()) as engine:
+        task = asyncio.create_task(engine.generate([1], ENDLESS))
+        await until(lambda: engine.stats()["generated_tokens"] > 0)
+        await engine.close()
+        with pytest.raises(WorkerError, match="closed"):
+            await task
+        for call in later_calls(engine):
+            with pytest.raises(WorkerError, match="closed"):
+                await call()
+        await engine.close()
+
+
+async def test_running_requests_may_finish_before_an_update(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    new = at_hand(long_model(seed=1).named_parameters())
+    finish = OnWeightUpdate.finish_running
+    async with running(long_model(), on_weight_update=finish) as engine:
+        first = [asyncio.create_task(engine.generate([i], tokens(60))) for i in (1, 2)]
+        await until(lambda: engine.stats()["generated_tokens"] > 4)
+        update = asyncio.create_task(engine.update_weights(1, new))
+        await asyncio.sleep(0)
+        late = await engine.generate([3], tokens(5))
+        await update
+        assert set(late.versions) == {1}
+        for answer in await asyncio.gather(*first):
+            assert set(answer.versions) == {0}
+            assert len(answer.token_ids) == 60
+        stats = engine.stats()
+        assert stats["update_drain_s"] > stats["update_load_s"] == stats["update_stall_s"] > 0
+
+
+async def test_weights_from_a_folder(
+    long_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    new = long_model(seed=1)
+    new.save_pretrained(tmp_path / "new")
+    async with running(copy.deepcopy(new)) as engine:
+        expected = await engine.generate([1, 2], greedy(20))
+    async with running(long_model()) as engine:
+        await engine.update_weights_from_disk(4, tmp_path / "new")
+        found = await engine.generate([1, 2], greedy(20))
+        assert found.token_ids == expected.token_ids
+        assert set(found.versions) == {4}
+        cut = tmp_path / "new" / "model.safetensors"
+        cut.write_bytes(cut.read_bytes()[:-10])
+        with pytest.raises(ModelError, match="truncated or damaged"):
+            await engine.update_weights_from_disk(5, tmp_path / "new")
+        assert engine.version == 4
+
+
+async def test_weights_from_a_broadcast(long_model: Callable[..., PreTrainedModel]) -> None:
+    """And, once the group is broken, from what it is given instead."""
+    new = long_model(seed=1)
+    tensors = [(name, p.detach()) for name, p in new.named_parameters()]
+    buckets = list(split_into_buckets(tensors, 4000))
+    layouts = [layout_of(bucket) for bucket in buckets]
+    given_up = asyncio.Event()
+
+    async def give_up() -> None:
+        given_up.set()
+
+    root = WeightBroadcaster("group", "127.0.0.1", "gloo", TIMEOUT_S)
+    update = WeightUpdateConfig(step_timeout_s=TIMEOUT_S)
+    async with running(copy.deepcopy(new)) as engine:
+        expected = await engine.generate([1, 2], greedy(20))
+    async with running(long_model(), weight_update=update) as engine:
+        await asyncio.gather(
+            asyncio.to_thread(root.meet, 2), engine.join_group(root.describe(2), 1)
+        )
+        assert engine.has_whole_group("group")
+
+        def send() -> None:
+            for bucket in buckets:
+                root.broadcast(bucket, threading.Event())
+
+        again = at_hand([])
+        await asyncio.gather(
+            asyncio.to_thread(send),
+            engine.update_weights_from_group(1, "group", layouts, again=again, give_up=give_up),
+        )
+        found = await engine.generate([1, 2], greedy(20))
+        assert found.token_ids == expected.token_ids
+        assert set(found.versions) == {1}
+        assert not given_up.is_set()
+        root.close()
+        await engine.update_weights_from_group(
+            2, "group", layouts, again=at_hand(tensors), give_up=give_up
+        )
+        assert engine.version == 2
+        assert given_up.is_set()
+        assert not engine.has_whole_group("group")
+
+
+async def test_an_engine_that_was_not_started_says_so(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    config = RolloutConfig(path="", max_context_tokens=64, seed=0)
+    engine = LocalEngine.from_model(long_model(), Tokenizer(), config)
+    with pytest.raises(WorkerError, match="not been started"):
+        await engine.generate([1], tokens(1))
+    await engine.close()
+
+
+async def test_completion_lists_have_plain_numbers(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    async with running(long_model()) as engine:
+        completion: Completion = await engine.generate([1], tokens(3))
+    assert {type(token) for token in completion.token_ids} == {int}
+    assert {type(version) for version in completion.versions} == {int}
+    assert {type(logprob) for logprob in completion.logprobs} == {float}

@@ -1,0 +1,168 @@
+"""Log-probabilities of generation against plain forward passes of the same weights."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from areal_sc.engines.base import Completion
+from areal_sc.engines.local.generator import SlotGenerator
+from areal_sc.engines.local.model import LocalModel
+from areal_sc.engines.local.slots import Request, SlotTable
+
+MAX_CONTEXT = 96
+
+
+def make_generator(
+    model: PreTrainedModel, max_rows: int = 6, max_prefill_tokens: int = 24
+) -> SlotGenerator:
+    table = SlotTable(max_rows, MAX_CONTEXT, max_prefill_tokens, seed=5)
+    return SlotGenerator(LocalModel(model), table, MAX_CONTEXT)
+
+
+def changed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
+        ("llama", {"num_key_value_heads": 4}),
+    ],
+)
+def test_mixed_requests_across_weight_updates(
+    family: str,
+    settings: dict[str, object],
+    random_model: Callable[..., PreTrainedModel],
+    reference_logprobs: Callable[..., list[float]],
+) -> None:
+    model = random_model(family, **settings)
+    models = {0: copy.deepcopy(model), 4: changed(model, 1), 5: changed(model, 2)}
+    generator = make_generator(model)
+    rng = random.Random(1)
+    finished: list[tuple[Request, Completion]] = []
+    for step in range(400):
+        if step % 2 == 0 and step < 60:  # they join in groups and alone, at many steps
+            prompt = [rng.randrange(40) for _ in range(rng.randrange(1, 40))]
+            group = f"group {step}" if step % 4 == 0 else None
+            for i in range(3 if group else 1):
+                generator.table.add(
+                    Request(
+                        request_id=10 * step + i,
+                        prompt=np.array(prompt),
+                        max_length=len(prompt) + rng.randrange(1, 40),
+                        length_reason="length",
+                        temperature=rng.choice([0.0, 0.6, 1.0, 1.5]),
+                        prefix_group=group,
+                    )
+                )
+        for at_step, version in ((25, 4), (80, 5)):
+            if step == at_step:
+                generator.update_weights(version, list(models[version].named_parameters()))
+        if generator.table.has_work:
+            finished += generator.step()
+    assert len(finished) == 60
+    assert not generator.table.has_work
+    crossing = [c for _, c in finished if len(set(c.versions)) > 1]
+    assert len(crossing) >= 4
+    assert {version for _, c in finished for version in c.versions} == {0, 4, 5}
+    assert generator.counters["recomputed_tokens"] > 0
+    assert generator.counters["shared_prompt_tokens"] > 0
+    for request, completion in finished:
+        assert completion.versions == sorted(completion.versions)
+        expected = reference_logprobs(
+            models, request.prompt.tolist(), completion, request.temperature
+        )
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+
+
+def test_top_p_and_top_k_are_part_of_the_log_probability(
+    random_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = random_model()
+    generator = make_generator(model)
+    prompt = np.array([3, 1, 4])
+    generator.table.add(Request(0, prompt, 40, "length", temperature=0.8, top_p=0.9, top_k=6))
+    while generator.table.has_work:
+        finished = generator.step()
+    [(_, completion)] = finished
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 :].double() / 0.8
+    for row, token, logprob in zip(logits, completion.token_ids, completion.logprobs, strict=False):
+        probabilities, order = row.softmax(-1).topk(6)
+        probabilities /= probabilities.sum()
+        num_kept = int((probabilities.cumsum(0) < 0.9).sum()) + 1
+        kept = order[:num_kept].tolist()
+        expected = probabilities[kept.index(token)] / probabilities[:num_kept].sum()
+        assert logprob == pytest.approx(expected.log().item(), abs=2e-5)
+
+
+def test_the_same_request_samples_the_same_alone_and_in_company(
+    random_model: Callable[..., PreTrainedModel],
+) -> None:
+    def completions(num_others: int) -> list[int]:
+        generator = make_generator(random_model())
+        for i in range(num_others):
+            generator.table.add(Request(100 + i, np.arange(1 + i), 30 + i, "length"))
+        for _ in range(num_others):
+            generator.step()
+        generator.table.add(Request(7, np.array([2, 3, 5]), 40, "length"))
+        found: list[int] = []
+        while generator.table.has_work:
+            for request, completion in generator.step():
+                if request.request_id == 7:
+                    found = completion.token_ids
+        return found
+
+    assert len(completions(0)) == 37
+    assert completions(0) == completions(3) == completions(5)
+
+
+def test_greedy_completion_is_that_of_transformers(
+    random_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = random_model("llama")
+    generator = make_generator(model)
+    generator.table.add(Request(0, np.array([9, 8, 7]), 43, "length", temperature=0.0))
+    while generator.table.has_work:
+        finished = generator.step()
+    expected = model.generate(
+        torch.tensor([[9, 8, 7]]),
+        attention_mask=torch.ones(1, 3, dtype=torch.int64),
+        max_new_tokens=40,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert finished[0][1].token_ids == expected[0, 3:].tolist()
+
+
+def test_bfloat16_stays_near_its_own_forward_pass(
+    random_model: Callable[..., PreTrainedModel],
+    reference_logprobs: Callable[..., list[float]],
+) -> None:
+    model = random_model().to(torch.bfloat16)
+    generator = make_generator(model)
+    for i in range(5):
+        generator.table.add(Request(i, np.arange(2 + 7 * i), 50, "length"))
+    finished = []
+    while generator.table.has_work:
+        finished += generator.step()
+    assert len(finished) == 5
+    for request, completion in finished:
+        expected = reference_logprobs({0: model}, request.prompt.tolist(), completion, 1.0)
+        difference = np.abs(np.array(completion.logprobs) - expected)
+        assert difference.mean() < 0.03

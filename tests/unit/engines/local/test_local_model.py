@@ -1,0 +1,234 @@
+"""Which folders and models the generator takes, and how weights are replaced."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from areal_sc.config.schema import Device, Dtype, RolloutConfig
+from areal_sc.engines.local.engine import LocalEngine
+from areal_sc.engines.local.model import LocalModel, load_folder
+from areal_sc.errors import ModelError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tiny_model_folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(tiny_model_folder, tmp_path / "model"))
+
+
+def config_for(folder: Path, **settings: object) -> RolloutConfig:
+    return RolloutConfig(
+        **{
+            "path": str(folder),
+            "device": Device.cpu,
+            "dtype": Dtype.float32,
+            "max_context_tokens": 64,
+            "seed": 0,
+            **settings,
+        }
+    )
+
+
+def test_a_folder_becomes_an_engine(folder: Path) -> None:
+    engine = LocalEngine(config_for(folder))
+    assert engine.tokenizer.eos_token == "$"
+    assert engine.max_context_tokens == 64
+    assert engine.version == 0
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def truncate_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def remove_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def break_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def add_a_layer(folder: Path) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["num_hidden_layers"] += 1
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    path.write_text(json.dumps(config))
+
+
+def remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (remove_weights, "no weights"),
+        (truncate_weights, "cannot be read"),
+        (remove_config, "config.json is missing"),
+        (break_config, "cannot be read"),
+        (add_a_layer, r"missing or of another shape, the first is model\.layers\.2\."),
+        (remove_tokenizer, "no usable tokenizer"),
+        (shutil.rmtree, "no such folder"),
+    ],
+)
+def test_an_unusable_folder_is_named_with_its_cause(
+    folder: Path, damage: Callable[[Path], None], cause: str
+) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=cause) as raised:
+        load_folder(str(folder), CPU, Dtype.float32)
+    assert str(folder) in str(raised.value)
+
+
+def test_more_context_than_the_model_has_positions(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_context_tokens is 257.*max_position_embeddings 256"):
+        LocalEngine(config_for(folder, max_context_tokens=257))
+
+
+def test_unresolved_settings_are_named() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.seed is '\$\{seed\}'"):
+        LocalEngine(RolloutConfig(path="model", dtype=Dtype.float32))
+
+
+def test_sliding_windows_are_refused(random_model: Callable[..., PreTrainedModel]) -> None:
+    sliding = random_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    with pytest.raises(ModelError, match="layers of type sliding_attention"):
+        LocalModel(sliding)
+    everywhere = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=10,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            sliding_window=8,
+        )
+    )
+    config = RolloutConfig(path="", max_context_tokens=64, seed=0)
+    with pytest.raises(ModelError, match="asks for sliding_window"):
+        LocalEngine.from_model(everywhere, NoEos(), config)
+
+
+class NoEos:
+    """As much of a tokenizer as the engine needs."""
+
+    eos_token_id = None
+
+
+def test_models_with_their_own_attention_are_refused() -> None:
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=10, hidden_size=8, n_layer=1, n_head=2))
+    with pytest.raises(ModelError, match="does not use transformers' attention interface"):
+        LocalModel(bloom)
+
+
+def test_length_dependent_rotary_embeddings_are_refused(
+    random_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = random_model(
+        "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    )
+    with pytest.raises(ModelError, match="dynamic rotary embeddings"):
+        LocalModel(model)
+
+
+def test_the_given_model_keeps_its_attention_and_shares_its_weights(
+    random_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = random_model()
+    ids = torch.tensor([[1, 2, 3]])
+    before = model(ids).logits
+    local = LocalModel(model)
+    assert torch.equal(model(ids).logits, before)
+    local.replace_weights([(n, torch.zeros_like(p)) for n, p in model.named_parameters()])
+    assert not model(ids).logits.any()
+
+
+def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+@pytest.mark.parametrize("given_as", ["lm_head.weight", "model.embed_tokens.weight", "both"])
+def test_tied_weights_may_be_given_under_any_name(
+    random_model: Callable[..., PreTrainedModel], is_flat: bool, given_as: str
+) -> None:
+    model = random_model(tie_word_embeddings=True)
+    new = snapshot(random_model(tie_word_embeddings=True, seed=1))
+    tied = {"lm_head.weight", "model.embed_tokens.weight"}
+    given = {
+        name: (tensor.flatten() if is_flat else tensor)
+        for name, tensor in new.items()
+        if name not in tied or given_as in (name, "both")
+    }
+    LocalModel(model).replace_weights(list(given.items()))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, new[name]), name
+
+
+def without_last(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.popitem()
+
+
+def with_unknown(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.9.weight"] = torch.zeros(1)
+
+
+def with_other_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.zeros(33)
+
+
+def with_transposed(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].T
+
+
+def with_integers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.zeros(32, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (without_last, r"1 of 27 parameters are missing, the first is lm_head\.weight"),
+        (with_unknown, r"no parameter model\.layers\.9\.weight"),
+        (with_other_shape, r"model\.norm\.weight has shape \[32\], got \[33\]"),
+        (with_transposed, r"has shape \[48, 32\], got \[32, 48\]"),
+        (with_integers, r"is torch\.float32, got torch\.int32"),
+    ],
+)
+def test_a_refused_update_changes_nothing(
+    random_model: Callable[..., PreTrainedModel],
+    change: Callable[[dict[str, torch.Tensor]], None],
+    cause: str,
+) -> None:
+    model = random_model(tie_word_embeddings=False)
+    before = snapshot(model)
+    given = snapshot(random_model(tie_word_embeddings=False, seed=1))
+    change(given)
+    with pytest.raises(ModelError, match=cause):
+        LocalModel(model).replace_weights(list(given.items()))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name

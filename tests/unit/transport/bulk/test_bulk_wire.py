@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgpack
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
+from areal_sc.transport.bulk.wire import (
+    MAX_REQUEST_BYTES,
+    PROTOCOL_VERSION,
+    Sealer,
+    SessionGrant,
+    failure_body,
+    failure_of_body,
+    parse_head,
+)
+
+SESSION = bytes(range(16))
+KEY = bytes(range(32))
+ROOM = memoryview(bytearray(3))
+BODY = [0, ["life1.1", "ids", 0, 12, [0]]]
+
+
+def view(frame: bytes) -> memoryview:
+    return memoryview(frame)
+
+
+@pytest.fixture(params=[False, True], ids=["authenticated", "encrypted"])
+def sealer(request: pytest.FixtureRequest) -> Sealer:
+    return Sealer(SESSION, KEY, request.param)
+
+
+def test_headers_and_payload_come_through(sealer: Sealer) -> None:
+    header = view(sealer.seal_header(7, BODY))
+    assert parse_head(header, MAX_REQUEST_BYTES) == (SESSION, 7)
+    assert sealer.open_header(header, 7) == BODY
+    payload = [b"a" * 1000, memoryview(b"bc"), b"x"]
+    sent, tags = sealer.seal_payload(7, payload)
+    received = [view(bytes(frame)) for frame in sent]
+    for sizes in ([1000, 2, 1], [500, 503], [0, 1003], [1001, 0, 1, 1]):
+        places = [bytearray(size) for size in sizes]
+        sealer.open_payload(7, received, tags, [memoryview(place) for place in places])
+        assert b"".join(places) == b"a" * 1000 + b"bc" + b"x"
+    for size in (1002, 1004):
+        with pytest.raises(ProtocolError, match=f"expected {size} bytes of payload, got 1003"):
+            sealer.open_payload(7, received, tags, [memoryview(bytearray(size))])
+
+
+def test_the_tag_is_gmac_as_the_library_computes_it() -> None:
+    header = Sealer(SESSION, KEY, False).seal_header(5, BODY)
+    packed = b"ASB" + bytes([PROTOCOL_VERSION]) + SESSION + (5).to_bytes(8, "little")
+    packed += msgpack.packb(BODY)
+    nonce = (5).to_bytes(8, "little") + bytes(4)
+    assert header == packed + AESGCM(KEY).encrypt(nonce, b"", packed)
+
+
+def test_without_encryption_payload_is_the_very_same_memory() -> None:
+    payload = memoryview(bytearray(1000))
+    (sent,), _ = Sealer(SESSION, KEY, False).seal_payload(1, [payload])
+    assert sent is payload
+
+
+def test_encrypted_bytes_show_nothing_of_the_payload() -> None:
+    sealer = Sealer(SESSION, KEY, True)
+    (sent,), tags = sealer.seal_payload(1, [b"secret" * 100])
+    assert b"secret" not in bytes(sent)
+    assert tags == []
+    assert b"life1.1" not in sealer.seal_header(1, BODY)
+
+
+def test_every_flipped_bit_is_noticed(sealer: Sealer) -> None:
+    header = sealer.seal_header(7, BODY)
+    (sent,), tags = sealer.seal_payload(7, [os.urandom(50)])
+    for bit in range(8 * len(header)):
+        flipped = bytearray(header)
+        flipped[bit // 8] ^= 1 << bit % 8
+        frame = view(bytes(flipped))
+        with pytest.raises(ProtocolError):
+            sealer.open_header(frame, parse_head(frame, MAX_REQUEST_BYTES)[1])
+    for bit in range(8 * len(sent)):
+        flipped = bytearray(sent)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError, match="tag of payload frame 1"):
+            sealer.open_payload(7, [view(bytes(flipped))], tags, [memoryview(bytearray(50))])
+
+
+def test_frames_do_not_fit_elsewhere(sealer: Sealer) -> None:
+    first, tags_of_first = sealer.seal_payload(7, [b"aaaa", b"bbbb"])
+    frames = [view(bytes(frame)) for frame in first]
+    for sequence, moved, tags in [
+        (8, frames, tags_of_first),
+        (7, frames[::-1], tags_of_first[::-1]),
+        (7, frames[1:], tags_of_first[1:]),
+    ]:
+        target = memoryview(bytearray(4 * len(moved)))
+        with pytest.raises(ProtocolError, match="tag"):
+            sealer.open_payload(sequence, moved, tags, [target])
+    with pytest.raises(ProtocolError, match="tag"):
+        Sealer(SESSION, KEY[::-1], False).open_header(view(sealer.seal_header(7, BODY)), 7)
+
+
+@pytest.mark.parametrize("tags", [None, [], [b""], [b"x" * 16], ["x" * 16], [None], 3])
+def test_payload_without_its_tag_is_refused(tags: Any) -> None:
+    with pytest.raises(ProtocolError, match="tag"):
+        Sealer(SESSION, KEY, False).open_payload(
+            1, [view(b"abc")], tags, [memoryview(bytearray(3))]
+        )
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (b"", "44 to 262144 bytes, got 0"),
+        (b"ASB", "44 to 262144 bytes, got 3"),
+        (bytes(44), "44 to 262144 bytes, got 44"),
+        (bytes(45), "magic"),
+        (b"ASC" + bytes(45), "magic"),
+        (b"ASB\x01" + bytes(45), "expected protocol version 2, got 1"),
+        (b"ASB\xff" + bytes(45), "expected protocol version 2, got 255"),
+        (b"ASB\x02" + bytes(1 << 20), "44 to 262144 bytes, got 1048580"),
+    ],
+)
+def test_heads_that_no_member_sends_are_refused(frame: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        parse_head(view(frame), MAX_REQUEST_BYTES)
+
+
+@pytest.mark.parametrize(
+    "body", [b"\xc1", b"\x92\x01", b"\xc7\x01\x05x", b"\x91" * 3000, b"\xa1\xff", b""]
+)
+def test_bodies_that_are_not_msgpack_are_refused(body: bytes) -> None:
+    head = b"ASB\x02" + SESSION + (1).to_bytes(8, "little")
+    frame = head + body + AESGCM(KEY).encrypt((1).to_bytes(12, "little"), b"", head + body)
+    with pytest.raises(ProtocolError, match="not a msgpack message"):
+        Sealer(SESSION, KEY, False).open_header(view(frame), 1)
+
+
+def test_grants_cross_the_wire_and_hide_their_keys() -> None:
+    grant = SessionGrant.create("tcp://10.0.0.1:5", True)
+    assert SessionGrant.from_wire(grant.to_wire()) == grant
+    assert str(grant.password) not in repr(grant)
+    assert str(grant.request_key) not in repr(grant)
+    assert str(grant.reply_key) not in repr(grant)
+    assert len({grant.session_id, SessionGrant.create("", True).session_id}) == 2
+    for broken in (None, [], grant.to_wire()[:4], ["a", b"", b"", b"", b"", True]):
+        with pytest.raises(ProtocolError, match="grant"):
+            SessionGrant.from_wire(broken)
+
+
+@pytest.mark.parametrize("error", [ShardGone("a"), MetadataError("b"), ProtocolError("c")])
+def test_failures_keep_their_type(error: TransportError | MetadataError) -> None:
+    status, segment, name, message = failure_body(3, error)
+    assert (status, segment) == (1, 3)
+    assert type(failure_of_body(name, message)) is type(error)
+    assert str(failure_of_body(name, message)) == str(error)
+    assert type(failure_of_body("SystemExit", "x")) is TransportError

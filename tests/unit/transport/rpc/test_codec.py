@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import math
+import pickle
+import random
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from integration.message_mutations import mutated
+
+from areal_sc.errors import ProtocolError
+from areal_sc.transport.rpc.codec import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Failure,
+    Message,
+    MessageLimits,
+    Reply,
+    Request,
+    decode,
+    encode,
+    pack_call,
+    request_frame,
+    unpack,
+)
+
+LIMITS = MessageLimits()
+PROTOCOL = int.from_bytes(b"ASC" + bytes([PROTOCOL_VERSION]))
+PREFIX = msgpack.packb(PROTOCOL)
+
+names = st.text(st.characters(codec="utf-8"), max_size=40)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | names
+    | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=12,
+)
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Request, names, names, names, st.dictionaries(names, values, max_size=4)),
+    st.builds(Reply, names, values),
+    st.builds(Failure, names, names, names, names, names, st.integers(0, 255)),
+    st.builds(Cancel, names, names),
+)
+
+
+@contextmanager
+def at_most(num_bytes: int) -> Iterator[None]:
+    """What happens inside may never hold more memory of its own than so much."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] <= num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+def decoded(frame: bytes, limits: MessageLimits = LIMITS) -> Message:
+    return decode([memoryview(frame)], limits)
+
+
+@given(messages)
+def test_messages_come_back_as_they_were(message: Message) -> None:
+    arrived = decoded(encode(message, LIMITS))
+    assert type(arrived) is type(message)
+    assert arrived == message
+
+
+@given(names, names, names, st.dictionaries(names, values, max_size=4))
+def test_a_call_packed_once_makes_the_same_frame(
+    request_id: str, incarnation: str, method: str, args: dict[str, Any]
+) -> None:
+    whole = encode(Request(request_id, incarnation, method, args), LIMITS)
+    assert request_frame(request_id, incarnation, pack_call(method, args), LIMITS) == whole
+
+
+@settings(max_examples=400)
+@given(st.binary(max_size=200))
+def test_random_frames_only_ever_raise_protocol_errors(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decoded(frame)
+
+
+@settings(max_examples=400)
+@given(st.integers(2, 9), st.binary(max_size=200))
+def test_random_parts_only_ever_raise_protocol_errors(num_parts: int, parts: bytes) -> None:
+    try:
+        message = decoded(bytes([0x90 | num_parts]) + PREFIX + parts)
+    except ProtocolError:
+        return
+    assert isinstance(message, Request | Reply | Failure | Cancel)
+
+
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_a_message_is_exactly_one_frame(count: int) -> None:
+    frame = memoryview(encode(Reply("id", 1), LIMITS))
+    with pytest.raises(ProtocolError, match=f"one frame, not {count}"):
+        decode([frame] * count, LIMITS)
+
+
+def test_mutated_messages_are_refused_or_well_typed_and_cost_no_memory() -> None:
+    rng = random.Random(20)
+    refusals: set[str] = set()
+    num_refused = 0
+    with at_most(8 << 20):
+        for _ in range(100_000):
+            try:
+                arrived = decoded(mutated(rng))
+            except ProtocolError as error:
+                num_refused += 1
+                refusals.add(str(error))
+            else:
+                assert is_well_typed(arrived)
+    assert 50_000 < num_refused < 100_000
+    assert max(map(len, refusals)) < 400
+
+
+def is_well_typed(message: Message) -> bool:
+    match message:
+        case Request(str(), str(), str(), dict(args)):
+            return all(type(name) is str for name in args)
+        case Reply(str()) | Cancel(str(), str()):
+            return True
+        case Failure(str(), str(), str(), str(), str(), int()):
+            return True
+    return False
+
+
+def packed(*parts: object) -> bytes:
+    """A frame of this protocol with these parts."""
+    return msgpack.packb([PROTOCOL, *parts])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"\x91" * 2000 + b"\x00", id="nested 2000 deep"),
+        pytest.param(b"\xdd\xff\xff\xff\xff" + PREFIX, id="claims 4 G elements"),
+        pytest.param(b"\xdf\xff\xff\xff\xff" + PREFIX, id="claims 4 G pairs"),
+        pytest.param(b"\x94" + PREFIX + b"\x01\xa2id\xc6\xff\xff\xff\xff", id="claims 4 GB"),
+        pytest.param(b"\x94" + PREFIX + b"\x01\xdb\xff\xff\xff\xff", id="claims 4 G characters"),
+        pytest.param(packed(1, "id", msgpack.ExtType(5, b"x")), id="extension"),
+        pytest.param(packed(1, "id", msgpack.ExtType(5, b"")), id="empty extension"),
+        pytest.param(packed(1, "id", msgpack.Timestamp(1)), id="timestamp"),
+        pytest.param(packed(), id="no parts"),
+        pytest.param(packed(1, "id"), id="too few parts"),
+        pytest.param(packed(1, "id", 1, 1), id="too many parts"),
+        pytest.param(packed(True, "id", 1), id="kind is a bool"),
+        pytest.param(packed(1.0, "id", 1), id="kind is a float"),
+        pytest.param(packed(9, "id", 1), id="unknown kind"),
+        pytest.param(packed(1, 7, 1), id="request id is a number"),
+        pytest.param(packed(0, "id", "life", "method", [1]), id="args are no dict"),
+        pytest.param(packed(0, "id", "life", "method", {1: 2}), id="args without names"),
+        pytest.param(packed(0, "id", b"life", "method", {}), id="incarnation is bytes"),
+        pytest.param(packed(0, "id", "life", None, {}), id="no method"),
+        pytest.param(packed(0, "i" * 257, "life", "method", {}), id="long request id"),
+        pytest.param(packed(0, "id", "life", "m" * 257, {}), id="long method"),
+        pytest.param(packed(2, "id", "a", "b", "c", "d", True), id="exit code is a bool"),
+        pytest.param(packed(2, "id", "a", "b", "c", 4, 1), id="traceback is a number"),
+        pytest.param(packed(3, "id", 3), id="cancels a number"),
+        pytest.param(msgpack.packb({PROTOCOL: "id"}), id="a dict"),
+        pytest.param(msgpack.packb(PROTOCOL), id="a number"),
+        pytest.param(msgpack.packb([str(PROTOCOL), 1, "id", 0]), id="protocol is text"),
+        pytest.param(packed(1, "id", 0) + b"\x00", id="trailing bytes"),
+        pytest.param(packed(1, "id", "x" * 3000) + b"\x00", id="trailing after much"),
+        pytest.param(b"\x94" + PREFIX + b"\x01\xa1\xff\x00", id="request id is not UTF-8"),
+        pytest.param(b"\x94" + PREFIX + b"\x01\xa2id\x81\x90\x00", id="a list as a key"),
+        pytest.param(pickle.dumps([PROTOCOL, 1, "id", 0]), id="pickle"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_frames_of_no_correct_peer_are_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decoded(frame)
+
+
+def test_the_parts_of_those_frames_are_otherwise_right() -> None:
+    """Or else they would be refused for another reason than the one named."""
+    assert decoded(packed(1, "id", 1)) == Reply("id", 1)
+    assert decoded(packed(0, "id", "life", "m", {"a": 2})) == Request("id", "life", "m", {"a": 2})
+    assert decoded(packed(2, "id", "a", "b", "c", "d", 1)) == Failure("id", "a", "b", "c", "d", 1)
+    assert decoded(packed(3, "id", "life")) == Cancel("id", "life")
+
+
+def test_another_protocol_version_is_named() -> None:
+    other = msgpack.packb([PROTOCOL + 1, 3, "id", "life"])
+    expected = f"expected protocol version {PROTOCOL_VERSION}, got {PROTOCOL_VERSION + 1}"
+    with pytest.raises(ProtocolError, match=expected):
+        decoded(other)
+
+
+def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
+    tight = MessageLimits(max_bytes=64)
+    large = Reply("id", "x" * 65)
+    with pytest.raises(ProtocolError, match="a message has 77 bytes, the limit is 64"):
+        encode(large, tight)
+    with pytest.raises(ProtocolError, match="a message has 77 bytes, the limit is 64"):
+        decoded(encode(large, LIMITS), tight)
+    assert decoded(encode(Reply("id", "x" * 40), tight), tight) == Reply("id", "x" * 40)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param([[]] * 600_000 + [{}] * 600_000, id="in one list"),
+        pytest.param([[0] * 1000 for _ in range(1100)], id="in many lists"),
+        pytest.param([{str(i): i for i in range(1000)} for _ in range(1100)], id="in dicts"),
+    ],
+)
+def test_more_elements_than_the_limit_are_refused_on_both_sides(value: Any) -> None:
+    with pytest.raises(ProtocolError, match="more elements than the limit"):
+        encode(Reply("id", value), LIMITS)
+    frame = encode(Reply("id", value), MessageLimits(max_elements=1 << 24))
+    with pytest.raises(ProtocolError, match="more elements than the limit"):
+        decoded(frame)
+
+
+def test_the_metadata_of_a_large_batch_is_within_the_limits() -> None:
+    row = [17, 131_072, 123_456_789, 3, 0.73125, 41, [[38, 900], [39, 4000], [40, 126_000]]]
+    batch = {"rows": [row] * 50_000, "fields": ["input_ids", "behavior_logprobs"] * 4}
+    message = Request("id", "life", "ppo_update", batch)
+    assert decoded(encode(message, LIMITS)) == message
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 10, 64 << 10, 1 << 20, 4 << 20])
+def test_lists_that_claim_what_they_do_not_hold_cost_no_memory(num_bytes: int) -> None:
+    """msgpack makes room for what a list claims, at each level of nesting."""
+    claims = b"".join(
+        b"\xdd" + num_bytes.to_bytes(4, "big") for _ in range(min(1000, num_bytes // 6))
+    )
+    body = claims + bytes(num_bytes - len(claims))
+    with at_most(2 * num_bytes + (2 << 20)), pytest.raises(ProtocolError):
+        unpack(memoryview(body), LIMITS.max_elements)
+
+
+def test_an_error_does_not_repeat_the_input() -> None:
+    for frame in (b"\xc0" + b"A" * 100_000, b"\x92\xc0\xda\x90\x00" + b"\xff" * 0x9000):
+        with pytest.raises(ProtocolError) as refused:
+            decoded(frame)
+        assert len(str(refused.value)) < 300
+        assert refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), 2**64, "\ud800", math], ids=repr)
+def test_what_msgpack_cannot_say_is_refused_by_the_sender(value: object) -> None:
+    with pytest.raises(ProtocolError):
+        encode(Reply("id", value), LIMITS)
