@@ -1,6 +1,6 @@
 """LocalEngine against a real SGLang server: the same model, the same requests, tokens a second.
 
-    python benchmarks/engines.py [--quick] [--json FILE] [--size 1m 10m]
+    python benchmarks/engines.py [--quick] [--json FILE] [--size 1m]
     python benchmarks/engines.py --device cuda --size 0.5b
 
 Both engines are in one run, with one compute thread each on a CPU (`rollout.num_threads`,

@@ -496,7 +496,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, help="timed updates a method (default 7, quick 3)")
     parser.add_argument("--streams", type=int, default=2, help="answers a server (default 2)")
-    parser.add_argument("--bucket-mib", type=int, default=32, help="default 32")
+    parser.add_argument("--bucket-mib", type=int, default=256, help="default 256")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     arguments = parser.parse_args()
     sglang_side.check_python(parser, arguments.sglang_python)
