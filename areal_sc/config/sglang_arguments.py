@@ -18,6 +18,8 @@ MAX_CPU_KV_TOKENS = 1 << 16
 
 SETTINGS_OF: Mapping[str, str] = {
     "model_path": "rollout.path",
+    "model": "rollout.path",
+    "config": "each of its values in sglang.args",
     "dtype": "rollout.dtype",
     "device": "rollout.device",
     "random_seed": "rollout.seed",
@@ -26,6 +28,12 @@ SETTINGS_OF: Mapping[str, str] = {
     "port": "sglang.ports",
     "tp_size": "sglang.tp_size",
     "tensor_parallel_size": "sglang.tp_size",
+    "tp": "sglang.tp_size",
+    "dp_size": "sglang.num_servers",
+    "dp": "sglang.num_servers",
+    "data_parallel_size": "sglang.num_servers",
+    "pp_size": "sglang.tp_size",
+    "pipeline_parallel_size": "sglang.tp_size",
     "base_gpu_id": "sglang.devices",
     "api_key": "a random key",
     "admin_api_key": "a random key",

@@ -23,9 +23,9 @@ def check_sglang_config(config: SGLangConfig) -> None:
 def _check_urls(config: SGLangConfig) -> None:
     for url in config.urls:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(url):
             raise ConfigError(f"sglang.urls: expected http://host:port, got {url!r}")
-    if len(set(config.urls)) != len(config.urls):
+    if len({url.rstrip("/") for url in config.urls}) != len(config.urls):
         raise ConfigError(f"sglang.urls names a server twice: {', '.join(config.urls)}")
 
 
@@ -45,12 +45,24 @@ def _check_servers(config: SGLangConfig) -> None:
             raise ConfigError(f"sglang.ports: expected 1 to {_MAX_PORT}, got {port}")
     if len(set(config.ports)) != len(config.ports):
         raise ConfigError(f"sglang.ports names a port twice: {config.ports}")
+    if len(set(config.devices)) != len(config.devices) or min(config.devices, default=0) < 0:
+        raise ConfigError(
+            f"sglang.devices: expected different indices of at least 0, got {config.devices}"
+        )
     num_devices = config.num_servers * config.tp_size
     if config.devices and len(config.devices) != num_devices:
         raise ConfigError(
             f"sglang.devices has {len(config.devices)} devices; {config.num_servers} servers of "
             f"tp_size {config.tp_size} need {num_devices}"
         )
+
+
+def _has_port(url: str) -> bool:
+    """Whether the port of a URL is one; none is the scheme's."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def sglang_of_worker(config: SGLangConfig, index: int, num_workers: int) -> SGLangConfig:

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 SENT_AFTER_S = 10.0
 """Within which rank 0 notices that all ranks have received; else some of them did so otherwise."""
 
+WRITE_TIMEOUT_S = 4 * 3600.0
+"""For weights, a snapshot or an export to be written; far above what any takes."""
+
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
 
@@ -124,7 +127,11 @@ class Publisher:
 
     async def _save(self, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
-        folders = await self._call_all("save_weights", {"version": version, "oldest": oldest})
+        folders = await self._fleet.call_all(
+            "save_weights",
+            [{"version": version, "oldest": oldest}] * self._config.num_workers,
+            timeout_s=WRITE_TIMEOUT_S,  # a snapshot that is being written is waited for
+        )
         self.times.publish_seal_s += time.perf_counter() - started
         return WeightsReference(version, folder=folders[0])
 
@@ -154,7 +161,13 @@ class Publisher:
         node_id, address, shard_id = sealed.shards[0]
         root = (node_id, address, parse_shard_id(shard_id)[0])
         started = time.perf_counter()
-        sending = asyncio.create_task(self._call_all("broadcast_weights", {}))
+        sending = asyncio.create_task(
+            self._fleet.call_all(
+                "broadcast_weights",
+                [{}] * self._config.num_workers,
+                timeout_s=(len(self._layouts) + 1) * self._config.weight_update.step_timeout_s,
+            )
+        )
         sent = WeightBroadcast(self._group, root, tuple(self._layouts))
         announce(WeightsReference(version, sealed.shards, broadcast=sent))
         received = asyncio.create_task(rollout.wait_for_weights_async())

@@ -38,6 +38,7 @@ from areal_sc.controller.rollout_workers import (
     RPC_MARGIN_S,
     RolloutWorkers,
     RolloutWorkerState,
+    update_timeout_s,
 )
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.staleness import StalenessPolicy
@@ -114,7 +115,8 @@ class RolloutController(Shell):
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys)
         self._background = Background(
-            self.config.group_timeout_s + 2 * RPC_MARGIN_S,
+            RPC_MARGIN_S
+            + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(self.config)),
             lambda: f"groups: {self.ledger.account()}",
         )
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
@@ -365,8 +367,8 @@ class RolloutController(Shell):
         self, group: dict[str, Any], first_ranks: Sequence[int]
     ) -> None:
         """All workers join a weight group at once, each from its first rank on."""
-        await self._workers.call_each(
-            "join_weight_group", [{"group": group, "first_rank": rank} for rank in first_ranks]
+        await self._workers.join_weight_group(
+            [{"group": group, "first_rank": rank} for rank in first_ranks]
         )
 
     async def leave_weight_group_async(self, group: str) -> None:

@@ -17,12 +17,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig, RolloutEngine, WeightUpdateMethod
+from areal_sc.config.schema import (
+    OnWeightUpdate,
+    RolloutConfig,
+    RolloutEngine,
+    WeightUpdateMethod,
+)
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet, Member
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN, BatchMetadata, WeightsReference
 from areal_sc.transport.shard_ids import parse_shard_id
+
+UPDATE_STEPS = 4
+"""Of a weight update that may take `weight_update.step_timeout_s` each; most take far less."""
 
 RPC_MARGIN_S = 60.0
 """What a group's RPC may take beyond the group's own time limit, which the worker keeps."""
@@ -166,9 +174,10 @@ class RolloutWorkers:
             timeout_s += self._config.sglang.start_timeout_s
         await self._fleet.call_all("initialize", [{}] * len(self._states), timeout_s=timeout_s)
 
-    async def call_each(self, method: str, args: Sequence[dict[str, Any]]) -> list[Any]:
-        """Replies of all workers, each to its own arguments."""
-        return await self._fleet.call_all(method, args)
+    async def join_weight_group(self, args: Sequence[dict[str, Any]]) -> None:
+        """All workers join a weight group at once, each with its own arguments."""
+        timeout_s = self._config.weight_update.step_timeout_s + RPC_MARGIN_S
+        await self._fleet.call_all("join_weight_group", args, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def held_for_evaluation(self) -> AsyncIterator[RolloutWorkerState]:
@@ -313,9 +322,27 @@ class RolloutWorkers:
         async with self._update_places:
             while self._weights and not self._is_current(state) and not state.num_evaluations:
                 weights = self._weights
-                await self._fleet.call(state.member, "update_weights", weights.to_wire())
+                await self._fleet.call(
+                    state.member,
+                    "update_weights",
+                    weights.to_wire(),
+                    timeout_s=update_timeout_s(self._config),
+                )
                 state.version = weights.version
                 self._background.notify()
+
+
+def update_timeout_s(config: RolloutConfig) -> float:
+    """What one worker's weight update may take, servers that have to be restarted included."""
+    step_s = UPDATE_STEPS * config.weight_update.step_timeout_s
+    if config.on_weight_update == OnWeightUpdate.finish_running:
+        step_s += config.group_timeout_s
+    if config.engine != RolloutEngine.sglang:
+        return step_s + RPC_MARGIN_S
+    sglang = config.sglang
+    num_servers = len(sglang.urls) or sglang.num_servers
+    num_waves = -(-num_servers // (config.max_unavailable or num_servers))
+    return num_waves * step_s + sglang.max_restarts * sglang.start_timeout_s + RPC_MARGIN_S
 
 
 def _num_updated_at_once(config: RolloutConfig) -> int:

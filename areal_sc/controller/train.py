@@ -16,6 +16,7 @@ import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.publication import Publisher, WeightsReceiver
+from areal_sc.controller.publication import WRITE_TIMEOUT_S, Publisher, WeightsReceiver
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.base import EngineHandle
 from areal_sc.errors import CheckpointError, WorkerLost
@@ -42,9 +43,6 @@ from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
 
 LOGPROB_FIELDS = ("input_ids",)
-WRITE_TIMEOUT_S = 4 * 3600.0
-"""For a snapshot or an export to be written, beside training; far above what any takes."""
-
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions")
 
 
@@ -351,4 +349,5 @@ def _replace_folder(source: Path, target: Path) -> None:
             retired.rename(target)
         raise CheckpointError(f"cannot write {target}: {error}") from error
     shutil.rmtree(retired, ignore_errors=True)
-    shutil.rmtree(source.parent, ignore_errors=True)
+    with suppress(OSError):
+        source.parent.rmdir()  # unless another export is being written

@@ -199,9 +199,9 @@ class WeightBroadcaster:
 
     def close(self) -> None:
         """Leaves, at once; a broadcast that goes on ends by itself, or at its time limit."""
-        group, self._group = self._group, None
+        group, self._group = [self._group], None
         work, self._work = self._work, None  # which keeps the connections, too
-        if group is not None:
+        if group[0] is not None:
             _leave(group, work, is_nccl=self._backend == NCCL)
 
 
@@ -234,6 +234,7 @@ class WeightReceiver:
                 f"{group.master_port}: {error}"
             ) from error
         self._group: Any = _join(group, rank, store, self._timeout)
+        self._work: Any = None
 
     def receive(self, layout: BucketLayout) -> list[NamedTensor]:
         """One bucket, as views of one buffer.
@@ -247,7 +248,8 @@ class WeightReceiver:
         ]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         try:
-            self._group.broadcast([flat], _from_rank_0(self._timeout)).wait()
+            self._work = self._group.broadcast([flat], _from_rank_0(self._timeout))
+            self._work.wait()
         except RuntimeError as error:
             raise EngineFailed(
                 f"a broadcast in weight group {self.name} failed: {error}"
@@ -262,9 +264,10 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Leaves, at once; a broadcast that goes on ends by itself, or at its time limit."""
-        group, self._group = self._group, None
-        if group is not None:
-            _leave(group, None, is_nccl=self._is_nccl)
+        group, self._group = [self._group], None
+        work, self._work = self._work, None
+        if group[0] is not None:
+            _leave(group, work, is_nccl=self._is_nccl)
 
 
 def listening_store(host: str, timeout: timedelta) -> TCPStore:
@@ -301,20 +304,23 @@ def _join(group: WeightGroup, rank: int, store: Any, timeout: timedelta) -> Any:
         ) from error
 
 
-def _leave(group: Any, work: Any, *, is_nccl: bool) -> None:
+def _leave(group: list[Any], work: Any, *, is_nccl: bool) -> None:
     """Drops a group once its last broadcast has ended: until then its end would block everything.
 
     gloo cannot break a broadcast off; it ends at its time limit.
+
+    Args:
+        group: holds the only reference to it.
     """
     if is_nccl:
-        group.abort()
+        group[0].abort()
 
-    def drop_later(held: list[Any]) -> None:
+    def drop_later() -> None:
         while work is not None and not work.is_completed():
             time.sleep(_DROP_POLL_S)
-        held.clear()
+        group.clear()
 
-    threading.Thread(target=drop_later, args=([group],), name="weight group", daemon=True).start()
+    threading.Thread(target=drop_later, name="weight group", daemon=True).start()
 
 
 def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

@@ -64,7 +64,7 @@ class SnapshotWriter:
             partial.mkdir(parents=True, exist_ok=True)
             self._folder.write_atomic(partial / CONTROLLERS, msgpack.packb(rollout.state()))
             written = actor.begin_snapshot()
-        except (OSError, RunFolderError) as error:
+        except (OSError, RunFolderError, CheckpointError) as error:
             raise self._failed(step, error) from error
         self._completed = self._thread.submit(self._complete, step, written)
 

@@ -225,11 +225,14 @@ class RolloutWorker(Worker):
             cause = Rejection("dataset_error", f"row {args['index']} of the dataset: {error!r}")
             return [cause] * num_rows
         group = f"{args.get('group_id', 'evaluation')}.{args.get('attempt', 0)}.{args['index']}"
-        async with asyncio.TaskGroup() as tasks:
-            episodes = [
-                tasks.create_task(self._episode(workflow, dict(prompt), group, temperature))
-                for _ in range(num_rows)
-            ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                episodes = [
+                    tasks.create_task(self._episode(workflow, dict(prompt), group, temperature))
+                    for _ in range(num_rows)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # by its own name, for the controller
         return [episode.result() for episode in episodes]
 
     async def _episode(

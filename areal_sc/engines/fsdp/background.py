@@ -32,7 +32,10 @@ WRITE_TIMEOUT = timedelta(hours=1)
 """A rank that takes longer for its part of one snapshot or export fails the others'."""
 
 # What writing and reading raise: the system, torch, damaged files, or their content.
-FAILURES = (OSError, RuntimeError, ValueError, KeyError, EOFError, MemoryError, SafetensorError)
+FAILURES = (
+    *(OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError),
+    *(OverflowError, MemoryError, SafetensorError),
+)
 
 T = TypeVar("T")
 

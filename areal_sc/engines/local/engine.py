@@ -422,7 +422,8 @@ class LocalEngine:
 
     def _run_when_empty(self) -> None:
         table = self._generator.table
-        if self._when_empty and table.num_running == 0:
+        # while it is paused nothing would ever end
+        if self._when_empty and (table.num_running == 0 or self._is_paused):
             for command in self._when_empty:
                 command()
             self._when_empty.clear()

@@ -186,6 +186,8 @@ class SGLangClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        if self._session.closed:
+            raise PeerLost(f"{self.url} was given up")
         try:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=timeout
@@ -198,9 +200,12 @@ class SGLangClient:
                             f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes"
                         )
                 return response.status, bytes(content)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise PeerLost(
+                f"no answer from {self.url}{path}: not connected within {_CONNECT_TIMEOUT_S:g} s"
+            ) from error
         except TimeoutError as error:
-            waited = "to connect" if timeout_s is None else f"within {timeout_s:g} s"
-            raise RpcTimeout(f"{self.url}{path} did not answer {waited}") from error
+            raise RpcTimeout(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise PeerLost(f"no answer from {self.url}{path}: {reason}") from error

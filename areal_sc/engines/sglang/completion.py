@@ -35,6 +35,8 @@ MAX_LOSSES = 4
 """Attempts of one request that may bring nothing: it could be what brings its servers down."""
 
 _BUSY_WAIT_S = 0.2
+_LONGEST_BUSY_WAIT_S = 5.0
+_MAX_BUSY_S = 600.0
 _ABANDONED_TIMEOUT_S = 30.0
 
 
@@ -113,11 +115,13 @@ class Completer:
             num_pauses = replica.num_pauses
             try:
                 segment = await self._ask(replica, place, request)
-            except (PeerLost, ServerBusy) as error:
+            except PeerLost as error:
                 self._note_loss(request, error)
-                if isinstance(error, ServerBusy):
-                    await asyncio.sleep(_BUSY_WAIT_S)
                 continue
+            except ServerBusy as error:
+                await self._wait_while_busy(request, error)
+                continue
+            request.busy_since_s = None
             request.answer.extend(segment)
             if segment.finish == "stop":
                 return request.completion("stop")
@@ -210,6 +214,22 @@ class Completer:
                 f"{limit}: set sglang.args.sampling_mask_max_tokens"
             )
         return limit
+
+    async def _wait_while_busy(self, request: CompletionRequest, error: ServerBusy) -> None:
+        """A server that is full for the moment, or a router before it, has lost nothing.
+
+        Raises: EngineFailed: servers have been busy for too long.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if request.busy_since_s is None:
+            request.busy_since_s = now_s
+        busy_s = now_s - request.busy_since_s
+        if busy_s > _MAX_BUSY_S:
+            raise EngineFailed(
+                f"servers have refused a request for {busy_s:.0f} s, the last time as: {error}; "
+                "give them fewer requests (rollout.max_running_sequences)"
+            ) from error
+        await asyncio.sleep(min(_BUSY_WAIT_S + busy_s, _LONGEST_BUSY_WAIT_S))
 
     def _note_loss(self, request: CompletionRequest, error: ArealError) -> None:
         request.num_losses += 1

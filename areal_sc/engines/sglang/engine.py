@@ -14,12 +14,18 @@ that sampled it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
+from areal_sc.config.schema import (
+    Device,
+    GenerationConfig,
+    RolloutConfig,
+    WeightUpdateMethod,
+)
 from areal_sc.config.sglang_checks import check_sglang_config
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.model import resolve_device
@@ -76,12 +82,21 @@ class SGLangServerEngine:
                 )
         check_sglang_config(config.sglang)
         self._model = ServedModel.read(config.path)
+        is_disk = config.weight_update.method == WeightUpdateMethod.disk
+        if self._model.is_stored_by_other_names and not is_disk:
+            other = min(self._model.parameters.keys() - self._model.stored.keys())
+            raise ConfigError(
+                f"weight_update.method: the files of {config.path} do not name the weights as they "
+                f"are named in memory, e.g. {other}, and servers know the files' names: choose disk"
+            )
         self.tokenizer = self._model.tokenizer
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         self._name = name
         self._settings = ReplicaSettings(config, log_folder, name, is_cuda=_serves_on_cuda(config))
         self._buckets = SharedBuckets()
+        self._starting: ReplicaSet | None = None
+        self._is_closed = False
         self._replicas: ReplicaSet | None = None
         self._completer: Completer | None = None
         self._failure: ArealError = WorkerError("the SGLang engine has not been started")
@@ -98,15 +113,26 @@ class SGLangServerEngine:
         To be called in the thread whose end shall end the servers.
         Raises: ConfigError, ModelError, WorkerStartError: what is wrong, and what to change.
         """
-        assert self._replicas is None, "start() is called once"
-        replicas = ReplicaSet(self._settings)
-        await replicas.start()
+        assert self._starting is None, "start() is called once"
+        replicas = self._starting = ReplicaSet(self._settings)
+        try:
+            await replicas.start()
+        except asyncio.CancelledError:
+            if self._is_closed:  # meanwhile
+                raise self._failure from None
+            raise
+        if self._is_closed:
+            await replicas.close()
+            raise self._failure
         self._completer = Completer(replicas, self._model.vocab_size)
         self._replicas = replicas
 
     async def close(self) -> None:
         """Ends the servers that were started; pending and later calls raise WorkerError."""
         self._failure = WorkerError("the SGLang engine is closed")
+        self._is_closed = True
+        if self._starting is not None and self._replicas is None:
+            await self._starting.close()
         replicas, self._replicas = self._replicas, None
         completer, self._completer = self._completer, None
         if replicas is not None and completer is not None:
@@ -172,7 +198,7 @@ class SGLangServerEngine:
         Raises: ModelError: it is of another model, or incomplete; nothing has changed then.
             EngineFailed: no server is left.
         """
-        check_weights_folder(str(folder), self._config.path, self._model.shapes)
+        check_weights_folder(str(folder), self._config.path, self._model.shapes_in_folders)
         await self.publish(DiskWeights(version, str(folder)))
 
     async def update_weights_from_group(
@@ -200,7 +226,7 @@ class SGLangServerEngine:
             for name, shape in zip(bucket.names, bucket.shapes, strict=True)
         }
         try:
-            check_shapes(given, self._model.shapes, "the broadcast weights")
+            check_shapes(given, self._model.parameters, "the broadcast weights")
         except ModelError:
             await give_up()
             raise
@@ -278,7 +304,7 @@ class SGLangServerEngine:
 
     def _shaped(self, source: TensorSource) -> TensorSource:
         async def shaped() -> Iterable[NamedTensor]:
-            return as_shaped(await source(), self._model.shapes)
+            return as_shaped(await source(), self._model.parameters)
 
         return shaped
 

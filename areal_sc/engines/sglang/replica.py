@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig, SGLangConfig
+from areal_sc.config.schema import RolloutConfig, SGLangConfig, WeightUpdateMethod
 from areal_sc.config.sglang_arguments import ServerPlace
 from areal_sc.engines.sglang.abilities import ServerAbilities, ask_abilities, check_abilities
 from areal_sc.engines.sglang.client import PauseMode, SGLangClient
@@ -265,7 +265,7 @@ class Replica:
     def set_updating(self, is_updating: bool) -> None:
         """While it loads weights it may be silent for longer."""
         if self._watch is not None:
-            self._watch.is_updating = is_updating
+            self._watch.set_updating(is_updating)
 
     async def finish_update(self, version: int) -> None:
         """Names the weights that the server has loaded, and checks that it took the name.
@@ -295,9 +295,18 @@ class Replica:
         """0 when the server has the weights of the model folder."""
         if self.is_own:
             return 0
-        told = str((await self.client.model_info()).get("weight_version"))
-        if told not in _INITIAL_NAMES:
+        info = await self.client.model_info()
+        if str(info.get("weight_version")) not in _INITIAL_NAMES:
             return UNKNOWN_VERSION
+        config = self._settings.config
+        served = str(info.get("model_path"))
+        if not _is_same_folder(served, config.path):
+            if config.weight_update.method == WeightUpdateMethod.disk:
+                return UNKNOWN_VERSION  # it sees the model folder, and loads it
+            logger.warning(
+                "server=%s serves %s: it has to hold the weights of %s",
+                *(self.url, served, config.path),
+            )
         await self.client.set_version(0)
         return 0
 
@@ -331,6 +340,10 @@ class Replica:
     def _reopen(self) -> None:
         self.load.is_open = self.is_up and not self._is_held
         self._dispatcher.changed()
+
+
+def _is_same_folder(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def unusable(url: str, error: ArealError) -> ConfigError:

@@ -16,6 +16,7 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from areal_sc.config.schema import OnWeightUpdate
 from areal_sc.engines.sglang.abilities import check_version
@@ -69,6 +70,7 @@ class ReplicaSet:
         self._control = asyncio.Lock()  # one update, pause or resume at a time
         self._group_sizes: dict[str, int] = {}
         self._is_paused = False
+        self._starts: list[asyncio.Task[None]] = []
         self._supervisors: list[asyncio.Task[None]] = []
 
     def replica(self, load: ServerLoad) -> Replica:
@@ -91,13 +93,10 @@ class ReplicaSet:
         if not sglang.urls:
             python = sglang.python or sys.executable
             check_version(await installed_version(python), f"sglang.python={python!r}")
-        starts = [asyncio.create_task(self._start_one(replica)) for replica in self.replicas]
+        self._starts = [asyncio.create_task(self._start_one(r)) for r in self.replicas]
         try:
-            await asyncio.gather(*starts)
+            await asyncio.gather(*self._starts)
         except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
         for replica in self.replicas:
@@ -106,11 +105,17 @@ class ReplicaSet:
             self._supervisors.append(task)
 
     async def close(self) -> None:
-        """Ends the servers that were started here."""
-        for task in self._supervisors:
+        """Ends the servers that were started here; those of others generate again if paused."""
+        self._changed.set()
+        tasks = [*self._starts, *self._supervisors]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._serving.clear()
+        for replica in self.replicas:
+            if not replica.is_own and replica.is_up:
+                with suppress(ArealError):
+                    await replica.resume()
         await asyncio.gather(
             *(
                 replica.take_down("the engine is closed", is_gentle=True)
@@ -306,9 +311,12 @@ class ReplicaSet:
     ) -> None:
         if not wave:
             return
+        lives = [replica.num_starts for replica in wave]
         errors, times = await update_wave(wave, version, weights, self.dispatcher, settings)
         self.times.add(times)
-        for replica, error in zip(wave, errors, strict=True):
+        for replica, error, life in zip(wave, errors, lives, strict=True):
+            if replica.num_starts != life:
+                continue  # it has started again meanwhile, and has found the weights by itself
             if error is not None:
                 self._serving.discard(replica)
             elif not settings.stays_paused:

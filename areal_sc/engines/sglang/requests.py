@@ -25,7 +25,8 @@ class CompletionRequest:
         stop_token_ids: all that end it.
         cancelled: done when its group is cancelled.
         answer: what was sampled so far.
-        num_losses: attempts that brought nothing, as a server was lost or refused.
+        num_losses: attempts that brought nothing, as a server was lost.
+        busy_since_s: since when servers have refused it as they are full; None: they have not.
     """
 
     prompt: list[int]
@@ -37,6 +38,7 @@ class CompletionRequest:
     cancelled: asyncio.Future[None]
     answer: Answer = field(default_factory=Answer)
     num_losses: int = 0
+    busy_since_s: float | None = None
 
     @property
     def num_missing_tokens(self) -> int:

@@ -97,12 +97,14 @@ async def update_wave(
     clock = _Clock()
     async with weights.prepared():
         times.update_open_s = clock.lap()
+        lives = [replica.num_starts for replica in wave]
         errors = await _update(wave, version, weights, dispatcher, settings, times)
-    for replica, error in zip(wave, errors, strict=True):
+    for replica, error, life in zip(wave, errors, lives, strict=True):
         if error is None:
             times.updated_servers += 1
-        else:
-            times.failed_servers += 1
+            continue
+        times.failed_servers += 1
+        if replica.num_starts == life:  # else it has started again since, by itself
             replica.fail(f"its weight update to version {version} failed: {error}")
     return errors, times
 

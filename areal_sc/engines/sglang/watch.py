@@ -30,8 +30,6 @@ class Watch:
         on_health: told what is known after each look.
         on_cleared: called when a suspected server has answered.
 
-    Attributes:
-        is_updating: it loads weights and may be silent.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class Watch:
         on_health: Callable[[Health, str], None],
         on_cleared: Callable[[], None],
     ) -> None:
-        self.is_updating = False
+        self._is_updating = False
         self._client = client
         self._activity = activity
         self._limits = limits
@@ -64,6 +62,12 @@ class Watch:
         """The server is given up: `run` returns."""
         if not self._failed.done():
             self._failed.set_result(reason)
+
+    def set_updating(self, is_updating: bool) -> None:
+        """While it loads weights it may be silent; its time starts anew when it has loaded them."""
+        if self._is_updating and not is_updating:
+            self._note_answer()
+        self._is_updating = is_updating
 
     def suspect(self) -> None:
         """Asks the server at once."""
@@ -122,7 +126,7 @@ class Watch:
                 self._answered_at += late_s
             silent_s = self._loop.time() - self._answered_at
             health, why = judge(
-                silent_s, self._activity, self._limits, is_updating=self.is_updating
+                silent_s, self._activity, self._limits, is_updating=self._is_updating
             )
             self._on_health(health, why)
             if health in (Health.dead, Health.hung):

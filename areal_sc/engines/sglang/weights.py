@@ -276,7 +276,7 @@ def check_weights_folder(
     """Compares a folder that is to be published with the model that is served.
 
     Args:
-        shapes: of every parameter of the model; when empty, names are not compared.
+        shapes: of what it has to hold at least; when empty, names are not compared.
     Raises: ModelError: it holds no model, another one, or a weight file that was cut off.
     """
     check_model_folder(folder)
@@ -289,8 +289,8 @@ def check_weights_folder(
                 f"the weights in {folder} are of another model than {model_folder}: {name} is "
                 f"{found[name]!r}, expected {wanted!r}"
             )
-    given = read_shapes(folder)
-    if given:
+    if found_shapes := read_shapes(folder):
+        given = {name: shape for name, shape in found_shapes.items() if name in shapes}
         check_shapes(given, shapes, f"the weights in {folder}")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 from integration.sglang.policies import Policies
@@ -15,6 +17,7 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.sglang.engine import SGLangServerEngine
 from areal_sc.engines.sglang.processes import read_process, session_members
 from areal_sc.engines.sglang.replica import Replica
+from areal_sc.engines.weight_group import NamedTensor
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
 
@@ -89,6 +92,36 @@ async def test_a_killed_server(
     await check_after_loss(engine, policies, until, tasks, victim)
     assert engine.stats()["server_restarts"] - before["server_restarts"] == 1
     assert not any(read_process(pid) for pid in processes)  # nothing of it is left
+
+
+async def test_a_server_that_dies_between_two_buckets(
+    engine: SGLangServerEngine, policies: Policies, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one gets its weights all the same, and goes on with all answers."""
+    tasks = await start_answers(engine, until)
+    before = engine.stats()
+    victim, other = replicas(engine)
+    server = victim.server
+    assert server
+    fill = engine._buckets._fill
+
+    def kill_and_fill(bucket: Sequence[NamedTensor], number: int) -> Any:
+        if number == 2:
+            os.kill(server.pid, signal.SIGKILL)
+            while read_process(server.pid) is not None:
+                time.sleep(0.01)
+        return fill(bucket, number)
+
+    monkeypatch.setattr(engine._buckets, "_fill", kill_and_fill)
+    version = policies.add()
+    await engine.update_weights(version, policies.source(version))
+    monkeypatch.undo()
+    assert other.load.version == version
+    assert other.load.is_open
+    await check_after_loss(engine, policies, until, tasks, victim)
+    after = engine.stats()
+    assert after["lost_servers"] - before["lost_servers"] == 1
+    assert after["server_restarts"] - before["server_restarts"] == 1
 
 
 async def test_a_stopped_scheduler(

@@ -29,7 +29,10 @@ class UpdatingFleet:
         self.updating: dict[str, asyncio.Future[None]] = {}
         self.updated: list[tuple[str, int]] = []
 
-    async def call(self, member: Any, method: str, args: dict[str, Any]) -> None:
+    async def call(
+        self, member: Any, method: str, args: dict[str, Any], *, timeout_s: float
+    ) -> None:
+        assert timeout_s > 600  # far above what any update takes
         assert method == "update_weights"
         future = self.updating[member.name] = asyncio.get_running_loop().create_future()
         await future

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -110,6 +112,30 @@ async def test_a_connection_that_ends() -> None:
         async with serving(handler) as client:
             with pytest.raises(PeerLost):
                 await client.generate({})
+
+
+async def test_a_client_that_was_closed() -> None:
+    async with serving(answering(200, {})) as client:
+        await client.close()
+        with pytest.raises(PeerLost, match="was given up"):
+            await client.generate({})
+
+
+async def test_nobody_there_to_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_CONNECT_TIMEOUT_S", 0.05)
+    with socket.socket() as full:  # a queue that is full drops further connections silently
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(address)
+            client = SGLangClient(f"http://127.0.0.1:{address[1]}")
+            with pytest.raises(PeerLost, match=r"not connected within 0\.05 s"):
+                await client.generate({})
+            await client.close()
 
 
 async def test_no_answer_in_time() -> None:

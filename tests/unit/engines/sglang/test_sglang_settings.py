@@ -39,7 +39,10 @@ def rollout(**settings: Any) -> RolloutConfig:
         ({"ports": [9, 9], "num_servers": 2}, "names a port twice"),
         ({"devices": [0], "tp_size": 2}, r"servers of tp_size 2 need 2"),
         ({"urls": ["localhost:30000"]}, r"sglang\.urls: expected http://host:port, got"),
-        ({"urls": ["http://a:1", "http://a:1"]}, r"sglang\.urls names a server twice"),
+        ({"urls": ["http://a:1", "http://a:1/"]}, r"sglang\.urls names a server twice"),
+        ({"urls": ["http://a:99999"]}, r"sglang\.urls: expected http://host:port, got"),
+        ({"devices": [1, 1], "num_servers": 2}, r"different indices of at least 0, got \[1, 1\]"),
+        ({"devices": [-1]}, r"different indices of at least 0"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
@@ -81,8 +84,9 @@ def test_arguments_of_the_user_come_first() -> None:
     assert "--max-running-requests=99" in arguments
     assert "--enable-metrics" in arguments
     assert not any(argument.startswith("--attention-backend") for argument in arguments)
-    with pytest.raises(ConfigError, match=r"sglang\.args\.port: set sglang\.ports instead"):
-        server_arguments(rollout(), SGLangConfig(args={"port": 1}), PLACE)
+    for name, setting in (("port", "ports"), ("tp", "tp_size"), ("dp_size", "num_servers")):
+        with pytest.raises(ConfigError, match=rf"\.{name}: set sglang\.{setting} instead"):
+            server_arguments(rollout(), SGLangConfig(args={name: 1}), PLACE)
 
 
 def test_cpu_defaults_are_not_given_to_gpus() -> None:
