@@ -40,8 +40,9 @@ from areal_sc.engines.local.model import (
     resolve_device,
 )
 from areal_sc.engines.local.slots import Request, SlotTable
+from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup, WeightReceiver
-from areal_sc.errors import ArealError, ConfigError, EngineFailed, WorkerError, WorkflowError
+from areal_sc.errors import ArealError, ConfigError, EngineFailed, WorkerError
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
@@ -308,24 +309,12 @@ class LocalEngine:
         self, input_ids: Sequence[int], sampling: GenerationConfig, prefix_group: str | None
     ) -> Request:
         num_prompt_tokens, limit = len(input_ids), self.max_context_tokens
-        if num_prompt_tokens == 0:
-            raise WorkflowError("the prompt is empty: generation needs at least one token")
-        if num_prompt_tokens >= limit:
-            raise WorkflowError(
-                f"the prompt has {num_prompt_tokens} tokens and leaves no room for a completion in "
-                f"the context of {limit} tokens (rollout.max_context_tokens)"
-            )
-        prompt = np.asarray(input_ids, dtype=np.int64)
-        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
-            raise WorkflowError(
-                f"the prompt holds token ids {prompt.min()}..{prompt.max()}, the model has "
-                f"0..{self._vocab_size - 1}"
-            )
-        _check_sampling(sampling)
+        check_prompt(input_ids, vocab_size=self._vocab_size, max_context_tokens=limit)
+        check_sampling(sampling)
         wanted = num_prompt_tokens + sampling.max_new_tokens
         return Request(
             request_id=next(self._request_ids),
-            prompt=prompt,
+            prompt=np.asarray(input_ids, dtype=np.int64),
             max_length=min(wanted, limit),
             length_reason="length" if wanted <= limit else "context",
             temperature=sampling.temperature,
@@ -449,17 +438,6 @@ class LocalEngine:
 
     def _set_closing(self) -> None:
         self._is_closing = True
-
-
-def _check_sampling(sampling: GenerationConfig) -> None:
-    for name, is_possible, allowed in (
-        ("max_new_tokens", sampling.max_new_tokens >= 1, ">= 1"),
-        ("temperature", 0 <= sampling.temperature < float("inf"), ">= 0"),
-        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("top_k", sampling.top_k >= 0, ">= 0"),
-    ):
-        if not is_possible:
-            raise ConfigError(f"generation.{name} must be {allowed}, got {getattr(sampling, name)}")
 
 
 def _token_ids(eos_token_id: int | None, generation_config: Any) -> tuple[int, ...]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
+from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.sglang.answers import Answer
 from areal_sc.engines.sglang.routing import Work
-from areal_sc.errors import ConfigError, WorkflowError
 
 
 @dataclass(eq=False)
@@ -73,18 +72,7 @@ def make_request(
         outside the vocabulary. ConfigError: an impossible sampling setting.
     """
     prompt = [int(token) for token in input_ids]
-    if not prompt:
-        raise WorkflowError("the prompt is empty: generation needs at least one token")
-    if len(prompt) >= max_context_tokens:
-        raise WorkflowError(
-            f"the prompt has {len(prompt)} tokens and leaves no room for a completion in the "
-            f"context of {max_context_tokens} tokens (rollout.max_context_tokens)"
-        )
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise WorkflowError(
-            f"the prompt holds token ids {min(prompt)}..{max(prompt)}, the model has "
-            f"0..{vocab_size - 1}"
-        )
+    check_prompt(prompt, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
     check_sampling(sampling)
     room = max_context_tokens - len(prompt)
     return CompletionRequest(
@@ -96,15 +84,3 @@ def make_request(
         prefix_group=prefix_group,
         cancelled=asyncio.get_running_loop().create_future(),
     )
-
-
-def check_sampling(sampling: GenerationConfig) -> None:
-    """Raises ConfigError for a setting that no distribution has."""
-    for name, is_possible, allowed in (
-        ("max_new_tokens", sampling.max_new_tokens >= 1, ">= 1"),
-        ("temperature", 0 <= sampling.temperature < math.inf, ">= 0"),
-        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("top_k", sampling.top_k >= 0, ">= 0"),
-    ):
-        if not is_possible:
-            raise ConfigError(f"generation.{name} must be {allowed}, got {getattr(sampling, name)}")

@@ -1,0 +1,37 @@
+"""What every engine refuses before it takes a request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.errors import ConfigError, WorkflowError
+
+
+def check_prompt(input_ids: Sequence[int], *, vocab_size: int, max_context_tokens: int) -> None:
+    """Raises WorkflowError: the prompt is empty, leaves no room, or holds an unknown token."""
+    if len(input_ids) == 0:
+        raise WorkflowError("the prompt is empty: generation needs at least one token")
+    if len(input_ids) >= max_context_tokens:
+        raise WorkflowError(
+            f"the prompt has {len(input_ids)} tokens and leaves no room for a completion in the "
+            f"context of {max_context_tokens} tokens (rollout.max_context_tokens)"
+        )
+    low, high = min(input_ids), max(input_ids)
+    if low < 0 or high >= vocab_size:
+        raise WorkflowError(
+            f"the prompt holds token ids {low}..{high}, the model has 0..{vocab_size - 1}"
+        )
+
+
+def check_sampling(sampling: GenerationConfig) -> None:
+    """Raises ConfigError for a setting that no distribution has."""
+    for name, is_possible, allowed in (
+        ("max_new_tokens", sampling.max_new_tokens >= 1, ">= 1"),
+        ("temperature", 0 <= sampling.temperature < math.inf, ">= 0"),
+        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
+        ("top_k", sampling.top_k >= 0, ">= 0"),
+    ):
+        if not is_possible:
+            raise ConfigError(f"generation.{name} must be {allowed}, got {getattr(sampling, name)}")
