@@ -36,6 +36,7 @@ async def serve(spec: WorkerSpec) -> None:
         return "done"
 
     async def wait(args: dict[str, Any]) -> None:
+        logging.getLogger(__name__).info("the wait began")
         try:
             await asyncio.sleep(args["seconds"])
         except asyncio.CancelledError:
@@ -45,6 +46,8 @@ async def serve(spec: WorkerSpec) -> None:
     async def fail(args: dict[str, Any]) -> None:
         if args["seconds"]:
             return await wait(args)
+        while not (Path(spec.run_dir) / "fail_now").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         raise ModelError("no weights")
 
     async def shutdown(args: dict[str, Any]) -> None:

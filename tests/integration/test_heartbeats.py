@@ -176,8 +176,12 @@ async def test_a_killed_worker_is_lost_at_once_and_its_neighbour_is_heard(tmp_pa
 async def test_the_first_error_ends_a_call_of_all_at_once(tmp_path: Path) -> None:
     async with fleet_of(3, tmp_path) as (fleet, scheduler):
         args = [{"seconds": 1000}, {"seconds": 0}, {"seconds": 1000}]
+        failing = asyncio.create_task(fleet.call_all("fail", args, timeout_s=LIMIT_S))
+        for name in ("rollout/0", "rollout/2"):
+            await until(lambda name=name: "the wait began" in scheduler.log(name))
+        (tmp_path / "fail_now").touch()
         with pytest.raises(ModelError, match="no weights"):
-            await fleet.call_all("fail", args, timeout_s=LIMIT_S)
+            await failing
         for name in ("rollout/0", "rollout/2"):
             await until(lambda name=name: "the wait was cancelled" in scheduler.log(name))
         assert lost(fleet) == []
