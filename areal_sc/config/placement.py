@@ -47,10 +47,7 @@ class DevicePlacement:
 
 
 def rollout_devices(rollout: RolloutConfig) -> tuple[Device, int]:
-    """What one rollout worker computes on, with the servers that it starts: kind and number.
-
-    Raises: ConfigError: `sglang.devices` names a device below 0.
-    """
+    """What one rollout worker computes on, with the servers that it starts: kind and number."""
     if rollout.engine != RolloutEngine.sglang:
         return rollout.device, 1
     sglang = rollout.sglang
@@ -58,6 +55,4 @@ def rollout_devices(rollout: RolloutConfig) -> tuple[Device, int]:
         return Device.cpu, 0
     if not sglang.devices:
         return rollout.device, sglang.num_servers * sglang.tp_size
-    if min(sglang.devices) < 0:
-        raise ConfigError(f"sglang.devices: expected indices of at least 0, got {sglang.devices}")
     return rollout.device, max(sglang.devices) + 1

@@ -45,16 +45,18 @@ def _check_servers(config: SGLangConfig) -> None:
             raise ConfigError(f"sglang.ports: expected 1 to {_MAX_PORT}, got {port}")
     if len(set(config.ports)) != len(config.ports):
         raise ConfigError(f"sglang.ports names a port twice: {config.ports}")
-    if len(set(config.devices)) != len(config.devices) or min(config.devices, default=0) < 0:
-        raise ConfigError(
-            f"sglang.devices: expected different indices of at least 0, got {config.devices}"
-        )
+    if min(config.devices, default=0) < 0:
+        raise ConfigError(f"sglang.devices: expected indices of at least 0, got {config.devices}")
     num_devices = config.num_servers * config.tp_size
     if config.devices and len(config.devices) != num_devices:
         raise ConfigError(
             f"sglang.devices has {len(config.devices)} devices; {config.num_servers} servers of "
             f"tp_size {config.tp_size} need {num_devices}"
         )
+    for first in range(0, len(config.devices), config.tp_size):
+        own = config.devices[first : first + config.tp_size]
+        if len(set(own)) != len(own):
+            raise ConfigError(f"sglang.devices gives one server the same device twice: {own}")
 
 
 def _has_port(url: str) -> bool:

@@ -41,8 +41,8 @@ def rollout(**settings: Any) -> RolloutConfig:
         ({"urls": ["localhost:30000"]}, r"sglang\.urls: expected http://host:port, got"),
         ({"urls": ["http://a:1", "http://a:1/"]}, r"sglang\.urls names a server twice"),
         ({"urls": ["http://a:99999"]}, r"sglang\.urls: expected http://host:port, got"),
-        ({"devices": [1, 1], "num_servers": 2}, r"different indices of at least 0, got \[1, 1\]"),
-        ({"devices": [-1]}, r"different indices of at least 0"),
+        ({"devices": [1, 1], "tp_size": 2}, r"gives one server the same device twice: \[1, 1\]"),
+        ({"devices": [-1]}, r"sglang\.devices: expected indices of at least 0, got \[-1\]"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
