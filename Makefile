@@ -8,7 +8,7 @@ quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
 		run_dir=runs/quickstart task.warm_start.rebuild=true --overwrite $(ARGS)
 
-test: lint  ## everything that has to be green
+test: lint sglang  ## everything that has to be green
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: $(INSTALLED)
@@ -18,8 +18,8 @@ lint: $(INSTALLED)
 
 install: $(INSTALLED)
 
-sglang:  ## SGLang for CPUs, in .venv-sglang; the tests do it by themselves
-	tests/sglang_server/install.sh
+sglang:  ## SGLang for CPUs, in .venv-sglang; at once where it is there
+	PYTHON=$(PYTHON) tests/sglang_server/install.sh
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
