@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from areal_sc.config.schema import OnWeightUpdate
 from areal_sc.engines.sglang.dispatch import Dispatcher
 from areal_sc.engines.sglang.replica import Replica
-from areal_sc.engines.sglang.weights import LoadableWeights
+from areal_sc.engines.sglang.weights import LoadableWeights, for_each
 from areal_sc.errors import ArealError
 
 logger = logging.getLogger(__name__)
@@ -129,11 +129,11 @@ async def _update(
     for replica in wave:
         replica.set_updating(True)
     try:
-        errors = await _for_each(wave, lambda replica: replica.pause())
+        errors = await for_each(wave, lambda replica: replica.pause())
         times.update_pause_s = clock.lap()
         errors = await _load(wave, errors, weights, settings.step_timeout_s, times)
         times.update_load_s = clock.lap()
-        errors = await _for_each(wave, _go_on(version, settings.stays_paused), errors)
+        errors = await for_each(wave, _go_on(version, settings.stays_paused), errors)
         times.update_resume_s = clock.lap()
     except BaseException as failure:
         for replica in wave:
@@ -185,25 +185,6 @@ def _go_on(version: int, stays_paused: bool) -> Callable[[Replica], Awaitable[No
             await replica.resume()
 
     return go_on
-
-
-async def _for_each(
-    wave: Sequence[Replica],
-    action: Callable[[Replica], Awaitable[None]],
-    errors: Sequence[ArealError | None] | None = None,
-) -> list[ArealError | None]:
-    """Runs an action on all replicas at once, leaving out those that have an error already."""
-
-    async def run(replica: Replica, error: ArealError | None) -> ArealError | None:
-        if error is not None:
-            return error
-        try:
-            await action(replica)
-        except ArealError as failure:
-            return failure
-        return None
-
-    return list(await asyncio.gather(*map(run, wave, errors or [None] * len(wave))))
 
 
 class _Clock:

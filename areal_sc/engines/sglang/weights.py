@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -27,6 +27,8 @@ from areal_sc.errors import ArealError, ConfigError, EngineFailed, ModelError
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
+
+S = TypeVar("S")
 
 _SHAPE_SETTINGS = (
     "architectures",
@@ -251,13 +253,13 @@ async def end_update(server: PausedServer, timeout_s: float) -> None:
 
 
 async def for_each(
-    servers: Sequence[PausedServer],
-    action: Callable[[PausedServer], Awaitable[None]],
+    servers: Sequence[S],
+    action: Callable[[S], Awaitable[None]],
     errors: Sequence[ArealError | None] | None = None,
 ) -> list[ArealError | None]:
     """Runs an action on all servers at once, leaving out those that have an error already."""
 
-    async def run(server: PausedServer, error: ArealError | None) -> ArealError | None:
+    async def run(server: S, error: ArealError | None) -> ArealError | None:
         if error is not None:
             return error
         try:
