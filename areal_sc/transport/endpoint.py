@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Final, Protocol
 
 import zmq
+
+from areal_sc.errors import TransportError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -72,3 +75,20 @@ def monitor_of(context: Context, socket: zmq.Socket[bytes], events: int) -> zmq.
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.connect(address)
     return monitor
+
+
+def parsed_address(address: str) -> tuple[str, int]:
+    """Host and port of an address like tcp://10.0.0.1:5555.
+
+    Names are refused: ZMQ tells of a connection's life under the address as it resolved it.
+
+    Raises: TransportError: it is not like that.
+    """
+    try:
+        scheme, slashes, rest = address.partition("://")
+        host, _, port = rest.rpartition(":")
+        if scheme == "tcp" and slashes and port.isdecimal() and 0 < int(port) < 65536:
+            return str(ipaddress.IPv4Address(host)), int(port)
+    except ValueError:
+        pass
+    raise TransportError(f"expected an address like tcp://10.0.0.1:5555, got {address[:200]!r}")

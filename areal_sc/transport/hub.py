@@ -11,7 +11,6 @@ callbacks and monitors. Here a peer is a routing id of our own choice (`CONNECT_
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import itertools
 import logging
 from collections.abc import Sequence
@@ -22,7 +21,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.endpoint import Authenticator, Context, configure_socket, monitor_of
+from areal_sc.transport.endpoint import (
+    Authenticator,
+    Context,
+    configure_socket,
+    monitor_of,
+    parsed_address,
+)
 from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
 
 logger = logging.getLogger(__name__)
@@ -62,7 +67,6 @@ class Link:
         address: of the server, as the user of the hub named it.
         server: its IP address and port.
         endpoint: the address in a spelling that is this connection's alone; "" between two.
-        ticket: name and password to show to a server that asks for them.
         is_lost: why it is not reachable now; None while it is, or may still become so.
     """
 
@@ -70,7 +74,6 @@ class Link:
     server: tuple[str, int]
     peer: Peer
     hub: PeerHub = field(repr=False)
-    ticket: tuple[str, str] | None = field(default=None, repr=False)
     endpoint: str = ""
     is_closed: bool = False
     routing_id: bytes = b""
@@ -133,19 +136,15 @@ class PeerHub:
         self._by_endpoint: dict[str, Link] = {}
         self._is_closed = False
 
-    def connect(self, address: str, peer: Peer, *, ticket: tuple[str, str] | None = None) -> Link:
+    def connect(self, address: str, peer: Peer) -> Link:
         """A link that is connected in the background; messages sent meanwhile wait in its queue.
-
-        Args:
-            ticket: name and password, for a server that admits by them; each of 1 to 255 ASCII
-                characters.
 
         Raises: TransportError: the address is not like tcp://10.0.0.1:5555, or the hub is closed.
         """
-        host, port = _parsed(address)
+        host, port = parsed_address(address)
         if self._is_closed:
             raise TransportError(f"cannot connect to {address}: this side is closed")
-        link = Link(address, (host, port), peer, self, ticket)
+        link = Link(address, (host, port), peer, self)
         self._open(link)
         return link
 
@@ -182,10 +181,6 @@ class PeerHub:
         link.endpoint = next(text for text in spellings if text not in self._by_endpoint)
         self._by_endpoint[link.endpoint] = link
         self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, link.routing_id)
-        if link.ticket is not None:  # ZMQ copies what is set now
-            self.socket.raw.plain_username, self.socket.raw.plain_password = (
-                part.encode("ascii") for part in link.ticket
-            )
         self.socket.raw.connect(link.endpoint)
 
     def _disconnect(self, link: Link) -> None:
@@ -238,15 +233,3 @@ class PeerHub:
             link.num_failed_handshakes += 1
             self._loop.call_later(delay_s, self._open, link)
         link.peer.on_lost(reason)
-
-
-def _parsed(address: str) -> tuple[str, int]:
-    """(host, port). Life events name addresses as ZMQ resolved them, so names are refused."""
-    try:
-        scheme, slashes, rest = address.partition("://")
-        host, _, port = rest.rpartition(":")
-        if scheme == "tcp" and slashes and port.isdecimal() and 0 < int(port) < 65536:
-            return str(ipaddress.IPv4Address(host)), int(port)
-    except ValueError:
-        pass
-    raise TransportError(f"expected an address like tcp://10.0.0.1:5555, got {address[:200]!r}")

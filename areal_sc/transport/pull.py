@@ -12,9 +12,10 @@ Whatever is copied is copied once, to its final place in one pooled buffer.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +32,6 @@ from areal_sc.transport.pull_plan import (
     Segment,
     field_dtypes,
     pieces_of,
-    segments_of,
 )
 from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.transport.shard_layout import SealedField
@@ -51,11 +51,24 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A tensor to make: its pieces one after the other, `numel` values in all."""
+    """A tensor to make, of `numel` values."""
 
     dtype: str
     numel: int
-    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source(Generic[K]):
+    """A piece, and the tensors that it is a part of.
+
+    Attributes:
+        keys: of those, by the piece's field.
+        first: where it begins in each of them, in values.
+    """
+
+    piece: Piece
+    keys: Mapping[str, K]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +139,22 @@ class Puller:
             dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()}
         if rows is not None:
             batch = batch.take(rows)
-        pieces = pieces_of(batch)
-        wanted = {
-            name: _Wanted(dtypes[name], batch.num_tokens, pieces.get(name, ()))
-            for name in (fields if fields is not None else dtypes)
-        }
-        tensors = await self._tensors(wanted, self._deadline())
+        lengths = batch.sequence_lengths
+        numel = sum(lengths)
+        tensors = await self._tensors(
+            {
+                name: _Wanted(dtypes[name], numel)
+                for name in (fields if fields is not None else dtypes)
+            },
+            [
+                _Source(piece, {name: name for name in piece.fields}, first)
+                for piece, first in pieces_of(batch)
+            ],
+            self._deadline(),
+        )
         advantages = [row.advantage for row in batch.rows if row.advantage is not None]
         has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
-        return PackedRows(
-            tensors, batch.sequence_lengths, tuple(advantages) if has_advantages else None
-        )
+        return PackedRows(tensors, lengths, tuple(advantages) if has_advantages else None)
 
     async def pull_weights(
         self, weights: WeightsReference, *, max_bucket_bytes: int = 256 << 20
@@ -161,14 +179,15 @@ class Puller:
                     f"than {weights.shards[0][0]}"
                 )
         for bucket in _buckets(names, ranks, max_bucket_bytes):
+            sources = {
+                (name, rank): pieces[name] for name in bucket for rank, pieces in enumerate(ranks)
+            }
             parts = await self._tensors(
                 {
-                    (name, rank): _Wanted(
-                        pieces[name].dtype, sum(pieces[name].lengths), [pieces[name]]
-                    )
-                    for name in bucket
-                    for rank, pieces in enumerate(ranks)
+                    key: _Wanted(piece.fields[key[0]], piece.num_values)
+                    for key, piece in sources.items()
                 },
+                [_Source(piece, {key[0]: key}) for key, piece in sources.items()],
                 deadline,
             )
             for name in bucket:
@@ -181,37 +200,51 @@ class Puller:
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
 
-    async def _tensors(self, wanted: Mapping[K, _Wanted], deadline: float) -> dict[K, torch.Tensor]:
-        """A [numel] tensor for each entry: a view where that is possible, else a copy."""
-        views = {key: self._view(entry) for key, entry in wanted.items()}
-        found = {key: view for key, view in views.items() if view is not None}
-        copied = [(key, entry) for key, entry in wanted.items() if key not in found]
-        buffer, bounds = self._allocate(entry for _, entry in copied)
+    async def _tensors(
+        self, wanted: Mapping[K, _Wanted], sources: Sequence[_Source[K]], deadline: float
+    ) -> dict[K, torch.Tensor]:
+        """The tensors: each a view where that is possible, else a copy."""
+        found: dict[K, torch.Tensor] = {}
+        num_sources = Counter(key for source in sources for key in source.keys.values())
+        if any(num_sources[key] == 1 for key in wanted):
+            for source in sources:
+                alone = {f: key for f, key in source.keys.items() if num_sources[key] == 1}
+                found |= self._views(source.piece, alone)
+        copied = {key: entry for key, entry in wanted.items() if key not in found}
+        buffer, starts = self._allocate(copied)
         memory = buffer.data
         segments: dict[Owner, list[Segment]] = {}
-        for (_, entry), (start, end) in zip(copied, bounds, strict=True):
-            for segment in segments_of(entry.pieces, memory[start:end]):
-                segments.setdefault(segment.piece.owner, []).append(segment)
+        for source in sources:
+            missing = {f: key for f, key in source.keys.items() if key in starts}
+            piece = source.piece
+            if len(missing) < len(piece.fields):
+                piece = replace(piece, fields={f: piece.fields[f] for f in missing})
+            num_values, destinations = piece.num_values, []
+            for name, key in missing.items():
+                itemsize = dtype_named(piece.fields[name]).itemsize
+                start = starts[key] + source.first * itemsize
+                destinations.append(memory[start : start + num_values * itemsize])
+            if num_values and destinations:
+                segments.setdefault(piece.owner, []).append(Segment(piece, destinations))
         await self._fill(segments, deadline)
-        for (key, entry), (start, _) in zip(copied, bounds, strict=True):
-            found[key] = _tensor(buffer, start, entry)
+        for key, entry in copied.items():
+            found[key] = _tensor(buffer, starts[key], entry)
         return {key: found[key] for key in wanted}
 
-    def _view(self, wanted: _Wanted) -> torch.Tensor | None:
-        """The tensor where it lies, if that is in an arena of this node and in one stretch."""
-        if len(wanted.pieces) != 1:
-            return None
-        piece = wanted.pieces[0]
-        if not self._is_mapped(piece.owner) or not piece.is_run:
-            return None
+    def _views(self, piece: Piece, keys: Mapping[str, K]) -> dict[K, torch.Tensor]:
+        """The fields where they lie, if that is in an arena of this node and in one stretch."""
+        if not keys or not self._is_mapped(piece.owner) or not piece.is_run:
+            return {}
         shard = self._open_mapped(piece.owner, piece.shard_id)
-        held = _field(shard.fields, piece)
         first, stop = piece.rows[0], piece.rows[-1] + 1
-        piece.check(held.dtype, held.row_lengths[first:stop])
-        start = sum(held.row_lengths[:first])
-        view = shard.tensor(piece.field)[start : start + wanted.numel]
-        self.mapped_bytes += view.nbytes
-        return view
+        views = {}
+        for name, key in keys.items():
+            held = _field(shard.fields, piece, name)
+            piece.check(name, held.dtype, held.row_lengths[first:stop])
+            start = sum(held.row_lengths[:first])
+            view = views[key] = shard.tensor(name)[start : start + piece.num_values]
+            self.mapped_bytes += view.nbytes
+        return views
 
     async def _fill(self, segments: Mapping[Owner, Sequence[Segment]], deadline: float) -> None:
         """Fills all destinations or raises the first failure; the rest is then cancelled."""
@@ -232,7 +265,7 @@ class Puller:
                         self.mapped_bytes += _plan_copy(segment, fields, shard, copies)
             else:
                 fetches.append((owner, wanted))
-                self.pulled_bytes += sum(len(segment.destination) for segment in wanted)
+                self.pulled_bytes += sum(segment.num_bytes for segment in wanted)
         if sum(len(copy.source) for copy in copies) > THREAD_COPY_BYTES:
             await asyncio.to_thread(_run_copies, copies)
         else:
@@ -274,19 +307,19 @@ class Puller:
             answer = await self._bulk.describe(owner, shard_id, deadline)
             described = [_checked_description(entry, shard_id, node_id) for entry in answer]
         return {
-            name: Piece(owner, shard_id, name, range(len(lengths)), dtype, lengths)
+            name: Piece(owner, shard_id, {name: dtype}, range(len(lengths)), lengths)
             for name, dtype, lengths in described
         }
 
-    def _allocate(self, wanted: Iterable[_Wanted]) -> tuple[Bytes, list[tuple[int, int]]]:
-        """One buffer for all, and the (start, end) of each in it."""
-        bounds = []
+    def _allocate(self, wanted: Mapping[K, _Wanted]) -> tuple[Bytes, dict[K, int]]:
+        """One buffer for all, and the first byte of each in it."""
+        starts = {}
         position = 0
-        for entry in wanted:
+        for key, entry in wanted.items():
+            starts[key] = position
             end = position + entry.numel * dtype_named(entry.dtype).itemsize
-            bounds.append((position, end))
             position = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return self._pool.take(position), bounds
+        return self._pool.take(position), starts
 
     def _open_mapped(self, owner: Owner, shard_id: str) -> MappedShard:
         assert self._arenas is not None
@@ -321,20 +354,23 @@ def _plan_copy(
 ) -> int:
     """Adds what has to be copied for a segment; returns its bytes."""
     piece = segment.piece
-    field = _field(fields, piece)
-    if piece.rows == tuple(range(len(field.row_lengths))):  # the whole shard, as is most common
-        piece.check(field.dtype, field.row_lengths)
-        if len(field.values):
-            copies.append(_Copy(field.values, segment.destination, keeper))
-        return len(field.values)
-    slices = field.slices(piece.rows)
-    piece.check(field.dtype, [field.row_lengths[row] for row in piece.rows])
-    position = 0
-    for source in slices:
-        end = position + len(source)
-        copies.append(_Copy(source, segment.destination[position:end], keeper))
-        position = end
-    return position
+    num_bytes = 0
+    for name, destination in zip(piece.fields, segment.destinations, strict=True):
+        field = _field(fields, piece, name)
+        if piece.rows == tuple(range(len(field.row_lengths))):  # as is most common
+            piece.check(name, field.dtype, field.row_lengths)
+            copies.append(_Copy(field.values, destination, keeper))
+            num_bytes += len(destination)
+            continue
+        slices = field.slices(piece.rows)
+        piece.check(name, field.dtype, [field.row_lengths[row] for row in piece.rows])
+        position = 0
+        for source in slices:
+            end = position + len(source)
+            copies.append(_Copy(source, destination[position:end], keeper))
+            position = end
+        num_bytes += position
+    return num_bytes
 
 
 def _run_copies(copies: Iterable[_Copy]) -> None:
@@ -346,13 +382,13 @@ def _run_copies(copies: Iterable[_Copy]) -> None:
             target[:] = np.frombuffer(copy.source, dtype=np.uint8)
 
 
-def _field(fields: Mapping[str, SealedField], piece: Piece) -> SealedField:
-    if piece.field not in fields:
+def _field(fields: Mapping[str, SealedField], piece: Piece, name: str) -> SealedField:
+    if name not in fields:
         raise MetadataError(
             f"shard {piece.shard_id} on {piece.owner.node_id} has fields {list(fields)}, "
-            f"not {piece.field!r}"
+            f"not {name!r}"
         )
-    return fields[piece.field]
+    return fields[name]
 
 
 def _tensor(buffer: Bytes, start: int, wanted: _Wanted) -> torch.Tensor:

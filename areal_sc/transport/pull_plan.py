@@ -1,17 +1,19 @@
 """Which bytes a pull asks for, and where each of them goes: arithmetic without I/O.
 
-segment   rows of one field of one shard; their bytes lie together at the destination
-part      what one request asks of a segment: some of its rows, the outer ones maybe cut
+piece     rows of one shard, of some of its fields
+segment   a piece, and the place of each of its fields in what is pulled
+part      what one request asks of a segment: several fields whole, or a share of one field: some of
+          its rows, the outer ones maybe cut
 
-    segments   [ row row  row ][ row  row row row ]...
-    parts      [    0    ][ 1 ][    2    ][   3   ]
+    segments   [ field | field | field ][ field | field | field ]...
+    parts      [    part 0     ][  1   ][        part 2         ]
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -33,19 +35,18 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one field of one shard, which lie together in what is pulled.
+    """Rows of one shard.
 
     Attributes:
+        fields: name -> name of the dtype that the metadata promises.
         rows: rows of the sealed shard, in the order wanted.
-        dtype: name of the dtype that the metadata promises.
-        lengths: values in each of the rows, as the metadata promises.
+        lengths: values in each of the rows, in every field, as the metadata promises.
     """
 
     owner: Owner
     shard_id: str
-    field: str
+    fields: Mapping[str, str]
     rows: Sequence[int]
-    dtype: str
     lengths: Sequence[int]
 
     @property
@@ -55,21 +56,28 @@ class Piece:
         return len(rows) > 0 and list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
     @property
-    def num_bytes(self) -> int:
-        return sum(self.lengths) * dtype_named(self.dtype).itemsize
+    def num_values(self) -> int:
+        """In each field."""
+        return sum(self.lengths)
 
-    def check(self, dtype: Any, lengths: Any, first: int = 0) -> None:
+    @property
+    def num_bytes(self) -> int:
+        return self.num_values * sum(dtype_named(dtype).itemsize for dtype in self.fields.values())
+
+    def check(self, field: str, dtype: Any, lengths: Any, first: int = 0) -> None:
         """Compares what the owner holds, from row `first` on, with what the metadata promised.
 
         Raises: ProtocolError: they differ.
         """
         wanted = tuple(self.lengths[first : first + len(lengths)])
-        if dtype != self.dtype or tuple(lengths) != wanted:
+        if dtype != self.fields[field] or tuple(lengths) != wanted:
             raise ProtocolError(
-                f"shard {self.shard_id} on {self.owner.node_id}, field {self.field!r}: expected "
-                f"{self.dtype} rows of {_abridged(wanted)} values, got {dtype} rows of "
-                f"{_abridged(lengths)}"
+                f"{self._place_of(field)}: expected {self.fields[field]} rows of "
+                f"{_abridged(wanted)} values, got {dtype} rows of {_abridged(lengths)}"
             )
+
+    def _place_of(self, field: str) -> str:
+        return f"shard {self.shard_id} on {self.owner.node_id}, field {field!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +85,16 @@ class Segment:
     """A piece, and where it goes.
 
     Attributes:
-        row_bounds: first byte of each row within `destination`, and the end.
-        destination: of just the size of the rows, which go there one after the other.
+        destinations: of each field, in the piece's order; of just the size of its rows, which go
+            there one after the other.
     """
 
     piece: Piece
-    row_bounds: Sequence[int]
-    destination: memoryview
+    destinations: Sequence[memoryview]
 
-    @classmethod
-    def create(cls, piece: Piece, destination: memoryview) -> Segment:
-        itemsize = dtype_named(piece.dtype).itemsize
-        bounds = tuple(accumulate((n * itemsize for n in piece.lengths), initial=0))
-        assert bounds[-1] == len(destination)
-        return cls(piece, bounds, destination)
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.destinations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +102,25 @@ class Part:
     """A share of one segment.
 
     Attributes:
+        fields: names; of several fields it has all rows, whole.
         first, stop: rows of the segment, as numbers within it.
         skip: bytes of row `first` that belong to the part before.
-        destination: where the part's bytes go; gives their number.
+        destinations: where the bytes of each field go.
+        num_bytes: of all of them.
     """
 
     segment: Segment
+    fields: Sequence[str]
     first: int
     stop: int
     skip: int
-    destination: memoryview
+    destinations: Sequence[memoryview]
+    num_bytes: int
 
     def to_wire(self) -> list[Any]:
-        """[shard id, field, skip, number of bytes, rows], consecutive rows as first and count."""
+        """[shard id, fields, skip, number of bytes, rows]; consecutive ones as first and count."""
         piece = self.segment.piece
-        wire: list[Any] = [piece.shard_id, piece.field, self.skip, len(self.destination)]
+        wire: list[Any] = [piece.shard_id, list(self.fields), self.skip, self.num_bytes]
         rows = piece.rows[self.first : self.stop]
         first, count = rows[0], len(rows)
         if count > 1 and all(row == first + i for i, row in enumerate(rows)):
@@ -123,76 +131,131 @@ class Part:
         """Compares what the owner says of the rows with the metadata.
 
         Args:
-            held: [dtype name, lengths of the rows].
+            held: [dtype name of each field, lengths of the rows].
 
         Raises: ProtocolError: they differ.
         """
         piece = self.segment.piece
         match held:
-            case [str(dtype), [*lengths]] if len(lengths) == self.stop - self.first:
-                piece.check(dtype, lengths, self.first)
+            case [[*dtypes], [*lengths]] if (
+                len(dtypes) == len(self.fields) and len(lengths) == self.stop - self.first
+            ):
+                for name, dtype in zip(self.fields, dtypes, strict=True):
+                    piece.check(name, dtype, lengths, self.first)
             case _:
                 raise ProtocolError(
-                    f"shard {piece.shard_id} on {piece.owner.node_id}, field {piece.field!r}: "
-                    f"expected a dtype and row lengths, got {held!r:.200}"
+                    f"shard {piece.shard_id} on {piece.owner.node_id}, fields {self.fields}: "
+                    f"expected their dtypes and row lengths, got {held!r:.200}"
                 )
 
 
 class SegmentCursor:
-    """Cuts segments into parts, one after the other; empty rows ask for nothing."""
+    """Cuts segments into parts, one after the other; empty rows ask for nothing.
 
-    def __init__(self, segments: Iterable[Segment]) -> None:
-        self._segments = deque(s for s in segments if s.row_bounds[-1])
-        self._position = 0  # in bytes, within the first segment that is left
+    Args:
+        uncut_bytes: a segment of at most that many bytes is asked for whole.
+    """
+
+    def __init__(self, segments: Iterable[Segment], uncut_bytes: int = 0) -> None:
+        self._segments = deque(s for s in segments if any(map(len, s.destinations)))
+        self._uncut_bytes = uncut_bytes
+        # within the first segment that is left
+        self._field = 0
+        self._position = 0  # in bytes
+        self._row_bounds: Sequence[int] = ()  # first value of each row, and the end
 
     @property
     def is_done(self) -> bool:
         return not self._segments
 
     def take(self, max_bytes: int, max_rows: int) -> list[Part]:
-        """The next parts, of at most so many bytes and rows together."""
-        parts = []
+        """The next parts, of at most so many bytes and rows together.
+
+        Fewer bytes, or none, where the next segment is to stay whole and does not fit.
+        """
+        parts: list[Part] = []
         while max_bytes and max_rows and self._segments:
-            segment, position = self._segments[0], self._position
-            bounds = segment.row_bounds
-            first = bisect_right(bounds, position) - 1
-            end = min(position + max_bytes, bounds[min(first + max_rows, len(bounds) - 1)])
-            stop = bisect_left(bounds, end)
-            skip = position - bounds[first]
-            parts.append(Part(segment, first, stop, skip, segment.destination[position:end]))
-            max_bytes -= end - position
-            max_rows -= stop - first
-            self._position = end
-            if end == bounds[-1]:
-                self._segments.popleft()
-                self._position = 0
+            segment = self._segments[0]
+            part = self._whole_fields(segment, max_bytes, max_rows)
+            if part is None:
+                if self._is_at_start and max_bytes < segment.num_bytes <= self._uncut_bytes:
+                    break
+                part = self._share_of_field(segment, max_bytes, max_rows)
+            parts.append(part)
+            max_bytes -= part.num_bytes
+            max_rows -= part.stop - part.first
         return parts
 
+    @property
+    def _is_at_start(self) -> bool:
+        return self._field == self._position == 0
 
-def pieces_of(batch: BatchMetadata) -> dict[str, list[Piece]]:
-    """Name -> the pieces that, one after the other, are the field's rows."""
+    def _whole_fields(self, segment: Segment, max_bytes: int, max_rows: int) -> Part | None:
+        """As many of the next fields as fit; all of the segment, where it is to stay whole."""
+        num_rows = len(segment.piece.rows)
+        if self._position or num_rows > max_rows:
+            return None
+        stop, num_bytes = self._field, 0
+        for destination in segment.destinations[self._field :]:
+            if num_bytes + len(destination) > max_bytes:
+                break
+            stop, num_bytes = stop + 1, num_bytes + len(destination)
+        if stop == self._field or (
+            stop < len(segment.destinations)
+            and self._is_at_start
+            and segment.num_bytes <= self._uncut_bytes
+        ):
+            return None
+        names = tuple(segment.piece.fields)[self._field : stop]
+        places = segment.destinations[self._field : stop]
+        self._advance(segment, stop)
+        return Part(segment, names, 0, num_rows, 0, places, num_bytes)
+
+    def _share_of_field(self, segment: Segment, max_bytes: int, max_rows: int) -> Part:
+        """Of the next field as much as fits."""
+        name, dtype = list(segment.piece.fields.items())[self._field]
+        destination, position = segment.destinations[self._field], self._position
+        itemsize = dtype_named(dtype).itemsize
+        bounds = self._row_bounds = self._row_bounds or tuple(
+            accumulate(segment.piece.lengths, initial=0)
+        )
+        first = bisect_right(bounds, position // itemsize) - 1
+        last = bounds[min(first + max_rows, len(bounds) - 1)] * itemsize
+        end = min(position + max_bytes, last)
+        stop = bisect_left(bounds, -(-end // itemsize))
+        skip = position - bounds[first] * itemsize
+        part = Part(
+            segment, (name,), first, stop, skip, (destination[position:end],), end - position
+        )
+        self._position = end
+        if end == len(destination):
+            self._advance(segment, self._field + 1)
+        return part
+
+    def _advance(self, segment: Segment, field: int) -> None:
+        self._field, self._position = field, 0
+        if field == len(segment.destinations):
+            self._segments.popleft()
+            self._field, self._row_bounds = 0, ()
+
+
+def pieces_of(batch: BatchMetadata) -> list[tuple[Piece, int]]:
+    """Each shard's rows, and how many values of the batch come before them."""
     lengths = batch.sequence_lengths
-    pieces: dict[str, list[Piece]] = {}
-    for shard in sorted(batch.shards, key=lambda shard: shard.offset):
-        if not shard.batch_size:
-            continue
-        owner = Owner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0])
-        its_lengths = lengths[shard.offset : shard.offset + shard.batch_size]
-        for name, tensor in shard.fields.items():
-            pieces.setdefault(name, []).append(
-                Piece(owner, shard.shard_id, name, shard.shard_rows, tensor.dtype, its_lengths)
+    starts = tuple(accumulate(lengths, initial=0))
+    pieces = []
+    for shard in batch.shards:
+        if shard.batch_size:
+            stop = shard.offset + shard.batch_size
+            piece = Piece(
+                Owner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0]),
+                shard.shard_id,
+                {name: tensor.dtype for name, tensor in shard.fields.items()},
+                shard.shard_rows,
+                lengths[shard.offset : stop],
             )
+            pieces.append((piece, starts[shard.offset]))
     return pieces
-
-
-def segments_of(pieces: Iterable[Piece], destination: memoryview) -> Iterator[Segment]:
-    """The pieces laid one after the other into a destination of their size together."""
-    position = 0
-    for piece in pieces:
-        end = position + piece.num_bytes
-        yield Segment.create(piece, destination[position:end])
-        position = end
-    assert position == len(destination)
 
 
 def field_dtypes(batch: BatchMetadata) -> dict[str, str]:

@@ -6,7 +6,7 @@ on a cache line. A ticket says in which segment of an arena the block lies, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, Final
@@ -55,9 +55,7 @@ class SealedField:
         if rows is None:
             return [self.values] if len(self.values) else []
         found = []
-        for _, run in groupby(enumerate(rows), lambda item: item[1] - item[0]):
-            run_rows = [row for _, row in run]
-            first, last = run_rows[0], run_rows[-1]
+        for first, last in _runs(rows):
             if first < 0 or last >= len(self.row_lengths):
                 raise MetadataError(
                     f"the shard has rows 0..{len(self.row_lengths) - 1}, not {first}..{last}"
@@ -211,6 +209,17 @@ def _field_layout(
             if start >= 0 and start % _FIELD_ALIGNMENT == 0 and field.stop <= num_bytes:
                 return name, field
     raise ProtocolError(f"a field of a ticket lies outside its shard of {num_bytes} bytes")
+
+
+def _runs(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of consecutive rows."""
+    if isinstance(rows, range) and rows.step == 1:
+        if rows:
+            yield rows[0], rows[-1]
+        return
+    for _, run in groupby(enumerate(rows), lambda item: item[1] - item[0]):
+        run_rows = [row for _, row in run]
+        yield run_rows[0], run_rows[-1]
 
 
 def _row_lengths(row: Any) -> tuple[int, ...]:

@@ -43,10 +43,10 @@ async def main(grant: list[Any], max_inflight_chunks: int) -> None:
         BulkOptions("stopped", 1 << 20, max_inflight_chunks),
     )
     target = memoryview(bytearray(NUM_BYTES))
-    piece = Piece(owner, "life1.1", "x", [0], "uint8", [NUM_BYTES])
+    piece = Piece(owner, "life1.1", {"x": "uint8"}, [0], [NUM_BYTES])
     while True:
         deadline = asyncio.get_running_loop().time() + 60
-        await client.fetch(owner, [Segment.create(piece, target)], deadline)
+        await client.fetch(owner, [Segment(piece, [target])], deadline)
         sys.stdout.write("pulled\n")
         sys.stdout.flush()
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from integration.bulk_member import BulkMember
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.link import BulkOptions
 from areal_sc.transport.bulk.server import DESCRIBE, READ, BulkServer
 from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, parse_head
-from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
 from areal_sc.transport.tensor_store import TensorStore
 
@@ -68,9 +68,9 @@ async def fetch(server: BulkServer, num_bytes: int) -> bytes:
     client = BulkClient(Granted(server), BulkOptions("test"))  # type: ignore[arg-type]
     target = memoryview(bytearray(NUM_BYTES if num_bytes > 1000 else 1000))
     owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
-    piece = Piece(owner, "life1.1", "x", [0], "uint8", [len(target)])
+    piece = Piece(owner, "life1.1", {"x": "uint8"}, [0], [len(target)])
     deadline = asyncio.get_running_loop().time() + 60
-    await client.fetch(owner, [Segment.create(piece, target)], deadline)
+    await client.fetch(owner, [Segment(piece, [target])], deadline)
     await client.close()
     return bytes(target[:num_bytes])
 
@@ -115,8 +115,8 @@ def mutated(request: Any, rng: random.Random) -> Any:
 
 
 REQUESTS: list[Any] = [
-    [READ, [["life1.1", "x", 0, 12, [0]]]],
-    [READ, [["life1.1", "x", 5, 100, 0, 1], ["life1.1", "x", 0, 0, [0, 0]]]],
+    [READ, [["life1.1", ["x"], 0, 12, [0]]]],
+    [READ, [["life1.1", ["x"], 5, 100, 0, 1], ["life1.1", ["x"], 0, 0, [0, 0]]]],
     [DESCRIBE, "life1.1"],
 ]
 
@@ -130,25 +130,13 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
             assert answer[0] in (0, 1)
             assert sum(map(len, payload)) <= 1000 * 4
         grant = server.open_session("liar")
-        sealer = Sealer(grant.session_id, grant.request_key, False)
-        hub = PeerHub(max_frame_bytes=1 << 20, max_frames=64)
-        replies: list[Any] = []
-
-        class Liar:
-            def on_message(self, frames: list[Any]) -> None:
-                replies.append(frames)
-
-            def on_connected(self) -> None: ...
-
-            def on_lost(self, reason: str) -> None: ...
-
-        link = hub.connect(grant.address, Liar(), ticket=grant.ticket)
+        liar = BulkMember(grant)
         for sequence in range(1, 3001):
-            body = mutated(rng.choice(REQUESTS), rng)
-            await link.send([sealer.seal_header(sequence, body)])
+            liar.send([liar.requests.seal_header(sequence, mutated(rng.choice(REQUESTS), rng))])
             if sequence % 50 == 0:  # it reads its answers: whoever does not is dropped
-                await until(lambda sequence=sequence: len(replies) == sequence)
-        await hub.close()
+                for _ in range(50):
+                    await liar.receive()
+        liar.close()
         assert memory_mib() - before < 100
         assert await fetch(server, 256) == expected(256)
 
@@ -245,23 +233,7 @@ async def test_parts_without_end_are_not_kept(mechanism: bytes) -> None:
 async def test_a_ticket_admits_one_connection_once() -> None:
     async with serving(1000) as server:
         grant = server.open_session("test")
-        sealer = Sealer(grant.session_id, grant.request_key, False)
         name, password = grant.ticket
-        hub = PeerHub(max_frame_bytes=1 << 20, max_frames=64)
-        replies: list[str] = []
-
-        class Member:
-            def __init__(self, label: str) -> None:
-                self.label = label
-
-            def on_message(self, frames: list[Any]) -> None:
-                replies.append(self.label)
-
-            def on_connected(self) -> None: ...
-
-            def on_lost(self, reason: str) -> None: ...
-
-        request = sealer.seal_header(1, REQUESTS[0])
         for label, ticket in [
             ("wrong password", (name, "00" * 16)),
             ("wrong name", (password, name)),
@@ -270,17 +242,17 @@ async def test_a_ticket_admits_one_connection_once() -> None:
             ("captured", (name, password)),
         ]:
             before = server.num_refused
-            link = hub.connect(grant.address, Member(label), ticket=ticket)
-            link.send_nowait([request])
+            member = BulkMember(grant, ticket)
+            member.send([member.requests.seal_header(1, REQUESTS[0])])
             if label == "right":
-                await until(lambda: replies == ["right"])
+                await until(lambda member=member: member.has_reply)
+                right = member
             else:
                 await until(lambda before=before: server.num_refused > before)
-            if label != "right":
-                link.close()
-        assert replies == ["right"]
+                assert not member.has_reply
+                member.close()
         assert server.num_reads == 1
-        await hub.close()
+        right.close()
 
 
 @pytest.mark.parametrize("max_inflight_chunks", [2, 64], ids=["idle socket", "full socket"])

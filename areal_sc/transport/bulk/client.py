@@ -13,22 +13,16 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from areal_sc.errors import RpcTimeout
-from areal_sc.transport.bulk.link import (
-    MAX_REQUEST_PARTS,
-    BulkOptions,
-    Description,
-    FetchJob,
-    OwnerLink,
-)
-from areal_sc.transport.bulk.wire import MAX_REPLY_HEADER_BYTES
-from areal_sc.transport.hub import PeerHub
+from areal_sc.transport.bulk.buffer_pool import BufferPool
+from areal_sc.transport.bulk.link import BulkOptions, Description, FetchJob, OwnerLink
 from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-MAX_REPLY_FRAMES: Final = 4 * MAX_REQUEST_PARTS
+IDLE_BUFFER_BYTES: Final = 16 << 20
+"""Memory kept for frames that cannot be received in place."""
 
 
 class BulkClient:
@@ -44,7 +38,7 @@ class BulkClient:
         self._options = options
         self._refused = Refusals(logger, "reply_refused", options.puller)
         self._ended_bytes = 0
-        self._hub: PeerHub | None = None
+        self._pool = BufferPool(IDLE_BUFFER_BYTES)
         self._links: dict[Owner, OwnerLink] = {}
 
     @property
@@ -65,12 +59,14 @@ class BulkClient:
 
         Raises: as `Puller.pull`.
         """
-        num_bytes = sum(len(segment.destination) for segment in segments)
+        num_bytes = sum(segment.num_bytes for segment in segments)
         if not num_bytes:
             return
         loop = asyncio.get_running_loop()
         shard_id = segments[0].piece.shard_id
-        job = FetchJob(shard_id, SegmentCursor(segments), num_bytes, loop.create_future())
+        # a request ends early rather than cut what would be asked for in parts of parts
+        cursor = SegmentCursor(segments, uncut_bytes=self._options.chunk_bytes // 2)
+        job = FetchJob(shard_id, cursor, num_bytes, loop.create_future())
         self._link(owner).submit(job)
         await _by_deadline(job.done, deadline, shard_id, owner)
 
@@ -86,8 +82,6 @@ class BulkClient:
         """Ends all connections; pulls that wait raise ShardGone."""
         for link in list(self._links.values()):
             await link.close()
-        if self._hub is not None:
-            await self._hub.close()
 
     def _link(self, owner: Owner) -> OwnerLink:
         link = self._links.get(owner)
@@ -96,18 +90,11 @@ class BulkClient:
                 owner,
                 self._options,
                 self._transport,
-                open_hub=self._open_hub,
+                pool=self._pool,
                 refused=self._refused,
                 on_ended=self._forget,
             )
         return link
-
-    def _open_hub(self) -> PeerHub:
-        """One socket for all owners. Its I/O thread is its own: it delays no control message."""
-        if self._hub is None:
-            frame_bytes = max(self._options.chunk_bytes + 64, MAX_REPLY_HEADER_BYTES)
-            self._hub = PeerHub(max_frame_bytes=frame_bytes, max_frames=MAX_REPLY_FRAMES)
-        return self._hub
 
     def _forget(self, link: OwnerLink) -> None:
         """A later pull from this owner tries anew."""

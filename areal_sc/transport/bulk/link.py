@@ -28,25 +28,26 @@ from areal_sc.errors import (
     ProtocolError,
     ShardGone,
 )
+from areal_sc.transport.bulk.arrival import Arrival
+from areal_sc.transport.bulk.buffer_pool import BufferPool
+from areal_sc.transport.bulk.frame_stream import FrameStream
 from areal_sc.transport.bulk.server import DESCRIBE, OPEN_SESSION, READ
 from areal_sc.transport.bulk.wire import (
     MAX_REPLY_HEADER_BYTES,
+    TAG_BYTES,
     Sealer,
     SessionGrant,
     failure_of_body,
     parse_head,
 )
-from areal_sc.transport.hub import Link, PeerHub
 from areal_sc.transport.pull_plan import Owner, Part, SegmentCursor
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
-from areal_sc.transport.socket import Frame
 
 OPEN_TIMEOUT_S: Final = 30.0
 MAX_REQUEST_ROWS: Final = 16_384
 MAX_REQUEST_PARTS: Final = 256
 """With names of at most 256 characters a request stays below `bulk_wire.MAX_REQUEST_BYTES`."""
-RESEND_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class FetchJob:
         if not self.returned:
             return self.cursor.take(max_bytes, max_rows)
         part = self.returned[0]
-        if len(part.destination) > max_bytes or part.stop - part.first > max_rows:
+        if part.num_bytes > max_bytes or part.stop - part.first > max_rows:
             return []
         return [self.returned.popleft()]
 
@@ -115,14 +116,31 @@ class Description:
 Chunk = list[tuple[FetchJob, Part]]
 
 
+@dataclass(eq=False, slots=True)
+class _Reply:
+    """The reply that is being received.
+
+    Attributes:
+        asked: what it answers; None: nothing that was asked, it is only read to its end.
+        payload: takes its frames.
+        error: what was wrong with it; its remaining frames are thrown away.
+    """
+
+    sequence: int = 0
+    asked: Chunk | Description | None = None
+    body: Any = None
+    payload: Arrival | None = None
+    error: ProtocolError | None = None
+
+
 class OwnerLink:
-    """A `Peer` of the hub; begins to open the session at once.
+    """A `FrameSink`; begins to open the session at once.
 
     Args:
         owner: whose shards are asked for.
         options: how.
         transport: gives the control connection, which hands over the session.
-        open_hub: gives the socket for all owners.
+        pool: gives buffers.
         refused: counts replies that the owner cannot have sent.
         on_ended: called when nothing more comes from this owner.
 
@@ -136,7 +154,7 @@ class OwnerLink:
         options: BulkOptions,
         transport: Transport,
         *,
-        open_hub: Callable[[], PeerHub],
+        pool: BufferPool,
         refused: Refusals,
         on_ended: Callable[[OwnerLink], None],
     ) -> None:
@@ -144,7 +162,7 @@ class OwnerLink:
         self.received_bytes = 0
         self._options = options
         self._transport = transport
-        self._open_hub = open_hub
+        self._pool = pool
         self._refused = refused
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
@@ -154,7 +172,9 @@ class OwnerLink:
         self._num_chunks = 0
         self._sequence = itertools.count(1)
         self._is_pump_scheduled = False
-        self._link: Link | None = None
+        self._stream: FrameStream | None = None
+        self._header = memoryview(b"")
+        self._reply: _Reply | None = None
         self._session_id = b""
         self._requests: Sealer | None = None
         self._replies: Sealer | None = None
@@ -175,37 +195,79 @@ class OwnerLink:
         await asyncio.gather(self._opening, return_exceptions=True)
         self._end("the connection was closed here")
 
-    def on_connected(self) -> None:
-        """Requests were queued meanwhile."""
-
     def on_lost(self, reason: str) -> None:
         self._end(reason)
 
-    def on_message(self, frames: list[Frame]) -> None:
-        """One reply: checked as a whole before any byte of it is used."""
-        self.received_bytes += sum(map(len, frames))
+    def place(self, num_bytes: int) -> memoryview:
+        """Where the next frame of a reply goes; raises as `FrameSink.place`."""
+        self.received_bytes += num_bytes
+        reply = self._reply
+        if reply is None:
+            if num_bytes > MAX_REPLY_HEADER_BYTES:
+                raise ProtocolError(f"a reply's header of {num_bytes} bytes")
+            self._header = memoryview(bytearray(num_bytes))
+            return self._header
+        if reply.payload is not None and reply.error is None:
+            try:
+                return reply.payload.place(num_bytes)
+            except ProtocolError as error:
+                reply.error = error
+        if num_bytes > self._options.chunk_bytes + TAG_BYTES:
+            raise ProtocolError(f"a frame of {num_bytes} bytes: more than was asked for")
+        return self._pool.take(num_bytes).data
+
+    def on_frame(self, *, has_more: bool) -> None:
+        """A reply's header, or a share of its payload, has arrived."""
+        reply = self._reply
+        if reply is None:
+            reply = self._reply = self._begin_reply(self._header)
+        elif reply.payload is not None and reply.error is None:
+            try:
+                reply.payload.on_frame()
+            except ProtocolError as error:
+                reply.error = error
+        if not has_more:
+            self._reply = None
+            self._end_reply(reply)
+
+    def _begin_reply(self, header: memoryview) -> _Reply:
+        reply = _Reply()
         try:
-            asked, sequence = self._match(frames[0])
-        except ProtocolError as error:
-            self._refused.add(error)
-            return
-        assert self._replies is not None
-        del self._inflight[sequence]
-        self._num_chunks -= not isinstance(asked, Description)
-        try:
-            body = self._replies.open_header(frames[0], sequence)
+            asked, reply.sequence = self._match(header)
+            assert self._replies is not None
+            reply.asked = asked
+            body = reply.body = self._replies.open_header(header, reply.sequence)
             tags = body.pop() if isinstance(body, list) and body else None
+            wanted: list[memoryview] = []
+            if not isinstance(asked, Description) and isinstance(body, list) and body[:1] == [0]:
+                wanted = [place for _, part in asked for place in part.destinations]
+            reply.payload = Arrival(self._replies, reply.sequence, tags, wanted, self._pool)
+        except ProtocolError as error:
+            reply.error = error
+        return reply
+
+    def _end_reply(self, reply: _Reply) -> None:
+        """All of it was checked; only now it counts."""
+        asked, body = reply.asked, reply.body
+        if asked is not None:
+            del self._inflight[reply.sequence]
+            self._num_chunks -= not isinstance(asked, Description)
+        try:
+            if reply.error is not None:
+                raise reply.error
+            assert asked is not None
+            assert reply.payload is not None
+            reply.payload.finish()
             if isinstance(asked, Description):
                 self._on_description(asked, body)
             elif isinstance(body, list) and body[:1] == [0]:
-                wanted = [part.destination for _, part in asked]
-                self._replies.open_payload(sequence, frames[1:], tags, wanted)
                 self._on_chunk(asked, body)
             else:
                 self._on_failure(asked, body)
         except ProtocolError as error:
             self._refused.add(error)
-            self._fail_asked(asked, error)
+            if asked is not None:
+                self._fail_asked(asked, error)
         self._pump_soon()
 
     async def _open(self) -> None:
@@ -225,7 +287,10 @@ class OwnerLink:
                     f"transport.encrypt is {options.is_encrypted} here and {grant.is_encrypted} on "
                     f"{owner.node_id}: it has to be the same in the whole run"
                 )
-            self._link = self._open_hub().connect(grant.address, self, ticket=grant.ticket)
+            self._session_id = grant.session_id
+            self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
+            self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
+            self._stream = await FrameStream.connect(grant.address, grant.ticket, self)
         except (PeerLost, IncarnationMismatch) as error:
             self._end(str(error))
             return
@@ -233,9 +298,6 @@ class OwnerLink:
             self._fail_all(error)
             self._on_ended(self)
             return
-        self._session_id = grant.session_id
-        self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
-        self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
         self._pump_soon()
 
     def _on_opened(self, opening: asyncio.Task[None]) -> None:
@@ -245,23 +307,18 @@ class OwnerLink:
 
     def _pump_soon(self) -> None:
         """Once a turn: what several pulls submit in one turn shares requests."""
-        if self._link is not None and not self._is_pump_scheduled:
+        if self._stream is not None and not self._is_pump_scheduled:
             self._is_pump_scheduled = True
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         self._is_pump_scheduled = False
-        while self._descriptions and self._link is not None:
+        while self._descriptions:
             description = self._descriptions.popleft()
             self._send([DESCRIBE, description.shard_id], description)
         while self._queue and self._num_chunks < self._options.max_inflight_chunks:
-            if self._link is None:
-                return
-            chunk = self._next_chunk()
-            if not chunk:
-                continue
-            if not self._send([READ, [part.to_wire() for _, part in chunk]], chunk):
-                return
+            if chunk := self._next_chunk():
+                self._send([READ, [part.to_wire() for _, part in chunk]], chunk)
 
     def _next_chunk(self) -> Chunk:
         """Parts of the pulls whose turn it is, up to the size of a chunk."""
@@ -273,7 +330,7 @@ class OwnerLink:
                 continue
             parts = job.take(room, rows)
             chunk += [(job, part) for part in parts]
-            room -= sum(len(part.destination) for part in parts)
+            room -= sum(part.num_bytes for part in parts)
             rows -= sum(part.stop - part.first for part in parts)
             if job.has_more:
                 self._queue.append(job)
@@ -281,24 +338,16 @@ class OwnerLink:
                     break
         return chunk
 
-    def _send(self, body: Any, asked: Chunk | Description) -> bool:
-        assert self._link is not None
+    def _send(self, body: Any, asked: Chunk | Description) -> None:
+        if self._stream is None:  # it ended before this turn, and what waited has failed
+            return
         assert self._requests is not None
         sequence = next(self._sequence)
-        try:
-            is_sent = self._link.send_nowait([self._requests.seal_header(sequence, body)])
-        except PeerLost as error:
-            self._fail_asked(asked, self._gone(_shard_of(asked), str(error)))
-            return False
-        if not is_sent:
-            self._put_back(asked)
-            self._loop.call_later(RESEND_S, self._pump_soon)
-            return False
         self._inflight[sequence] = asked
         self._num_chunks += not isinstance(asked, Description)
-        return True
+        self._stream.send(self._requests.seal_header(sequence, body))
 
-    def _match(self, header: Frame) -> tuple[Chunk | Description, int]:
+    def _match(self, header: memoryview) -> tuple[Chunk | Description, int]:
         session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)
         if session_id != self._session_id or sequence not in self._inflight:
             raise ProtocolError(f"reply {sequence} answers nothing that was asked")
@@ -323,7 +372,7 @@ class OwnerLink:
                         part.check(found)
                     except ProtocolError as error:
                         job.fail(error)  # its metadata does not fit; the other pulls' may
-                    job.arrived(len(part.destination))
+                    job.arrived(part.num_bytes)
             case _:
                 raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
 
@@ -336,11 +385,8 @@ class OwnerLink:
             case _:
                 raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
 
-    def _put_back(self, asked: Chunk | Description) -> None:
-        if isinstance(asked, Description):
-            self._descriptions.appendleft(asked)
-            return
-        for job, part in asked:
+    def _put_back(self, chunk: Chunk) -> None:
+        for job, part in chunk:
             if not job.done.done():
                 job.returned.append(part)
                 if job not in self._queue:
@@ -366,9 +412,9 @@ class OwnerLink:
     def _end(self, reason: str) -> None:
         """Nothing more comes from this owner; what waits fails, each naming its own shard."""
         self._on_ended(self)
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         jobs = [*self._queue]
         for asked in [*self._inflight.values(), *self._descriptions]:
             if isinstance(asked, Description):
@@ -385,9 +431,3 @@ class OwnerLink:
         return ShardGone(
             f"shard {shard_id} on {self.owner.node_id} is gone with its owner: {reason}"
         )
-
-
-def _shard_of(asked: Chunk | Description) -> str:
-    if isinstance(asked, Description):
-        return asked.shard_id
-    return asked[0][1].segment.piece.shard_id

@@ -33,7 +33,7 @@ from areal_sc.transport.interface import LOOPBACK, Interface
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Handler
 from areal_sc.transport.shard_layout import SealedField
-from areal_sc.transport.socket import ZERO_COPY_BYTES, AsyncSocket, Buffer, Frame
+from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
 from areal_sc.transport.zap import ZapGuard
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,10 @@ READ: Final = 0
 DESCRIBE: Final = 1
 
 IDLE_BUFFER_BYTES: Final = 64 << 20
-"""Memory of ciphertext kept for later replies."""
+"""Memory kept for payload that is not sent from where it lies: joined or encrypted."""
+
+JOINED_BYTES: Final = 256 << 10
+"""Smaller shares of a reply are joined with their neighbours."""
 
 LAST_REPLIES_LINGER_S: Final = 1.0
 MAX_WAITING_REPLIES: Final = 64
@@ -263,31 +266,64 @@ class BulkServer:
         room = self._max_reply_bytes
         for number, segment in enumerate(segments):
             try:
-                field, rows, skip, num_bytes = self._asked(segment)
+                fields, rows, skip, num_bytes = self._asked(segment)
                 room -= num_bytes
                 if room < 0:
                     raise ProtocolError(f"a reply has at most {self._max_reply_bytes} bytes")
-                slices += _window(field.slices(rows), skip, skip + num_bytes)
+                asked = [part for field in fields for part in field.slices(rows)]
+                slices += _window(asked, skip, skip + num_bytes)
             except (ShardGone, MetadataError, ProtocolError) as error:
                 return failure_body(number, error), []
-            held.append([field.dtype, [field.row_lengths[row] for row in rows]])
-        return [0, held], _joined(slices)
+            lengths = fields[0].row_lengths
+            held.append([[field.dtype for field in fields], [lengths[row] for row in rows]])
+        return [0, held], self._joined(slices)
 
-    def _asked(self, segment: Any) -> tuple[SealedField, Sequence[int], int, int]:
-        """(field, rows, bytes to skip, bytes) of a wire segment, checked before anything else."""
+    def _asked(self, segment: Any) -> tuple[list[SealedField], Sequence[int], int, int]:
+        """(fields, rows, bytes to skip, bytes) of a wire segment, checked before anything else."""
         match segment:
-            case [str(shard_id), str(name), int(skip), int(num_bytes), *rows] if (
-                skip >= 0 and num_bytes >= 0
+            case [str(shard_id), [str(), *_] as names, int(skip), int(num_bytes), *rows] if (
+                skip >= 0 and num_bytes >= 0 and all(isinstance(name, str) for name in names)
             ):
-                field = self._source.field(shard_id, name)
-                num_rows = len(field.row_lengths)
+                fields = [self._source.field(shard_id, name) for name in names]
+                lengths = fields[0].row_lengths
+                if any(field.row_lengths != lengths for field in fields):
+                    raise ProtocolError(f"shard {shard_id}: the rows of {names} differ in length")
                 match rows:
-                    case [int(first), int(count)] if 0 <= first <= first + count <= num_rows:
-                        return field, range(first, first + count), skip, num_bytes
+                    case [int(first), int(count)] if 0 <= first <= first + count <= len(lengths):
+                        return fields, range(first, first + count), skip, num_bytes
                     case [[*listed]] if all(isinstance(row, int) for row in listed):
-                        return field, listed, skip, num_bytes
-                raise ProtocolError(f"shard {shard_id} has {num_rows} rows, not {rows!r:.200}")
+                        return fields, listed, skip, num_bytes
+                raise ProtocolError(f"shard {shard_id} has {len(lengths)} rows, not {rows!r:.200}")
         raise ProtocolError(f"not a segment: {segment!r:.200}")
+
+    def _joined(self, slices: Iterable[memoryview]) -> list[Buffer]:
+        """Neighbours that are small as one frame: copying them costs less than a frame each.
+
+        Nearly nothing, since their tag needs them read once more anyway, from the cache then.
+        """
+        frames: list[Buffer] = []
+        small: list[memoryview] = []
+        for part in slices:
+            if len(part) < JOINED_BYTES:
+                small.append(part)
+                continue
+            if small:
+                frames.append(self._one_frame(small))
+                small = []
+            frames.append(part)
+        if small:
+            frames.append(self._one_frame(small))
+        return frames
+
+    def _one_frame(self, parts: Sequence[memoryview]) -> Buffer:
+        if len(parts) == 1:
+            return parts[0]
+        memory = self._pool.take(sum(map(len, parts))).data
+        position = 0
+        for part in parts:
+            memory[position : position + len(part)] = part
+            position += len(part)
+        return memory
 
     def _send(self, session_id: bytes, session: _Session, frames: Sequence[Buffer]) -> None:
         assert self._socket is not None
@@ -351,20 +387,3 @@ def _window(slices: Iterable[memoryview], start: int, stop: int) -> list[memoryv
     if stop > position:
         raise ProtocolError(f"the rows have {position} bytes, not {stop}")
     return found
-
-
-def _joined(slices: Iterable[memoryview]) -> list[Buffer]:
-    """Small neighbours as one frame each: a frame costs more than copying them."""
-    frames: list[Buffer] = []
-    small: list[memoryview] = []
-    for part in slices:
-        if len(part) < ZERO_COPY_BYTES:
-            small.append(part)
-            continue
-        if small:
-            frames.append(b"".join(small))
-            small = []
-        frames.append(part)
-    if small:
-        frames.append(b"".join(small))
-    return frames

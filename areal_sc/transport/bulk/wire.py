@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -111,6 +111,7 @@ class Sealer:
     """Authenticates, and encrypts where the session says so, one direction of one session.
 
     Args:
+        is_encrypted: payload and bodies are encrypted, not only authenticated.
         pool: gives the memory of encrypted payload.
     """
 
@@ -124,7 +125,7 @@ class Sealer:
         self._pool = pool or BufferPool(0)
         self._session_id = session_id
         self._aead = AESGCM(key)
-        self._is_encrypted = is_encrypted
+        self.is_encrypted = is_encrypted
 
     def seal_header(self, sequence: int, body: Any) -> bytes:
         """The frame `head | body | tag`.
@@ -137,7 +138,7 @@ class Sealer:
             raise ProtocolError(f"cannot be sent as msgpack: {error}") from error
         head = _HEAD.pack(_PREFIX, self._session_id, sequence)
         nonce = _NONCE.pack(sequence, 0)
-        if self._is_encrypted:
+        if self.is_encrypted:
             return head + self._aead.encrypt(nonce, packed, head)
         return head + packed + self._aead.encrypt(nonce, b"", head + packed)
 
@@ -149,7 +150,7 @@ class Sealer:
         nonce = _NONCE.pack(sequence, 0)
         head, sealed = frame[: _HEAD.size], frame[_HEAD.size :]
         try:
-            if self._is_encrypted:
+            if self.is_encrypted:
                 packed: Buffer = self._aead.decrypt(nonce, sealed, head)
             else:
                 packed = sealed[:-TAG_BYTES]
@@ -167,7 +168,7 @@ class Sealer:
         ciphertext with the tag at its end, and the tags' list is empty.
         """
         nonces = [_NONCE.pack(sequence, number) for number in range(1, len(frames) + 1)]
-        if self._is_encrypted:
+        if self.is_encrypted:
             pairs = zip(nonces, frames, strict=True)
             return [self._encrypted(nonce, frame) for nonce, frame in pairs], []
         tags = [
@@ -176,63 +177,39 @@ class Sealer:
         ]
         return list(frames), tags
 
-    def open_payload(
-        self,
-        sequence: int,
-        frames: Sequence[Frame],
-        tags: Any,
-        destinations: Sequence[memoryview],
-    ) -> None:
-        """Checks the payload and puts it into its destinations, which are of its size together.
+    def check_frame(self, sequence: int, number: int, frame: Buffer, tag: Any) -> None:
+        """Compares a payload frame that is not encrypted with its tag.
 
-        Raises: ProtocolError: a tag is wrong or missing, or the sizes differ; what the
-            destinations hold then must not be used.
+        Args:
+            number: of the frame within the reply, from 1.
+            tag: as the header names it.
+
+        Raises: ProtocolError: the tag is wrong or missing.
         """
-        num_tags = 0 if self._is_encrypted else len(frames)
-        if not isinstance(tags, list) or len(tags) != num_tags:
-            raise ProtocolError(f"{len(frames)} payload frames need {num_tags} tags")
-        extra = TAG_BYTES if self._is_encrypted else 0
-        sizes = [len(frame) - extra for frame in frames]
-        wanted = sum(map(len, destinations))
-        if min(sizes, default=0) < 0 or sum(sizes) != wanted:
-            raise ProtocolError(f"expected {wanted} bytes of payload, got {sum(sizes)}")
-        # frame by frame, where each has a destination of its own: nothing is copied twice
-        is_direct = self._is_encrypted and sizes == list(map(len, destinations))
-        opened = []
-        for number, frame in enumerate(frames, start=1):
-            nonce = _NONCE.pack(sequence, number)
-            try:
-                if is_direct:
-                    self._aead.decrypt_into(nonce, frame, None, destinations[number - 1])
-                elif self._is_encrypted:
-                    opened.append(memoryview(self._aead.decrypt(nonce, frame, None)))
-                else:
-                    self._aead.decrypt(nonce, tags[number - 1], frame)
-                    opened.append(frame)
-            except (InvalidTag, TypeError):
-                raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
-        if not is_direct:
-            _scatter(opened, destinations)
+        try:
+            self._aead.decrypt(_NONCE.pack(sequence, number), tag, frame)
+        except (InvalidTag, TypeError):
+            raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
+
+    def decrypt_frame(self, sequence: int, number: int, frame: Buffer, into: memoryview) -> None:
+        """Decrypts a payload frame, which ends with its tag.
+
+        Args:
+            number: of the frame within the reply, from 1.
+            into: memory for the plain bytes, which are `TAG_BYTES` fewer.
+
+        Raises: ProtocolError: the tag is wrong; what `into` holds then must not be used.
+        """
+        try:
+            self._aead.decrypt_into(_NONCE.pack(sequence, number), frame, None, into)
+        except InvalidTag:
+            raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
 
     def _encrypted(self, nonce: bytes, frame: Buffer) -> memoryview:
         """The ciphertext and its tag, in memory that is used again once it has been sent."""
         sealed = self._pool.take(len(frame) + TAG_BYTES)
         self._aead.encrypt_into(nonce, frame, None, sealed.data)
         return sealed.data
-
-
-def _scatter(frames: Iterable[Frame], destinations: Iterable[memoryview]) -> None:
-    """Copies the frames, one after the other, to the destinations, one after the other."""
-    rooms = iter(destinations)
-    room = memoryview(b"")
-    for frame in frames:
-        while len(frame):
-            if not len(room):
-                room = next(rooms)
-                continue
-            size = min(len(room), len(frame))
-            room[:size] = frame[:size]
-            room, frame = room[size:], frame[size:]
 
 
 def parse_head(frame: Frame, max_bytes: int) -> tuple[bytes, int]:

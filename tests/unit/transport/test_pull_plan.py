@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,10 +12,16 @@ from areal_sc.transport.pull_plan import Owner, Part, Piece, Segment, SegmentCur
 OWNER = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
 
 
-def segment(lengths: list[int], destination: bytearray, rows: object = None) -> Segment:
+ITEM_BYTES = {"ids": 1, "scores": 4}
+DTYPES = {"ids": "uint8", "scores": "float32"}
+
+
+def segment(lengths: list[int], rows: Sequence[int] | None = None, fields: str = "ids") -> Segment:
+    names = fields.split()
     its_rows = range(len(lengths)) if rows is None else rows
-    piece = Piece(OWNER, "life1.1", "ids", its_rows, "uint8", lengths)  # type: ignore[arg-type]
-    return Segment.create(piece, memoryview(destination))
+    piece = Piece(OWNER, "life1.1", {name: DTYPES[name] for name in names}, its_rows, lengths)
+    sizes = [ITEM_BYTES[name] * sum(lengths) for name in names]
+    return Segment(piece, [memoryview(bytearray(size)) for size in sizes])
 
 
 def parts_of(cursor: SegmentCursor, max_bytes: int, max_rows: int) -> list[list[Part]]:
@@ -25,51 +33,77 @@ def parts_of(cursor: SegmentCursor, max_bytes: int, max_rows: int) -> list[list[
 
 @given(
     st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=6), max_size=5),
-    st.integers(1, 20),
+    st.sampled_from(["ids", "scores", "ids scores", "scores ids"]),
+    st.integers(1, 60),
     st.integers(1, 4),
+    st.integers(0, 60),
 )
 def test_parts_carry_every_byte_to_its_place(
-    all_lengths: list[list[int]], max_bytes: int, max_rows: int
+    all_lengths: list[list[int]], fields: str, max_bytes: int, max_rows: int, uncut_bytes: int
 ) -> None:
     # every byte is another one than its neighbours, so a misplaced one is seen
-    rows_of: list[list[bytes]] = []
     count = 0
-    for lengths in all_lengths:
-        rows_of.append([bytes((count := count + 1) % 251 for _ in range(n)) for n in lengths])
-    targets = [bytearray(sum(lengths)) for lengths in all_lengths]
-    segments = [segment(n, target) for n, target in zip(all_lengths, targets, strict=True)]
-    index = {id(s): i for i, s in enumerate(segments)}
+    segments = [segment(lengths, fields=fields) for lengths in all_lengths]
+    rows_of: dict[int, dict[str, list[bytes]]] = {}
+    for it in segments:
+        rows_of[id(it)] = {
+            name: [
+                bytes((count := count + 1) % 251 for _ in range(n * ITEM_BYTES[name]))
+                for n in it.piece.lengths
+            ]
+            for name in it.piece.fields
+        }
 
-    for parts in parts_of(SegmentCursor(segments), max_bytes, max_rows):
-        assert 0 < sum(len(part.destination) for part in parts) <= max_bytes
+    cursor = SegmentCursor(segments, min(uncut_bytes, max_bytes))
+    for parts in parts_of(cursor, max_bytes, max_rows):
+        assert 0 < sum(part.num_bytes for part in parts) <= max_bytes
         assert sum(part.stop - part.first for part in parts) <= max_rows
-        sent = b""
         for part in parts:
-            asked = rows_of[index[id(part.segment)]][part.first : part.stop]
-            sent += b"".join(asked)[part.skip : part.skip + len(part.destination)]
-        for part in parts:
-            size = len(part.destination)
-            part.destination[:], sent = sent[:size], sent[size:]
+            assert part.num_bytes == sum(map(len, part.destinations))
+            held = rows_of[id(part.segment)]
+            asked = [row for name in part.fields for row in held[name][part.first : part.stop]]
+            sent = b"".join(asked)[part.skip : part.skip + part.num_bytes]
+            for place in part.destinations:
+                place[:], sent = sent[: len(place)], sent[len(place) :]
 
-    assert targets == [bytearray(b"".join(rows)) for rows in rows_of]
+    for it in segments:
+        for name, place in zip(it.piece.fields, it.destinations, strict=True):
+            assert bytes(place) == b"".join(rows_of[id(it)][name])
 
 
 def test_parts_are_as_large_as_they_may_be() -> None:
-    (first, second) = parts_of(SegmentCursor([segment([5, 5, 5], bytearray(15))]), 10, 9)
-    assert [len(part.destination) for part in first + second] == [10, 5]
+    (first, second) = parts_of(SegmentCursor([segment([5, 5, 5])]), 10, 9)
+    assert [part.num_bytes for part in first + second] == [10, 5]
+
+
+def test_fields_of_a_shard_are_asked_for_together() -> None:
+    both = segment([2, 1], fields="ids scores")
+    ((part,),) = parts_of(SegmentCursor([both]), 100, 100)
+    assert part.to_wire() == ["life1.1", ["ids", "scores"], 0, 15, 0, 2]
+    taken = parts_of(SegmentCursor([both]), 8, 100)
+    assert [[(*part.fields, part.num_bytes) for part in parts] for parts in taken] == [
+        [("ids", 3), ("scores", 5)],
+        [("scores", 7)],
+    ]
+
+
+def test_what_is_small_enough_is_not_cut() -> None:
+    cursor = SegmentCursor([segment([6]), segment([5]), segment([20])], uncut_bytes=5)
+    taken = parts_of(cursor, 10, 100)
+    assert [[part.num_bytes for part in parts] for parts in taken] == [[6], [5, 5], [10], [5]]
 
 
 def test_empty_rows_ask_for_nothing() -> None:
-    assert SegmentCursor([segment([0, 0], bytearray())]).is_done
+    assert SegmentCursor([segment([0, 0])]).is_done
 
 
 def test_consecutive_rows_are_named_by_first_and_count() -> None:
-    run = segment([1, 1, 1], bytearray(3), (4, 5, 6))
-    mixed = segment([1, 1, 1], bytearray(3), (6, 4, 5))
+    run = segment([1, 1, 1], (4, 5, 6))
+    mixed = segment([1, 1, 1], (6, 4, 5))
     (parts,) = parts_of(SegmentCursor([run, mixed]), 100, 100)
     assert [part.to_wire() for part in parts] == [
-        ["life1.1", "ids", 0, 3, 4, 3],
-        ["life1.1", "ids", 0, 3, [6, 4, 5]],
+        ["life1.1", ["ids"], 0, 3, 4, 3],
+        ["life1.1", ["ids"], 0, 3, [6, 4, 5]],
     ]
     assert run.piece.is_run
     assert not mixed.piece.is_run
@@ -78,15 +112,17 @@ def test_consecutive_rows_are_named_by_first_and_count() -> None:
 @pytest.mark.parametrize(
     ("held", "message"),
     [
-        (["uint8", [2, 4]], r"expected uint8 rows of \[2, 3\] values, got uint8 rows of \[2, 4"),
-        (["int8", [2, 3]], r"expected uint8 .* got int8"),
-        (["uint8", [2]], "expected a dtype and row lengths"),
-        (["uint8"], "expected a dtype and row lengths"),
-        (["uint8", 5], "expected a dtype and row lengths"),
-        (None, "expected a dtype and row lengths"),
+        ([["uint8"], [2, 4]], r"'ids': expected uint8 rows of \[2, 3\] values, got .* \[2, 4"),
+        ([["int8"], [2, 3]], r"'ids': expected uint8 .* got int8"),
+        ([["uint8"], [2]], "expected their dtypes and row lengths"),
+        ([["uint8"]], "expected their dtypes and row lengths"),
+        ([["uint8"], 5], "expected their dtypes and row lengths"),
+        ([[], [2, 3]], "expected their dtypes and row lengths"),
+        (["uint8", [2, 3]], "expected their dtypes and row lengths"),
+        (None, "expected their dtypes and row lengths"),
     ],
 )
 def test_rows_that_differ_from_the_metadata_are_refused(held: object, message: str) -> None:
-    ((part,),) = parts_of(SegmentCursor([segment([2, 3], bytearray(5))]), 100, 100)
-    with pytest.raises(ProtocolError, match=rf"life1\.1 on rollout/0, field 'ids': {message}"):
+    ((part,),) = parts_of(SegmentCursor([segment([2, 3])]), 100, 100)
+    with pytest.raises(ProtocolError, match=rf"life1\.1 on rollout/0, field.*{message}"):
         part.check(held)

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgpack
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
+from areal_sc.transport.bulk.arrival import Arrival
+from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.wire import (
     MAX_REQUEST_BYTES,
     PROTOCOL_VERSION,
@@ -20,8 +26,7 @@ from areal_sc.transport.bulk.wire import (
 
 SESSION = bytes(range(16))
 KEY = bytes(range(32))
-ROOM = memoryview(bytearray(3))
-BODY = [0, ["life1.1", "ids", 0, 12, [0]]]
+BODY = [0, ["life1.1", ["ids"], 0, 12, [0]]]
 
 
 def view(frame: bytes) -> memoryview:
@@ -37,16 +42,54 @@ def test_headers_and_payload_come_through(sealer: Sealer) -> None:
     header = view(sealer.seal_header(7, BODY))
     assert parse_head(header, MAX_REQUEST_BYTES) == (SESSION, 7)
     assert sealer.open_header(header, 7) == BODY
-    payload = [b"a" * 1000, memoryview(b"bc"), b"x"]
-    sent, tags = sealer.seal_payload(7, payload)
-    received = [view(bytes(frame)) for frame in sent]
-    for sizes in ([1000, 2, 1], [500, 503], [0, 1003], [1001, 0, 1, 1]):
-        places = [bytearray(size) for size in sizes]
-        sealer.open_payload(7, received, tags, [memoryview(place) for place in places])
+
+
+def received(
+    sealer: Sealer, sequence: int, frames: Sequence[Any], tags: Any, sizes: Sequence[int]
+) -> list[bytes]:
+    """What lies at destinations of those sizes when the frames have come."""
+    places = [bytearray(size) for size in sizes]
+    arrival = Arrival(sealer, sequence, tags, map(memoryview, places), BufferPool(1 << 20))
+    for frame in frames:
+        arrival.place(len(frame))[:] = frame
+        arrival.on_frame()
+    arrival.finish()
+    return [bytes(place) for place in places]
+
+
+def test_payload_comes_to_its_places(sealer: Sealer) -> None:
+    sent, tags = sealer.seal_payload(7, [b"a" * 1000, memoryview(b"bc"), b"x"])
+    for sizes in ([1000, 2, 1], [500, 503], [0, 1003], [1001, 0, 1, 1], [1] * 1003, [1003]):
+        places = received(sealer, 7, sent, tags, sizes)
         assert b"".join(places) == b"a" * 1000 + b"bc" + b"x"
-    for size in (1002, 1004):
-        with pytest.raises(ProtocolError, match=f"expected {size} bytes of payload, got 1003"):
-            sealer.open_payload(7, received, tags, [memoryview(bytearray(size))])
+    with pytest.raises(ProtocolError, match="1 bytes of payload are missing"):
+        received(sealer, 7, sent, tags, [1004])
+    with pytest.raises(ProtocolError, match="expected 0 more bytes of payload, got 1"):
+        received(sealer, 7, sent, tags, [1002])
+    arrival = Arrival(sealer, 7, [], [memoryview(bytearray(1002))], BufferPool(0))
+    with pytest.raises(ProtocolError, match="expected 1002 more bytes of payload, got 1003"):
+        arrival.place(1003 + 16 * sealer.is_encrypted)
+
+
+@given(
+    st.booleans(),
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.lists(st.integers(0, 40), max_size=8),
+)
+def test_frames_and_destinations_need_not_agree(
+    is_encrypted: bool, sizes: list[int], cuts: list[int]
+) -> None:
+    total = sum(sizes)
+    payload = bytes(i % 251 for i in range(total))
+    frames, start = [], 0
+    for size in sizes:
+        frames.append(payload[start : start + size])
+        start += size
+    bounds = sorted({0, total, *(cut for cut in cuts if cut < total)})
+    its = Sealer(SESSION, KEY, is_encrypted)
+    sent, tags = its.seal_payload(3, frames)
+    places = received(its, 3, sent, tags, [b - a for a, b in pairwise(bounds)])
+    assert b"".join(places) == payload
 
 
 def test_the_tag_is_gmac_as_the_library_computes_it() -> None:
@@ -84,7 +127,7 @@ def test_every_flipped_bit_is_noticed(sealer: Sealer) -> None:
         flipped = bytearray(sent)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ProtocolError, match="tag of payload frame 1"):
-            sealer.open_payload(7, [view(bytes(flipped))], tags, [memoryview(bytearray(50))])
+            received(sealer, 7, [flipped], tags, [50])
 
 
 def test_frames_do_not_fit_elsewhere(sealer: Sealer) -> None:
@@ -95,9 +138,8 @@ def test_frames_do_not_fit_elsewhere(sealer: Sealer) -> None:
         (7, frames[::-1], tags_of_first[::-1]),
         (7, frames[1:], tags_of_first[1:]),
     ]:
-        target = memoryview(bytearray(4 * len(moved)))
         with pytest.raises(ProtocolError, match="tag"):
-            sealer.open_payload(sequence, moved, tags, [target])
+            received(sealer, sequence, moved, tags, [4 * len(moved)])
     with pytest.raises(ProtocolError, match="tag"):
         Sealer(SESSION, KEY[::-1], False).open_header(view(sealer.seal_header(7, BODY)), 7)
 
@@ -105,9 +147,7 @@ def test_frames_do_not_fit_elsewhere(sealer: Sealer) -> None:
 @pytest.mark.parametrize("tags", [None, [], [b""], [b"x" * 16], ["x" * 16], [None], 3])
 def test_payload_without_its_tag_is_refused(tags: Any) -> None:
     with pytest.raises(ProtocolError, match="tag"):
-        Sealer(SESSION, KEY, False).open_payload(
-            1, [view(b"abc")], tags, [memoryview(bytearray(3))]
-        )
+        received(Sealer(SESSION, KEY, False), 1, [b"abc"], tags, [3])
 
 
 @pytest.mark.parametrize(
