@@ -123,7 +123,7 @@ RANGES: dict[str, Range] = {
     "scheduler.hung_after_s": POSITIVE,
     "scheduler.orphan_timeout_s": POSITIVE,
     "scheduler.shutdown_timeout_s": POSITIVE,
-    "transport.chunk_bytes": Range(low=1024, high=8 << 20),
+    "transport.chunk_bytes": Range(low=1024, high=4 << 20),
     "transport.max_inflight_chunks": COUNT,
     "transport.call_timeout_s": POSITIVE,
     "transport.pull_timeout_s": POSITIVE,

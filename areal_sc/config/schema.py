@@ -227,8 +227,8 @@ class TransportConfig:
     bind: str = "127.0.0.1"  # interface that workers listen on
     encrypt: bool = False  # payload too; everything is authenticated and headers of RPC encrypted
     shared_memory: str = "auto"  # auto: /dev/shm if it is large enough; off; or a folder
-    chunk_bytes: int = 2 << 20
-    max_inflight_chunks: int = 8  # receiver credits: requests outstanding at one owner
+    chunk_bytes: int = 1 << 20  # payload under one authentication tag
+    max_inflight_chunks: int = 16  # receiver credits: asked of one owner and not yet here
     call_timeout_s: float = 600.0  # deadline of a control call, a training step included
     pull_timeout_s: float = 300.0
     stalled_peer_timeout_s: float = 30.0  # a peer that does not read for so long is dropped

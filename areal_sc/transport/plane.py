@@ -16,7 +16,7 @@ from areal_sc.transport.arena.backend import ArenaBackend
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.arena.map import ArenaMap
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.link import BulkOptions
+from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.pull import Puller
@@ -68,6 +68,7 @@ class DataPlane:
             self.store,
             interface=interface or Interface.of(config.bind),
             is_encrypted=config.encrypt,
+            frame_bytes=config.chunk_bytes,
             reply_timeout_s=config.stalled_peer_timeout_s,
         )
         self._bulk = BulkClient(

@@ -168,15 +168,15 @@ class SegmentCursor:
     def is_done(self) -> bool:
         return not self._segments
 
-    def take(self, max_bytes: int, max_rows: int) -> list[Part]:
-        """The next parts, of at most so many bytes and rows together.
+    def take(self, max_bytes: int, max_rows: int, max_fields: int) -> list[Part]:
+        """The next parts, of at most so many bytes, rows and fields together.
 
         Fewer bytes, or none, where the next segment is to stay whole and does not fit.
         """
         parts: list[Part] = []
-        while max_bytes and max_rows and self._segments:
+        while max_bytes and max_rows and max_fields and self._segments:
             segment = self._segments[0]
-            part = self._whole_fields(segment, max_bytes, max_rows)
+            part = self._whole_fields(segment, max_bytes, max_rows, max_fields)
             if part is None:
                 if self._is_at_start and max_bytes < segment.num_bytes <= self._uncut_bytes:
                     break
@@ -184,19 +184,22 @@ class SegmentCursor:
             parts.append(part)
             max_bytes -= part.num_bytes
             max_rows -= part.stop - part.first
+            max_fields -= len(part.fields)
         return parts
 
     @property
     def _is_at_start(self) -> bool:
         return self._field == self._position == 0
 
-    def _whole_fields(self, segment: Segment, max_bytes: int, max_rows: int) -> Part | None:
+    def _whole_fields(
+        self, segment: Segment, max_bytes: int, max_rows: int, max_fields: int
+    ) -> Part | None:
         """As many of the next fields as fit; all of the segment, where it is to stay whole."""
         num_rows = len(segment.piece.rows)
         if self._position or num_rows > max_rows:
             return None
         stop, num_bytes = self._field, 0
-        for destination in segment.destinations[self._field :]:
+        for destination in segment.destinations[self._field : self._field + max_fields]:
             if num_bytes + len(destination) > max_bytes:
                 break
             stop, num_bytes = stop + 1, num_bytes + len(destination)

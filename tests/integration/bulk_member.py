@@ -58,7 +58,8 @@ class BulkMember:
         place = bytearray(sum(len(frame) - 16 * self._replies.is_encrypted for frame in frames))
         arrival = Arrival(self._replies, sequence, answer.pop(), [memoryview(place)], BufferPool(0))
         for frame in frames:
-            arrival.place(len(frame))[:] = frame
+            for part in arrival.places(len(frame)):
+                part[:], frame = frame[: len(part)], frame[len(part) :]
             arrival.on_frame()
         return answer, bytes(place)
 

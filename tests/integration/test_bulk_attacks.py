@@ -23,8 +23,9 @@ from integration.bulk_member import BulkMember
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.link import BulkOptions
-from areal_sc.transport.bulk.server import DESCRIBE, READ, BulkServer
+from areal_sc.transport.bulk.jobs import BulkOptions
+from areal_sc.transport.bulk.reader import DESCRIBE, READ
+from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, parse_head
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
 from areal_sc.transport.tensor_store import TensorStore
@@ -126,7 +127,7 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
     async with serving(1000) as server:
         before = memory_mib()
         for _ in range(100_000):
-            answer, payload = server._answer(mutated(rng.choice(REQUESTS), rng))
+            answer, payload = server._reader.answer(mutated(rng.choice(REQUESTS), rng))
             assert answer[0] in (0, 1)
             assert sum(map(len, payload)) <= 1000 * 4
         grant = server.open_session("liar")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,11 +19,22 @@ import torch
 from areal_sc.errors import ShardGone
 from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata, concat
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.link import BulkOptions
+from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc.transport import ZmqTransport
 
 OWNER_SCRIPT = Path(__file__).with_name("transport_owner.py")
+
+NUM_KILLS = 5
+MAX_TIME_TO_ERROR_S = 1.0
+"""From the end of an owner to that of the pulls that wait for it."""
+
+NUM_ARRIVED = 3
+"""Chunks of up to 2 MiB after which a silent owner answers no more. Of others, up to 8 more are on
+their way when they are killed."""
+
+NUM_COPIES = 2_000
+"""Of an owner's rows in one pull: 157 MB, 75 chunks at least."""
 
 
 def owner_module() -> ModuleType:
@@ -72,46 +84,69 @@ class OwnerProcess:
         self.process.communicate()
 
 
+def copies_of(batch: BatchMetadata, num_copies: int) -> BatchMetadata:
+    """The same rows again and again: a large pull from a small store."""
+    return concat([batch] * num_copies, batch_id="copies", global_step=0)
+
+
 @pytest.fixture
-def two_owners() -> Iterator[list[OwnerProcess]]:
-    """The second one stops to answer after three chunks."""
+def owners() -> Iterator[list[OwnerProcess]]:
+    """The first one lives on. Of those to be killed, every second one falls silent before.
+
+    So some die with chunks on their way, and some while only their connection can tell of it.
+    """
     with ExitStack() as stack:
-        made = [OwnerProcess(0), OwnerProcess(1, stall_after=3)]
-        for owner in made:
-            stack.callback(owner.end)
+        made = []
+        for number in range(1 + NUM_KILLS):
+            is_silent = number > 0 and number % 2 == 0
+            made.append(OwnerProcess(number, stall_after=NUM_ARRIVED if is_silent else -1))
+            stack.callback(made[-1].end)
         yield made
 
 
-async def test_rows_come_from_processes_until_one_is_killed(two_owners: list[OwnerProcess]) -> None:
-    steady, doomed = two_owners
-    batches = [await asyncio.to_thread(owner.batch) for owner in two_owners]
+async def test_pulls_from_processes_fail_within_a_second_of_their_owners_death(
+    owners: list[OwnerProcess],
+) -> None:
+    steady, *doomed = owners
+    of_steady, *of_doomed = [await asyncio.to_thread(owner.batch) for owner in owners]
     transport = ZmqTransport()
-    # 13,101 tokens of 6 bytes are 20 chunks
-    bulk = BulkClient(transport, BulkOptions("train/0", 4_096, max_inflight_chunks=4))
+    options = BulkOptions("train/0")
+    bulk = BulkClient(transport, options)
     puller = Puller(bulk, timeout_s=250)
 
-    pulled = await puller.pull(batches[0])
+    pulled = await puller.pull(of_steady)
+    num_steady_bytes = puller.pulled_bytes
     values = owner_module().values_of(steady.node_id)
     assert torch.equal(pulled.fields["input_ids"], values)
     assert torch.equal(pulled.fields["behavior_logprobs"], values.to(torch.bfloat16))
-    before = bulk.received_bytes
+    pulled = await puller.pull(copies_of(of_steady, 100))  # in several chunks
+    assert torch.equal(pulled.fields["input_ids"], values.repeat(100))
 
-    both = concat(batches, batch_id="both", global_step=0)
-    pull = asyncio.create_task(puller.pull(both))
-    async with asyncio.timeout(60):
-        # all of the first owner's rows, and three chunks of the second one's
-        while bulk.received_bytes < 2 * before + 3 * 4_096:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.01)
-    assert not pull.done()
-    doomed.end()
-    shard_id = batches[1].shards[0].shard_id
-    async with asyncio.timeout(20):  # far under the pull's own deadline
-        with pytest.raises(ShardGone, match=rf"shard {shard_id} on rollout/1 is gone"):
-            await pull
-        # one that is dead already is found out, too
-        with pytest.raises(ShardGone, match=rf"shard {shard_id} on rollout/1 is gone"):
-            await puller.pull(batches[1])
-    # the other owner is served as before
-    assert torch.equal((await puller.pull(batches[0])).fields["input_ids"], values)
+    times_s = []
+    for owner, batch in zip(doomed, of_doomed, strict=True):
+        gone = rf"shard {batch.shards[0].shard_id} on {owner.node_id} is gone"
+        asked, arrived = puller.pulled_bytes, bulk.received_bytes
+        both = concat([of_steady, copies_of(batch, NUM_COPIES)], batch_id="both", global_step=0)
+        pull = asyncio.create_task(puller.pull(both))
+        async with asyncio.timeout(60):
+            # all of the first owner's rows, and some of the other one's; not every chunk is full
+            enough = arrived + num_steady_bytes + NUM_ARRIVED * options.chunk_bytes // 2
+            while bulk.received_bytes < enough and not pull.done():  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0)
+        assert not pull.done()
+        assert bulk.received_bytes - arrived < (puller.pulled_bytes - asked) / 2
+
+        killed_at = time.monotonic()
+        owner.process.kill()
+        async with asyncio.timeout(60):  # far under the pull's own deadline
+            with pytest.raises(ShardGone, match=gone):
+                await pull  # it hands out nothing, not even the first owner's rows
+            times_s.append(time.monotonic() - killed_at)
+            # one that is dead already is found out, too
+            with pytest.raises(ShardGone, match=gone):
+                await puller.pull(batch)
+        # the other owner is served as before
+        assert torch.equal((await puller.pull(of_steady)).fields["input_ids"], values)
+    assert max(times_s) <= MAX_TIME_TO_ERROR_S, times_s
     await puller.close()
     await transport.close()

@@ -23,8 +23,9 @@ from areal_sc.metadata import (
     concat,
 )
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.link import BulkOptions
-from areal_sc.transport.bulk.server import DESCRIBE, READ, BulkServer
+from areal_sc.transport.bulk.jobs import BulkOptions
+from areal_sc.transport.bulk.reader import DESCRIBE, READ
+from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
@@ -458,7 +459,7 @@ async def test_both_sides_have_to_agree_on_encryption() -> None:
 )
 async def test_a_puller_refuses_descriptions_of_no_correct_owner(description: Any) -> None:
     async with owners(1) as [owner], pulling() as puller:
-        owner.bulk._describe = lambda shard_id: [0, description]  # type: ignore[method-assign]
+        owner.bulk._reader._describe = lambda shard_id: [0, description]  # type: ignore[method-assign]
         with pytest.raises(ProtocolError, match=r"shard life1\.1 on rollout/0: expected name"):
             async for _ in puller.pull_weights(
                 WeightsReference(0, ((owner.node_id, owner.address, "life1.1"),))
@@ -482,13 +483,13 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
     ):
         batch = await spread_batch([owner], [[1000, 1000]])
         waiting: list[int] = []
-        serve = owner.bulk._answer
+        serve = owner.bulk._reader.answer
 
         def answer(body: Any) -> Any:
-            waiting.append(puller._bulk._links[next(iter(puller._bulk._links))]._num_chunks)
+            waiting.append(puller._bulk._links[next(iter(puller._bulk._links))]._num_reads)
             return serve(body)
 
-        owner.bulk._answer = answer  # type: ignore[method-assign]
+        owner.bulk._reader.answer = answer  # type: ignore[method-assign]
         pulls = await asyncio.gather(*(puller.pull(batch, ["input_ids"]) for _ in range(5)))
         for pulled in pulls:
             assert rows_of(pulled, "input_ids") == [token_values(0, 1000), token_values(1, 1000)]

@@ -1,8 +1,7 @@
 """The payload of one reply, on its way from the wire to its destinations.
 
-    frame    a share of one destination     received in place, then its tag is checked
-             more than one destination      received in a buffer, checked, copied
-             encrypted                      received in a buffer, decrypted to its place
+    authenticated    received at its destinations, however many, then its tag is checked there
+    encrypted        received in a buffer, then decrypted to its destination
 
 Bytes may lie at their destination before their tag was found right: a pull hands nothing out until
 all of its replies were.
@@ -11,7 +10,7 @@ all of its replies were.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from areal_sc.errors import ProtocolError
@@ -20,7 +19,7 @@ from areal_sc.transport.bulk.wire import TAG_BYTES, Sealer
 
 
 class Arrival:
-    """Frames are announced (`place`) and received (`on_frame`) in turn; then `finish`.
+    """Frames are announced (`places`) and received (`on_frame`) in turn; then `finish`.
 
     Args:
         sealer: of the direction that the reply came.
@@ -44,12 +43,11 @@ class Arrival:
         self._destinations = deque(room for room in destinations if len(room))
         self._missing = sum(map(len, self._destinations))
         self._num_frames = 0
-        self._frame = memoryview(b"")
-        self._is_in_place = False
+        self._frame: list[memoryview] = []
         self._tags: list[Any] = tags if isinstance(tags, list) else []
 
-    def place(self, num_bytes: int) -> memoryview:
-        """Where the next frame goes.
+    def places(self, num_bytes: int) -> list[memoryview]:
+        """Where the next frame goes, one after the other.
 
         Raises: ProtocolError: it is not part of this reply.
         """
@@ -57,11 +55,10 @@ class Arrival:
         if not 0 <= size <= self._missing:
             raise ProtocolError(f"expected {self._missing} more bytes of payload, got {size}")
         self._missing -= size
-        self._is_in_place = not self._sealer.is_encrypted and self._fits(size)
-        if self._is_in_place:
-            self._frame = self._take(size)
+        if self._sealer.is_encrypted:
+            self._frame = [self._pool.take(num_bytes).data]
         else:
-            self._frame = self._pool.take(num_bytes).data
+            self._frame = list(self._take(size))
         return self._frame
 
     def on_frame(self) -> None:
@@ -69,40 +66,31 @@ class Arrival:
 
         Raises: ProtocolError: its tag is wrong or missing.
         """
-        number, frame = self._num_frames + 1, self._frame
-        self._num_frames, self._frame = number, memoryview(b"")
-        if self._sealer.is_encrypted:
-            size = len(frame) - TAG_BYTES
-            if self._fits(size):
-                self._sealer.decrypt_frame(self._sequence, number, frame, self._take(size))
-            else:
-                plain = self._pool.take(size).data
-                self._sealer.decrypt_frame(self._sequence, number, frame, plain)
-                self._scatter(plain)
+        self._num_frames += 1
+        number, frame, self._frame = self._num_frames, self._frame, []
+        if not self._sealer.is_encrypted:
+            tag = self._tags[number - 1] if number <= len(self._tags) else None
+            self._sealer.check_frame(self._sequence, number, frame, tag)
             return
-        tag = self._tags[number - 1] if number <= len(self._tags) else None
-        self._sealer.check_frame(self._sequence, number, frame, tag)
-        if not self._is_in_place:
-            self._scatter(frame)
+        size = len(frame[0]) - TAG_BYTES
+        places = list(self._take(size))
+        plain = places[0] if len(places) == 1 else self._pool.take(size).data
+        self._sealer.decrypt_frame(self._sequence, number, frame[0], plain)
+        if len(places) != 1:
+            for place in places:
+                place[:], plain = plain[: len(place)], plain[len(place) :]
 
     def finish(self) -> None:
         """Raises: ProtocolError: the reply's payload ended too early."""
         if self._missing:
             raise ProtocolError(f"{self._missing} bytes of payload are missing")
 
-    def _fits(self, size: int) -> bool:
-        """A frame of that size belongs to one destination alone."""
-        return bool(self._destinations) and size <= len(self._destinations[0])
-
-    def _take(self, size: int) -> memoryview:
-        """The next bytes of the first destination."""
-        room = self._destinations.popleft()
-        if size < len(room):
-            self._destinations.appendleft(room[size:])
-        return room[:size]
-
-    def _scatter(self, frame: memoryview) -> None:
-        while len(frame):
-            size = min(len(frame), len(self._destinations[0]))
-            self._take(size)[:] = frame[:size]
-            frame = frame[size:]
+    def _take(self, size: int) -> Iterator[memoryview]:
+        """The next bytes of the destinations."""
+        while size:
+            room = self._destinations.popleft()
+            if size < len(room):
+                self._destinations.appendleft(room[size:])
+                room = room[:size]
+            size -= len(room)
+            yield room

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from areal_sc.errors import RpcTimeout
 from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.bulk.link import BulkOptions, Description, FetchJob, OwnerLink
+from areal_sc.transport.bulk.jobs import BulkOptions, Description, FetchJob
+from areal_sc.transport.bulk.link import OwnerLink
 from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
@@ -65,7 +66,7 @@ class BulkClient:
         loop = asyncio.get_running_loop()
         shard_id = segments[0].piece.shard_id
         # a request ends early rather than cut what would be asked for in parts of parts
-        cursor = SegmentCursor(segments, uncut_bytes=self._options.chunk_bytes // 2)
+        cursor = SegmentCursor(segments, uncut_bytes=self._options.request_bytes // 2)
         job = FetchJob(shard_id, cursor, num_bytes, loop.create_future())
         self._link(owner).submit(job)
         await _by_deadline(job.done, deadline, shard_id, owner)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections import deque
+from itertools import islice
 from typing import Final, Protocol
 
 from areal_sc.errors import PeerLost, ProtocolError
@@ -39,6 +41,9 @@ _MAX_LOW_WATER_BYTES: Final = 1 << 20
 """Within a large frame the kernel reports no readiness before so much of it, or its rest, is there:
 every wake-up costs both ends as much as moving some 20 KiB."""
 
+_MAX_PLACES: Final = 64
+"""Of one read; the kernel allows 1,024."""
+
 _MAX_COMMAND_BYTES: Final = 1 << 10
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _GREETING: Final = struct.Struct(">10s2B20s32x")
@@ -52,15 +57,15 @@ _PING_TTL_BYTES: Final = 2
 class FrameSink(Protocol):
     """Who takes the frames; called on the event loop."""
 
-    def place(self, num_bytes: int) -> memoryview:
-        """Memory of just that size for the next frame.
+    def places(self, num_bytes: int) -> list[memoryview]:
+        """Memory of just that size together, none of it empty, for the next frame.
 
         Raises: ProtocolError: no correct peer sends such a frame; ends the connection.
         """
         ...
 
     def on_frame(self, *, has_more: bool) -> None:
-        """The frame is in its place; `has_more`: another one of its message follows."""
+        """The frame is in its places; `has_more`: another one of its message follows."""
         ...
 
     def on_lost(self, reason: str) -> None:
@@ -84,7 +89,8 @@ class FrameStream:
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._num_staged = 0  # bytes of a frame's head that is not whole yet
         self._flags = 0  # of the frame that is being received
-        self._place = _NOTHING  # what is missing of it
+        self._places: deque[memoryview] = deque()  # of what is missing of it
+        self._missing = 0
         self._command = _NOTHING
         self._unsent = bytearray()
         self._low_water = 1
@@ -155,20 +161,24 @@ class FrameStream:
     def _set_low_water(self) -> None:
         """Safe because the socket never blocks: a blocking read may have taken some of the bytes
         that the kernel still waits for."""
-        missing = len(self._place)
-        low_water = min(missing, _MAX_LOW_WATER_BYTES) if missing > _STAGING_BYTES else 1
+        low_water = 1
+        if self._missing > _STAGING_BYTES:
+            low_water = min(self._missing, _MAX_LOW_WATER_BYTES)
         if low_water != self._low_water:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water
 
     def _read(self) -> bool:
         """Reads once; tells whether there may be more now."""
-        if not len(self._place):
+        if not self._missing:
             return self._read_heads()
-        wanted = len(self._place)
-        num_bytes = self._received(self._socket.recv_into(self._place))
-        self._place = self._place[num_bytes:]
-        if num_bytes < wanted:
+        if len(self._places) == 1:
+            num_bytes = self._received(self._socket.recv_into(self._places[0]))
+        else:
+            places = islice(self._places, _MAX_PLACES)
+            num_bytes = self._received(self._socket.recvmsg_into(places)[0])
+        self._advance(num_bytes)
+        if self._missing:
             return False
         self._end_frame()
         return True
@@ -183,17 +193,33 @@ class FrameStream:
             start = self._begin_frame(staged, position)
             if start is None:
                 break
-            taken = min(len(self._place), len(staged) - start)
-            self._place[:taken] = staged[start : start + taken]
-            self._place = self._place[taken:]
-            position = start + taken
-            if len(self._place):
+            position = start + self._take_staged(staged[start:])
+            if self._missing:
                 break
             self._end_frame()
         rest = bytes(staged[position:])
         self._staging[: len(rest)] = rest
         self._num_staged = len(rest)
-        return num_bytes == len(room) or len(self._place) > 0
+        return num_bytes == len(room) or self._missing > 0
+
+    def _take_staged(self, staged: memoryview) -> int:
+        """Moves to the frame's places what came with its head; returns how many bytes."""
+        num_bytes = taken = min(self._missing, len(staged))
+        while num_bytes:
+            part = staged[taken - num_bytes : taken][: len(self._places[0])]
+            self._places[0][: len(part)] = part
+            self._advance(len(part))
+            num_bytes -= len(part)
+        return taken
+
+    def _advance(self, num_bytes: int) -> None:
+        """So many bytes have been put into their places."""
+        self._missing -= num_bytes
+        while num_bytes:
+            place = self._places.popleft()
+            if num_bytes < len(place):
+                self._places.appendleft(place[num_bytes:])
+            num_bytes -= min(num_bytes, len(place))
 
     def _received(self, num_bytes: int) -> int:
         if not num_bytes:
@@ -216,13 +242,15 @@ class FrameStream:
         if flags & _COMMAND:
             if num_bytes > _MAX_COMMAND_BYTES:
                 raise ProtocolError(f"a command of {num_bytes} bytes")
-            self._command = self._place = memoryview(bytearray(num_bytes))
+            self._command = memoryview(bytearray(num_bytes))
+            self._places = deque([self._command])
         else:
-            self._place = self._sink.place(num_bytes)
+            self._places = deque(self._sink.places(num_bytes))
+        self._missing = num_bytes
         return end
 
     def _end_frame(self) -> None:
-        self._place = _NOTHING  # an empty view keeps the memory, too
+        self._places.clear()  # an empty view would keep its memory
         if not self._flags & _COMMAND:
             self._sink.on_frame(has_more=bool(self._flags & _MORE))
         elif self._command[: len(_PING)] == _PING:

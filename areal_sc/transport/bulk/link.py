@@ -1,11 +1,11 @@
 """The session of a puller with one owner, and what waits for it.
 
 consumes     the segments of pulls; replies of the owner's bulk socket
-waits for    a credit: at most `max_inflight_chunks` requests are outstanding, so nothing is queued
+waits for    credit: at most `max_inflight_chunks` chunks are outstanding, so nothing is queued
              anywhere that was not asked for
 unblocked by the owner's replies, or the end of its connection
 
-Pulls take turns, a chunk each, so a small pull does not wait for the end of a large one. What is
+Pulls take turns, a request each, so a small pull does not wait for the end of a large one. What is
 small shares a request: requests are cut when a credit is free, not when a pull begins.
 
     pulls        [ A A A A ... ]   [ b ]   [ c ]
@@ -18,7 +18,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from areal_sc.errors import (
@@ -31,7 +31,9 @@ from areal_sc.errors import (
 from areal_sc.transport.bulk.arrival import Arrival
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.frame_stream import FrameStream
-from areal_sc.transport.bulk.server import DESCRIBE, OPEN_SESSION, READ
+from areal_sc.transport.bulk.jobs import BulkOptions, Description, FetchJob
+from areal_sc.transport.bulk.reader import DESCRIBE, READ
+from areal_sc.transport.bulk.server import OPEN_SESSION
 from areal_sc.transport.bulk.wire import (
     MAX_REPLY_HEADER_BYTES,
     TAG_BYTES,
@@ -40,80 +42,20 @@ from areal_sc.transport.bulk.wire import (
     failure_of_body,
     parse_head,
 )
-from areal_sc.transport.pull_plan import Owner, Part, SegmentCursor
+from areal_sc.transport.pull_plan import Owner, Part
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
 
 OPEN_TIMEOUT_S: Final = 30.0
+MAX_REQUESTS: Final = 8
+"""Outstanding at one owner: small pulls beyond share a request."""
+
 MAX_REQUEST_ROWS: Final = 16_384
-MAX_REQUEST_PARTS: Final = 256
+MAX_REQUEST_FIELDS: Final = 256
 """With names of at most 256 characters a request stays below `bulk_wire.MAX_REQUEST_BYTES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BulkOptions:
-    """How a puller asks.
-
-    Attributes:
-        puller: name of this side, for the owners' messages.
-        chunk_bytes: payload of one request.
-        max_inflight_chunks: requests outstanding at one owner, over all pulls.
-        is_encrypted: as the owners are configured; another one is refused.
-    """
-
-    puller: str
-    chunk_bytes: int = 2 << 20
-    max_inflight_chunks: int = 8
-    is_encrypted: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class FetchJob:
-    """What one pull wants of one owner.
-
-    Attributes:
-        returned: parts asked for before, whose request failed for another part's sake.
-        missing_bytes: not yet arrived.
-    """
-
-    shard_id: str
-    cursor: SegmentCursor
-    missing_bytes: int
-    done: asyncio.Future[None]
-    returned: deque[Part] = field(default_factory=deque)
-
-    @property
-    def has_more(self) -> bool:
-        return bool(self.returned) or not self.cursor.is_done
-
-    def take(self, max_bytes: int, max_rows: int) -> list[Part]:
-        """The next parts to ask for, within both limits."""
-        if not self.returned:
-            return self.cursor.take(max_bytes, max_rows)
-        part = self.returned[0]
-        if part.num_bytes > max_bytes or part.stop - part.first > max_rows:
-            return []
-        return [self.returned.popleft()]
-
-    def fail(self, error: ArealError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-    def arrived(self, num_bytes: int) -> None:
-        self.missing_bytes -= num_bytes
-        if self.missing_bytes == 0 and not self.done.done():
-            self.done.set_result(None)
-
-
-@dataclass(eq=False, slots=True)
-class Description:
-    """A shard's fields that somebody waits for."""
-
-    shard_id: str
-    fields: asyncio.Future[list[Any]]
-
-
-Chunk = list[tuple[FetchJob, Part]]
+Asked = list[tuple[FetchJob, Part]]
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +69,7 @@ class _Reply:
     """
 
     sequence: int = 0
-    asked: Chunk | Description | None = None
+    asked: Asked | Description | None = None
     body: Any = None
     payload: Arrival | None = None
     error: ProtocolError | None = None
@@ -168,8 +110,9 @@ class OwnerLink:
         self._loop = asyncio.get_running_loop()
         self._queue: deque[FetchJob] = deque()
         self._descriptions: deque[Description] = deque()
-        self._inflight: dict[int, Chunk | Description] = {}
-        self._num_chunks = 0
+        self._inflight: dict[int, Asked | Description] = {}
+        self._num_reads = 0
+        self._inflight_bytes = 0
         self._sequence = itertools.count(1)
         self._is_pump_scheduled = False
         self._stream: FrameStream | None = None
@@ -198,23 +141,23 @@ class OwnerLink:
     def on_lost(self, reason: str) -> None:
         self._end(reason)
 
-    def place(self, num_bytes: int) -> memoryview:
-        """Where the next frame of a reply goes; raises as `FrameSink.place`."""
+    def places(self, num_bytes: int) -> list[memoryview]:
+        """Where the next frame of a reply goes; raises as `FrameSink.places`."""
         self.received_bytes += num_bytes
         reply = self._reply
         if reply is None:
-            if num_bytes > MAX_REPLY_HEADER_BYTES:
+            if not 0 < num_bytes <= MAX_REPLY_HEADER_BYTES:
                 raise ProtocolError(f"a reply's header of {num_bytes} bytes")
             self._header = memoryview(bytearray(num_bytes))
-            return self._header
+            return [self._header]
         if reply.payload is not None and reply.error is None:
             try:
-                return reply.payload.place(num_bytes)
+                return reply.payload.places(num_bytes)
             except ProtocolError as error:
                 reply.error = error
         if num_bytes > self._options.chunk_bytes + TAG_BYTES:
             raise ProtocolError(f"a frame of {num_bytes} bytes: more than was asked for")
-        return self._pool.take(num_bytes).data
+        return [self._pool.take(num_bytes).data]
 
     def on_frame(self, *, has_more: bool) -> None:
         """A reply's header, or a share of its payload, has arrived."""
@@ -251,7 +194,7 @@ class OwnerLink:
         asked, body = reply.asked, reply.body
         if asked is not None:
             del self._inflight[reply.sequence]
-            self._num_chunks -= not isinstance(asked, Description)
+            self._count(asked, -1)
         try:
             if reply.error is not None:
                 raise reply.error
@@ -261,7 +204,7 @@ class OwnerLink:
             if isinstance(asked, Description):
                 self._on_description(asked, body)
             elif isinstance(body, list) and body[:1] == [0]:
-                self._on_chunk(asked, body)
+                self._on_payload(asked, body)
             else:
                 self._on_failure(asked, body)
         except ProtocolError as error:
@@ -316,38 +259,51 @@ class OwnerLink:
         while self._descriptions:
             description = self._descriptions.popleft()
             self._send([DESCRIBE, description.shard_id], description)
-        while self._queue and self._num_chunks < self._options.max_inflight_chunks:
-            if chunk := self._next_chunk():
+        while self._queue and self._has_credit:
+            if chunk := self._next_request():
                 self._send([READ, [part.to_wire() for _, part in chunk]], chunk)
 
-    def _next_chunk(self) -> Chunk:
-        """Parts of the pulls whose turn it is, up to the size of a chunk."""
-        chunk: Chunk = []
-        room, rows = self._options.chunk_bytes, MAX_REQUEST_ROWS
-        while room and rows and self._queue and len(chunk) < MAX_REQUEST_PARTS:
+    @property
+    def _has_credit(self) -> bool:
+        options = self._options
+        room = options.inflight_bytes - self._inflight_bytes
+        return self._num_reads < MAX_REQUESTS and room >= options.request_bytes
+
+    def _count(self, asked: Asked | Description, sign: int) -> None:
+        """A request was sent (+1), or answered (-1)."""
+        if not isinstance(asked, Description):
+            self._num_reads += sign
+            self._inflight_bytes += sign * sum(part.num_bytes for _, part in asked)
+
+    def _next_request(self) -> Asked:
+        """Parts of the pulls whose turn it is, up to the size of a request."""
+        asked: Asked = []
+        room, rows, fields = self._options.request_bytes, MAX_REQUEST_ROWS, MAX_REQUEST_FIELDS
+        while room and rows and fields and self._queue:
             job = self._queue.popleft()
             if job.done.done():  # it failed, or nobody waits for it any more
                 continue
-            parts = job.take(room, rows)
-            chunk += [(job, part) for part in parts]
+            parts = job.take(room, rows, fields)
+            asked += [(job, part) for part in parts]
             room -= sum(part.num_bytes for part in parts)
             rows -= sum(part.stop - part.first for part in parts)
+            fields -= sum(len(part.fields) for part in parts)
             if job.has_more:
                 self._queue.append(job)
                 if not parts:
                     break
-        return chunk
+        return asked
 
-    def _send(self, body: Any, asked: Chunk | Description) -> None:
+    def _send(self, body: Any, asked: Asked | Description) -> None:
         if self._stream is None:  # it ended before this turn, and what waited has failed
             return
         assert self._requests is not None
         sequence = next(self._sequence)
         self._inflight[sequence] = asked
-        self._num_chunks += not isinstance(asked, Description)
+        self._count(asked, 1)
         self._stream.send(self._requests.seal_header(sequence, body))
 
-    def _match(self, header: memoryview) -> tuple[Chunk | Description, int]:
+    def _match(self, header: memoryview) -> tuple[Asked | Description, int]:
         session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)
         if session_id != self._session_id or sequence not in self._inflight:
             raise ProtocolError(f"reply {sequence} answers nothing that was asked")
@@ -363,7 +319,7 @@ class OwnerLink:
             case _:
                 raise ProtocolError(f"not a description of a shard: {body!r:.200}")
 
-    def _on_chunk(self, chunk: Chunk, body: Any) -> None:
+    def _on_payload(self, chunk: Asked, body: Any) -> None:
         """The payload is in its place; what the owner says of its rows has to fit the metadata."""
         match body:
             case [0, [*held]] if len(held) == len(chunk):
@@ -376,7 +332,7 @@ class OwnerLink:
             case _:
                 raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
 
-    def _on_failure(self, chunk: Chunk, body: Any) -> None:
+    def _on_failure(self, chunk: Asked, body: Any) -> None:
         match body:
             case [1, int(number), str(name), str(message)] if 0 <= number < len(chunk):
                 # only the pull that asked for it fails; the others ask again
@@ -385,14 +341,14 @@ class OwnerLink:
             case _:
                 raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
 
-    def _put_back(self, chunk: Chunk) -> None:
+    def _put_back(self, chunk: Asked) -> None:
         for job, part in chunk:
             if not job.done.done():
                 job.returned.append(part)
                 if job not in self._queue:
                     self._queue.append(job)
 
-    def _fail_asked(self, asked: Chunk | Description, error: ArealError) -> None:
+    def _fail_asked(self, asked: Asked | Description, error: ArealError) -> None:
         if not isinstance(asked, Description):
             for job, _ in asked:
                 job.fail(error)
@@ -400,7 +356,7 @@ class OwnerLink:
             asked.fields.set_exception(error)
 
     def _fail_all(self, error: ArealError) -> None:
-        waiting: list[Chunk | Description] = [*self._inflight.values(), *self._descriptions]
+        waiting: list[Asked | Description] = [*self._inflight.values(), *self._descriptions]
         for asked in waiting:
             self._fail_asked(asked, error)
         for job in self._queue:

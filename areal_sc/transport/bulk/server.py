@@ -13,54 +13,37 @@ import asyncio
 import hmac
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import zmq
 
-from areal_sc.errors import MetadataError, PeerLost, ProtocolError, ShardGone, TransportError
+from areal_sc.errors import PeerLost, ProtocolError, TransportError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
+from areal_sc.transport.bulk.reader import ShardReader, ShardSource
 from areal_sc.transport.bulk.wire import (
     MAX_REQUEST_BYTES,
     Sealer,
     SessionGrant,
-    failure_body,
     parse_head,
 )
 from areal_sc.transport.endpoint import Context, configure_socket
 from areal_sc.transport.interface import LOOPBACK, Interface
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Handler
-from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
 from areal_sc.transport.zap import ZapGuard
 
 logger = logging.getLogger(__name__)
 
 OPEN_SESSION: Final = "bulk.open"
-READ: Final = 0
-DESCRIBE: Final = 1
-
 IDLE_BUFFER_BYTES: Final = 64 << 20
 """Memory kept for payload that is not sent from where it lies: joined or encrypted."""
-
-JOINED_BYTES: Final = 256 << 10
-"""Smaller shares of a reply are joined with their neighbours."""
 
 LAST_REPLIES_LINGER_S: Final = 1.0
 MAX_WAITING_REPLIES: Final = 64
 """Replies that wait for room in one puller's queue; its credits allow fewer."""
-
-
-class ShardSource(Protocol):
-    """What is served: a TensorStore."""
-
-    node_id: str
-
-    def describe(self, shard_id: str) -> dict[str, SealedField]: ...
-
-    def field(self, shard_id: str, name: str) -> SealedField: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +72,7 @@ class BulkServer:
         source: the store.
         interface: where the socket listens.
         is_encrypted: payload is encrypted, not only authenticated.
-        max_reply_bytes: payload of one reply; a larger one is refused.
+        frame_bytes: of payload under one tag; the puller checks it while it is in the cache.
         max_sessions: pullers at one time; the one that was idle longest is forgotten.
         reply_timeout_s: how long a reply waits for a puller that does not read.
 
@@ -105,7 +88,7 @@ class BulkServer:
         *,
         interface: Interface = LOOPBACK,
         is_encrypted: bool = False,
-        max_reply_bytes: int = 16 << 20,
+        frame_bytes: int = 1 << 20,
         max_sessions: int = 16_384,
         reply_timeout_s: float = 30.0,
     ) -> None:
@@ -116,10 +99,10 @@ class BulkServer:
         self._source = source
         self._interface = interface
         self._is_encrypted = is_encrypted
-        self._max_reply_bytes = max_reply_bytes
         self._max_sessions = max_sessions
         self._reply_timeout_s = reply_timeout_s
         self._pool = BufferPool(IDLE_BUFFER_BYTES)
+        self._reader = ShardReader(source, self._pool, frame_bytes)
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._sending: set[asyncio.Task[None]] = set()
         self._address = ""
@@ -221,7 +204,7 @@ class BulkServer:
             return
         self._sessions.move_to_end(session_id)
         self.num_reads += 1
-        reply, payload = self._answer(body)
+        reply, payload = self._reader.answer(body)
         sent, tags = session.replies.seal_payload(sequence, payload)
         header = session.replies.seal_header(sequence, [*reply, tags])
         self._send(session_id, session, [connection, header, *sent])
@@ -243,87 +226,6 @@ class BulkServer:
         body = session.requests.open_header(frames[0], sequence)
         session.connection, session.last_sequence = connection, sequence
         return session_id, session, sequence, body
-
-    def _answer(self, body: Any) -> tuple[list[Any], list[Buffer]]:
-        """(reply body without tags, payload); a failure names the segment that cannot be read."""
-        match body:
-            case [int(kind), str(shard_id)] if kind == DESCRIBE:
-                return self._describe(shard_id), []
-            case [int(kind), [*segments]] if kind == READ:
-                return self._read(segments)
-        return failure_body(0, ProtocolError(f"no such request: {body!r:.200}")), []
-
-    def _describe(self, shard_id: str) -> list[Any]:
-        try:
-            fields = self._source.describe(shard_id)
-        except (ShardGone, MetadataError) as error:
-            return failure_body(0, error)
-        return [0, [[name, field.dtype, list(field.row_lengths)] for name, field in fields.items()]]
-
-    def _read(self, segments: Sequence[Any]) -> tuple[list[Any], list[Buffer]]:
-        held = []
-        slices: list[memoryview] = []
-        room = self._max_reply_bytes
-        for number, segment in enumerate(segments):
-            try:
-                fields, rows, skip, num_bytes = self._asked(segment)
-                room -= num_bytes
-                if room < 0:
-                    raise ProtocolError(f"a reply has at most {self._max_reply_bytes} bytes")
-                asked = [part for field in fields for part in field.slices(rows)]
-                slices += _window(asked, skip, skip + num_bytes)
-            except (ShardGone, MetadataError, ProtocolError) as error:
-                return failure_body(number, error), []
-            lengths = fields[0].row_lengths
-            held.append([[field.dtype for field in fields], [lengths[row] for row in rows]])
-        return [0, held], self._joined(slices)
-
-    def _asked(self, segment: Any) -> tuple[list[SealedField], Sequence[int], int, int]:
-        """(fields, rows, bytes to skip, bytes) of a wire segment, checked before anything else."""
-        match segment:
-            case [str(shard_id), [str(), *_] as names, int(skip), int(num_bytes), *rows] if (
-                skip >= 0 and num_bytes >= 0 and all(isinstance(name, str) for name in names)
-            ):
-                fields = [self._source.field(shard_id, name) for name in names]
-                lengths = fields[0].row_lengths
-                if any(field.row_lengths != lengths for field in fields):
-                    raise ProtocolError(f"shard {shard_id}: the rows of {names} differ in length")
-                match rows:
-                    case [int(first), int(count)] if 0 <= first <= first + count <= len(lengths):
-                        return fields, range(first, first + count), skip, num_bytes
-                    case [[*listed]] if all(isinstance(row, int) for row in listed):
-                        return fields, listed, skip, num_bytes
-                raise ProtocolError(f"shard {shard_id} has {len(lengths)} rows, not {rows!r:.200}")
-        raise ProtocolError(f"not a segment: {segment!r:.200}")
-
-    def _joined(self, slices: Iterable[memoryview]) -> list[Buffer]:
-        """Neighbours that are small as one frame: copying them costs less than a frame each.
-
-        Nearly nothing, since their tag needs them read once more anyway, from the cache then.
-        """
-        frames: list[Buffer] = []
-        small: list[memoryview] = []
-        for part in slices:
-            if len(part) < JOINED_BYTES:
-                small.append(part)
-                continue
-            if small:
-                frames.append(self._one_frame(small))
-                small = []
-            frames.append(part)
-        if small:
-            frames.append(self._one_frame(small))
-        return frames
-
-    def _one_frame(self, parts: Sequence[memoryview]) -> Buffer:
-        if len(parts) == 1:
-            return parts[0]
-        memory = self._pool.take(sum(map(len, parts))).data
-        position = 0
-        for part in parts:
-            memory[position : position + len(part)] = part
-            position += len(part)
-        return memory
 
     def _send(self, session_id: bytes, session: _Session, frames: Sequence[Buffer]) -> None:
         assert self._socket is not None
@@ -370,20 +272,3 @@ def _from_hex(text: bytes) -> bytes:
         return bytes.fromhex(text.decode("ascii"))
     except ValueError:
         return b""
-
-
-def _window(slices: Iterable[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Bytes `start` to `stop` of the concatenation.
-
-    Raises: ProtocolError: the concatenation is shorter.
-    """
-    found = []
-    position = 0
-    for part in slices:
-        inside = part[max(start - position, 0) : max(stop - position, 0)]
-        if len(inside):
-            found.append(inside)
-        position += len(part)
-    if stop > position:
-        raise ProtocolError(f"the rows have {position} bytes, not {stop}")
-    return found

@@ -25,7 +25,10 @@ from typing import Any, Final
 
 import msgpack
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
@@ -39,6 +42,9 @@ SESSION_ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
 MAX_REQUEST_BYTES: Final = 256 << 10
 MAX_REPLY_HEADER_BYTES: Final = 4 << 20
+MAX_REPLY_BYTES: Final = 16 << 20
+"""Payload of one reply."""
+
 MAX_ELEMENTS: Final = 1 << 20
 """In the lists of one body; a description has one for each row of each field."""
 
@@ -125,6 +131,7 @@ class Sealer:
         self._pool = pool or BufferPool(0)
         self._session_id = session_id
         self._aead = AESGCM(key)
+        self._cipher = AES(key)
         self.is_encrypted = is_encrypted
 
     def seal_header(self, sequence: int, body: Any) -> bytes:
@@ -177,18 +184,26 @@ class Sealer:
         ]
         return list(frames), tags
 
-    def check_frame(self, sequence: int, number: int, frame: Buffer, tag: Any) -> None:
+    def check_frame(self, sequence: int, number: int, parts: Sequence[Buffer], tag: Any) -> None:
         """Compares a payload frame that is not encrypted with its tag.
 
         Args:
             number: of the frame within the reply, from 1.
+            parts: the frame, wherever its bytes lie.
             tag: as the header names it.
 
         Raises: ProtocolError: the tag is wrong or missing.
         """
+        nonce = _NONCE.pack(sequence, number)
         try:
-            self._aead.decrypt(_NONCE.pack(sequence, number), tag, frame)
-        except (InvalidTag, TypeError):
+            if len(parts) == 1:
+                self._aead.decrypt(nonce, tag, parts[0])
+            else:
+                check = Cipher(self._cipher, GCM(nonce, tag)).decryptor()
+                for part in parts:
+                    check.authenticate_additional_data(part)
+                check.finalize()
+        except (InvalidTag, TypeError, ValueError):
             raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
 
     def decrypt_frame(self, sequence: int, number: int, frame: Buffer, into: memoryview) -> None:

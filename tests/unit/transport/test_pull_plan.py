@@ -24,10 +24,12 @@ def segment(lengths: list[int], rows: Sequence[int] | None = None, fields: str =
     return Segment(piece, [memoryview(bytearray(size)) for size in sizes])
 
 
-def parts_of(cursor: SegmentCursor, max_bytes: int, max_rows: int) -> list[list[Part]]:
+def parts_of(
+    cursor: SegmentCursor, max_bytes: int, max_rows: int, max_fields: int = 100
+) -> list[list[Part]]:
     taken = []
     while not cursor.is_done:
-        taken.append(cursor.take(max_bytes, max_rows))
+        taken.append(cursor.take(max_bytes, max_rows, max_fields))
     return taken
 
 
@@ -36,10 +38,16 @@ def parts_of(cursor: SegmentCursor, max_bytes: int, max_rows: int) -> list[list[
     st.sampled_from(["ids", "scores", "ids scores", "scores ids"]),
     st.integers(1, 60),
     st.integers(1, 4),
+    st.integers(1, 4),
     st.integers(0, 60),
 )
 def test_parts_carry_every_byte_to_its_place(
-    all_lengths: list[list[int]], fields: str, max_bytes: int, max_rows: int, uncut_bytes: int
+    all_lengths: list[list[int]],
+    fields: str,
+    max_bytes: int,
+    max_rows: int,
+    max_fields: int,
+    uncut_bytes: int,
 ) -> None:
     # every byte is another one than its neighbours, so a misplaced one is seen
     count = 0
@@ -55,9 +63,10 @@ def test_parts_carry_every_byte_to_its_place(
         }
 
     cursor = SegmentCursor(segments, min(uncut_bytes, max_bytes))
-    for parts in parts_of(cursor, max_bytes, max_rows):
+    for parts in parts_of(cursor, max_bytes, max_rows, max_fields):
         assert 0 < sum(part.num_bytes for part in parts) <= max_bytes
         assert sum(part.stop - part.first for part in parts) <= max_rows
+        assert sum(len(part.fields) for part in parts) <= max_fields
         for part in parts:
             assert part.num_bytes == sum(map(len, part.destinations))
             held = rows_of[id(part.segment)]

@@ -51,7 +51,8 @@ def received(
     places = [bytearray(size) for size in sizes]
     arrival = Arrival(sealer, sequence, tags, map(memoryview, places), BufferPool(1 << 20))
     for frame in frames:
-        arrival.place(len(frame))[:] = frame
+        for part in arrival.places(len(frame)):
+            part[:], frame = frame[: len(part)], frame[len(part) :]
         arrival.on_frame()
     arrival.finish()
     return [bytes(place) for place in places]
@@ -68,7 +69,7 @@ def test_payload_comes_to_its_places(sealer: Sealer) -> None:
         received(sealer, 7, sent, tags, [1002])
     arrival = Arrival(sealer, 7, [], [memoryview(bytearray(1002))], BufferPool(0))
     with pytest.raises(ProtocolError, match="expected 1002 more bytes of payload, got 1003"):
-        arrival.place(1003 + 16 * sealer.is_encrypted)
+        arrival.places(1003 + 16 * sealer.is_encrypted)
 
 
 @given(

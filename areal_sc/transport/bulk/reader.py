@@ -1,0 +1,165 @@
+"""What an owner answers to a request: the bytes asked for, as the frames to send.
+
+A frame costs as much as copying some 200 KiB, and its tag needs its bytes read in any case, from
+the cache if they have just been copied. So small neighbours are joined, and what is large is sent
+from where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from areal_sc.errors import MetadataError, ProtocolError, ShardGone
+from areal_sc.transport.bulk.buffer_pool import BufferPool
+from areal_sc.transport.bulk.wire import MAX_REPLY_BYTES, failure_body
+from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.socket import Buffer
+
+READ: Final = 0
+DESCRIBE: Final = 1
+
+JOINED_BYTES: Final = 256 << 10
+"""Smaller shares of a reply are joined with their neighbours."""
+
+
+class ShardSource(Protocol):
+    """What is served: a TensorStore."""
+
+    node_id: str
+
+    def describe(self, shard_id: str) -> Mapping[str, SealedField]: ...
+
+
+class ShardReader:
+    """Reads the shards of one store for peers.
+
+    Args:
+        source: the store.
+        pool: gives memory for joined payload.
+        frame_bytes: of payload under one tag, at most.
+    """
+
+    def __init__(self, source: ShardSource, pool: BufferPool, frame_bytes: int) -> None:
+        self._source = source
+        self._pool = pool
+        self._frame_bytes = frame_bytes
+
+    def answer(self, body: Any) -> tuple[list[Any], list[Buffer]]:
+        """(reply body without tags, payload); a failure names the segment that cannot be read."""
+        match body:
+            case [int(kind), str(shard_id)] if kind == DESCRIBE:
+                return self._describe(shard_id), []
+            case [int(kind), [*segments]] if kind == READ:
+                return self._read(segments)
+        return failure_body(0, ProtocolError(f"no such request: {body!r:.200}")), []
+
+    def _describe(self, shard_id: str) -> list[Any]:
+        try:
+            fields = self._source.describe(shard_id)
+        except (ShardGone, MetadataError) as error:
+            return failure_body(0, error)
+        return [0, [[name, field.dtype, list(field.row_lengths)] for name, field in fields.items()]]
+
+    def _read(self, segments: Sequence[Any]) -> tuple[list[Any], list[Buffer]]:
+        held = []
+        slices: list[memoryview] = []
+        room = MAX_REPLY_BYTES
+        for number, segment in enumerate(segments):
+            try:
+                fields, rows, skip, num_bytes = self._asked(segment)
+                room -= num_bytes
+                if room < 0:
+                    raise ProtocolError(f"a reply has at most {MAX_REPLY_BYTES} bytes")
+                asked = [part for field in fields for part in field.slices(rows)]
+                slices += _window(asked, skip, skip + num_bytes)
+            except (ShardGone, MetadataError, ProtocolError) as error:
+                return failure_body(number, error), []
+            lengths = fields[0].row_lengths
+            if isinstance(rows, range):
+                its_lengths = lengths[rows.start : rows.stop]
+            else:
+                its_lengths = tuple(lengths[row] for row in rows)
+            held.append([[field.dtype for field in fields], its_lengths])
+        return [0, held], self._frames(slices)
+
+    def _asked(self, segment: Any) -> tuple[list[SealedField], Sequence[int], int, int]:
+        """(fields, rows, bytes to skip, bytes) of a wire segment, checked before anything else."""
+        match segment:
+            case [str(shard_id), [_, *_] as names, int(skip), int(num_bytes), *rows] if (
+                skip >= 0 and num_bytes >= 0
+            ):
+                fields = self._fields(shard_id, names)
+                lengths = fields[0].row_lengths
+                if any(field.row_lengths != lengths for field in fields[1:]):
+                    raise ProtocolError(f"shard {shard_id}: the rows of {names} differ in length")
+                match rows:
+                    case [int(first), int(count)] if 0 <= first <= first + count <= len(lengths):
+                        return fields, range(first, first + count), skip, num_bytes
+                    case [[*listed]] if all(isinstance(row, int) for row in listed):
+                        return fields, listed, skip, num_bytes
+                raise ProtocolError(f"shard {shard_id} has {len(lengths)} rows, not {rows!r:.200}")
+        raise ProtocolError(f"not a segment: {segment!r:.200}")
+
+    def _fields(self, shard_id: str, names: Sequence[Any]) -> list[SealedField]:
+        held = self._source.describe(shard_id)
+        fields = []
+        for name in names:
+            if not isinstance(name, str) or name not in held:
+                raise MetadataError(
+                    f"shard {shard_id} on {self._source.node_id} has fields {list(held)}, "
+                    f"not {name!r:.200}"
+                )
+            fields.append(held[name])
+        return fields
+
+    def _frames(self, slices: Iterable[memoryview]) -> list[Buffer]:
+        frames: list[Buffer] = []
+        small: list[memoryview] = []
+        num_small = 0
+        for part in slices:
+            is_small = len(part) < JOINED_BYTES
+            if small and not (is_small and num_small + len(part) <= self._frame_bytes):
+                frames.append(self._one_frame(small))
+                small, num_small = [], 0
+            if is_small:
+                small.append(part)
+                num_small += len(part)
+                continue
+            frames += [
+                part[start : start + self._frame_bytes]
+                for start in range(0, len(part), self._frame_bytes)
+            ]
+        if small:
+            frames.append(self._one_frame(small))
+        return frames
+
+    def _one_frame(self, parts: Sequence[memoryview]) -> Buffer:
+        if len(parts) == 1:
+            return parts[0]
+        memory = self._pool.take(sum(map(len, parts))).data
+        position = 0
+        for part in parts:
+            memory[position : position + len(part)] = part
+            position += len(part)
+        return memory
+
+
+def _window(slices: list[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Bytes `start` to `stop` of the concatenation.
+
+    Raises: ProtocolError: the concatenation is shorter.
+    """
+    num_bytes = sum(map(len, slices))
+    if stop > num_bytes:
+        raise ProtocolError(f"the rows have {num_bytes} bytes, not {stop}")
+    if (start, stop) == (0, num_bytes):  # as is most common
+        return slices
+    found = []
+    position = 0
+    for part in slices:
+        inside = part[max(start - position, 0) : max(stop - position, 0)]
+        if len(inside):
+            found.append(inside)
+        position += len(part)
+    return found
