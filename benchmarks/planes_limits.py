@@ -8,7 +8,7 @@ Run as `python planes_limits.py ROLE`, a role of planes_role.py.
 - zmq: ROUTER and DEALER, one request a chunk, a fixed number of them outstanding (credits), sent
   without a copy, received by one copy into its place. No authentication, no loop, no metadata. A
   blocking receive. As pyzmq comes, every message costs page faults, since glibc gives its memory
-  back; `zmq-tuned` tells glibc to keep it, as areal_sc's workers do.
+  back; `zmq-tuned` tells glibc to keep it.
 
 Destinations are warm and used again and again.
 """

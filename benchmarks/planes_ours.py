@@ -5,6 +5,7 @@ Like a controller it does not import torch; only `worker`, which a controller ne
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -108,9 +109,10 @@ async def worker(
         shares_memory: with the workers on this node; else every pull goes over TCP.
         pools: destinations are used again.
     """
-    from areal_sc.transport.plane import DataPlane, keep_message_memory
+    from areal_sc.transport.plane import DataPlane
 
-    keep_message_memory()
+    gc.collect()
+    gc.freeze()  # as the fork server does it after its imports
     incarnation = random_id()
     async with AsyncExitStack() as stack:
         transport = ZmqTransport(authenticator=authenticator(folder))

@@ -6,9 +6,7 @@ without            shards lie in the process's own memory; everybody pulls over 
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from typing import Final
 
 from areal_sc.config.schema import TransportConfig
@@ -25,9 +23,6 @@ from areal_sc.transport.tensor_store import TensorStore
 
 ROOM_SHARE: Final = 0.8
 """Of the free shared memory; published weights and other programs live there, too."""
-
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
 
 
 class DataPlane:
@@ -135,18 +130,3 @@ def _room_bytes(arenas: ArenaFolder) -> int:
     """What the shared memory of this node can still hold, some of it left to others."""
     space = os.statvfs(arenas.path)
     return int(ROOM_SHARE * space.f_bavail * space.f_frsize)
-
-
-def keep_message_memory() -> None:
-    """Makes malloc keep what received messages lay in, instead of giving it back to the system.
-
-    ZMQ allocates each incoming chunk anew. By default glibc maps and unmaps it, so every chunk
-    costs a page fault every 4 KiB: a third of the receiver's time. Both thresholds have to be set;
-    with the second alone the first freezes at 128 KiB. Other C libraries are left alone.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 256 << 20)

@@ -15,7 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -71,8 +71,7 @@ class _Source(Generic[K]):
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     """`keeper` keeps the source's memory from being used again."""
 
     source: memoryview
@@ -355,9 +354,10 @@ def _plan_copy(
     """Adds what has to be copied for a segment; returns its bytes."""
     piece = segment.piece
     num_bytes = 0
+    is_whole = piece.is_run and piece.rows[0] == 0
     for name, destination in zip(piece.fields, segment.destinations, strict=True):
         field = _field(fields, piece, name)
-        if piece.rows == tuple(range(len(field.row_lengths))):  # as is most common
+        if is_whole and len(field.row_lengths) == len(piece.rows):  # as is most common
             piece.check(name, field.dtype, field.row_lengths)
             copies.append(_Copy(field.values, destination, keeper))
             num_bytes += len(destination)

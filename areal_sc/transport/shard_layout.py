@@ -190,22 +190,33 @@ class Ticket:
             case [_, int(segment), int(start), int(span), int(num_bytes), [*rows], [*fields]] if (
                 min(segment, start, num_bytes) >= 0 and num_bytes <= span
             ):
-                lengths = [_row_lengths(row) for row in rows]
-                found = dict(_field_layout(entry, lengths, num_bytes) for entry in fields)
+                bounds = _RowBounds([_row_lengths(row) for row in rows])
+                found = dict(_field_layout(entry, bounds, num_bytes) for entry in fields)
                 return cls(segment, start, span, ShardLayout(num_bytes, found))
         raise ProtocolError(f"a ticket of {len(content)} bytes is malformed")
 
 
-def _field_layout(
-    entry: Any, lengths: Sequence[tuple[int, ...]], num_bytes: int
-) -> tuple[str, FieldLayout]:
+class _RowBounds:
+    """First byte of each row, which fields of like rows and dtypes have in common."""
+
+    def __init__(self, lengths: Sequence[tuple[int, ...]]) -> None:
+        self.lengths = lengths
+        self._found: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def of(self, row: int, dtype: str) -> tuple[int, ...]:
+        key = row, dtype_named(dtype).itemsize
+        if key not in self._found:
+            self._found[key] = _row_bounds(dtype, self.lengths[row])
+        return self._found[key]
+
+
+def _field_layout(entry: Any, bounds: _RowBounds, num_bytes: int) -> tuple[str, FieldLayout]:
     match entry:
-        case [str(name), str(dtype), int(start), int(row)] if 0 <= row < len(lengths):
+        case [str(name), str(dtype), int(start), int(row)] if 0 <= row < len(bounds.lengths):
             try:
-                bounds = _row_bounds(dtype, lengths[row])
+                field = FieldLayout(dtype, bounds.lengths[row], bounds.of(row, dtype), start)
             except MetadataError as error:
                 raise ProtocolError(f"field {name!r} of a ticket: {error}") from error
-            field = FieldLayout(dtype, lengths[row], bounds, start)
             if start >= 0 and start % _FIELD_ALIGNMENT == 0 and field.stop <= num_bytes:
                 return name, field
     raise ProtocolError(f"a field of a ticket lies outside its shard of {num_bytes} bytes")
@@ -234,7 +245,7 @@ def _is_count(value: Any) -> bool:
 
 def _row_bounds(dtype: str, lengths: Sequence[int]) -> tuple[int, ...]:
     itemsize = dtype_named(dtype).itemsize
-    return tuple(accumulate((length * itemsize for length in lengths), initial=0))
+    return tuple(accumulate([length * itemsize for length in lengths], initial=0))
 
 
 def _aligned(num_bytes: int) -> int:

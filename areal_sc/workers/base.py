@@ -26,7 +26,7 @@ from areal_sc.transport.beats import BeatServer
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.plane import DataPlane, keep_message_memory
+from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.server import Handler, RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.workers.run_memory import OFF, beats_folder
@@ -82,7 +82,6 @@ class Worker:
 
     async def serve(self) -> None:
         """Binds the sockets, reports, and serves until the end."""
-        keep_message_memory()
         handlers: dict[str, Handler] = {**self.methods(), **await self.plane.start()}
         server = self._server = RpcServer(
             handlers,
