@@ -15,6 +15,7 @@ What is spoken is ZMTP 3.1 (https://rfc.zeromq.org/spec/37), with PLAIN (spec/24
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from collections import deque
@@ -30,6 +31,8 @@ from areal_sc.transport.endpoint import (
     UNSENT_TIMEOUT_MS,
     parsed_address,
 )
+
+logger = logging.getLogger(__name__)
 
 READS_PER_TURN: Final = 8
 """Then the rest of the event loop has its turn; a read is at most one frame."""
@@ -85,6 +88,7 @@ class FrameStream:
         self._socket = connection
         self._sink = sink
         self._loop = asyncio.get_running_loop()
+        self._peer = connection.getpeername()
         self._is_closed = False
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._num_staged = 0  # bytes of a frame's head that is not whole yet
@@ -145,6 +149,7 @@ class FrameStream:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+        self._places.clear()
 
     def _on_readable(self) -> None:
         try:
@@ -155,6 +160,9 @@ class FrameStream:
             pass
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
+        except Exception as error:  # the boundary to the sink: whoever waits for a frame must fail
+            logger.exception("the stream to %s ends", self._peer)
+            self._lose(repr(error))
         if not self._is_closed:
             self._set_low_water()
 
@@ -253,7 +261,7 @@ class FrameStream:
         self._places.clear()  # an empty view would keep its memory
         if not self._flags & _COMMAND:
             self._sink.on_frame(has_more=bool(self._flags & _MORE))
-        elif self._command[: len(_PING)] == _PING:
+        elif self._command[: len(_PING)] == _PING and not self._unsent:  # else it does not read
             context = self._command[len(_PING) + _PING_TTL_BYTES :]
             self._write(_command(_PONG + context))
 

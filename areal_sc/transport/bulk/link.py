@@ -379,6 +379,7 @@ class OwnerLink:
                 jobs += [job for job, _ in asked]
         for job in jobs:
             job.fail(self._gone(job.shard_id, reason))
+        self._reply = None
         self._inflight.clear()
         self._descriptions.clear()
         self._queue.clear()

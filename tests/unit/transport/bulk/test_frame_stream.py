@@ -153,6 +153,34 @@ async def test_the_end_of_a_connection_is_told_once(sent: bytes) -> None:
     assert sink.messages == [[]]
 
 
+async def test_an_error_of_the_sink_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Sink()
+
+    def fail(num_bytes: int) -> list[memoryview]:
+        raise MemoryError(f"no room for {num_bytes} bytes")
+
+    sink.places = fail  # type: ignore[method-assign]
+    async with stream_of(sink) as (_, peer):
+        peer.send(frame(b"x" * 10))
+        await until(lambda: sink.lost)
+    assert sink.lost == ["MemoryError('no room for 10 bytes')"]
+    assert "Traceback" in caplog.text
+
+
+async def test_pings_of_a_peer_that_does_not_read_build_nothing_up() -> None:
+    async with stream_of(Sink()) as (stream, peer):
+        stream.send(bytes(1 << 22))
+        waiting = len(stream._unsent)
+        assert waiting > 1 << 20
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(20):
+            for _ in range(100):
+                await loop.sock_sendall(peer, b"\x04\x0b\x04PING\x00\x64same" * 100)
+        peer.send(frame(b"the last one"))
+        await until(lambda: len(stream._sink.messages) == 2)  # type: ignore[attr-defined]
+        assert len(stream._unsent) == waiting
+
+
 async def test_after_close_nothing_is_heard() -> None:
     sink = Sink()
     async with stream_of(sink) as (stream, peer):
