@@ -34,7 +34,16 @@ TRAJECTORY_FIELDS: Mapping[str, str] = {
 }
 """The fields, and their dtypes, of a generated trajectory; each has one value a token."""
 
-TRAJECTORY_BYTES_PER_TOKEN = 13
+FIELD_ALIGNMENT_BYTES = 64
+"""Each field of a shard takes whole cache lines: any dtype may be viewed in place."""
+
+_VALUE_BYTES = {"int32": 4, "bool": 1, "float32": 4}
+
+
+def trajectory_bytes(num_tokens: int) -> int:
+    """Bytes of a sealed shard of trajectories that have so many tokens together."""
+    sizes = (_VALUE_BYTES[dtype] * num_tokens for dtype in TRAJECTORY_FIELDS.values())
+    return sum(-(-size // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ from areal_sc.config.schema import (
     NormScope,
     OverBound,
     Resume,
+    RolloutConfig,
     RolloutEngine,
     WeightUpdateMethod,
 )
 from areal_sc.config.sglang_checks import check_sglang_config, sglang_of_worker
+from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.errors import ConfigError
-from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN
 
 MIN_HEARTBEATS_TO_ORPHAN = 2
 """Heartbeats that must be missing before a worker gives its controller up."""
@@ -250,15 +251,24 @@ def _check_model_context(config: GRPOConfig) -> None:
 
 def _check_store(config: GRPOConfig) -> None:
     rollout = config.rollout
-    group_bytes = rollout.group_size * rollout.max_context_tokens * TRAJECTORY_BYTES_PER_TOKEN
     # a group lies whole in one store
     groups_per_worker = -(-rollout.train_batch_groups // rollout.num_workers)
-    if rollout.store_bytes < groups_per_worker * group_bytes:
+    _require_room("rollout.store_bytes", rollout.store_bytes, groups_per_worker, rollout)
+    if rollout.node_store_bytes:
+        # the local scheduler starts all workers on one node
+        num_groups = rollout.train_batch_groups
+        _require_room("rollout.node_store_bytes", rollout.node_store_bytes, num_groups, rollout)
+
+
+def _require_room(key: str, limit: int, num_groups: int, rollout: RolloutConfig) -> None:
+    """Raises: ConfigError: the limit is less than that many groups of a batch may take."""
+    least = num_groups * max_group_bytes(rollout)
+    if limit < least:
         raise ConfigError(
-            f"rollout.store_bytes: expected at least {groups_per_worker * group_bytes} "
-            f"({groups_per_worker} groups a worker make a batch; a group takes up to "
-            f"rollout.group_size * rollout.max_context_tokens * {TRAJECTORY_BYTES_PER_TOKEN} bytes "
-            f"= {group_bytes}), got {rollout.store_bytes}"
+            f"{key}: expected at least {least} (room for {num_groups} of the "
+            f"rollout.train_batch_groups={rollout.train_batch_groups} groups of a batch; "
+            f"{describe_largest_group(rollout)}), got {limit}; give more room, or smaller batches "
+            "or shorter contexts"
         )
 
 

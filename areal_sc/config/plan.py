@@ -25,8 +25,8 @@ from areal_sc.config.schema import (
 )
 from areal_sc.config.sglang_arguments import ServerPlace, server_arguments
 from areal_sc.config.sglang_checks import sglang_of_worker
+from areal_sc.config.store_room import max_group_bytes
 from areal_sc.errors import ConfigError
-from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN
 
 HOST = "host"
 
@@ -362,8 +362,7 @@ def _kv_bytes_per_token(rollout: RolloutConfig, shape: ModelShape | None) -> int
 def _live_row_bytes(rollout: RolloutConfig) -> int:
     """Most bytes of rows in one store: eta + 1 admitted batches, and the one being trained."""
     live_groups = (rollout.max_staleness + 2) * rollout.train_batch_groups
-    tokens = live_groups * rollout.group_size * rollout.max_context_tokens
-    share = -(-tokens * TRAJECTORY_BYTES_PER_TOKEN // rollout.num_workers)
+    share = -(-live_groups * max_group_bytes(rollout) // rollout.num_workers)
     return min(rollout.store_bytes, share)
 
 

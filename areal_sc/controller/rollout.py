@@ -475,6 +475,7 @@ class RolloutController(Shell):
             )
         finally:
             worker.num_running -= 1
+            self._background.notify()  # a group that leaves no rows leaves room
         num_rejected = 0
         for cause, (count, example) in reply["rejected"].items():
             self.counters.rejected_rows[cause] += count

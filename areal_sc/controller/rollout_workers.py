@@ -23,10 +23,12 @@ from areal_sc.config.schema import (
     RolloutEngine,
     WeightUpdateMethod,
 )
+from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet, Member
 from areal_sc.errors import ConfigError
-from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN, BatchMetadata, WeightsReference
+from areal_sc.metadata import BatchMetadata, WeightsReference
+from areal_sc.transport.arena.free_extents import block_span
 from areal_sc.transport.shard_ids import parse_shard_id
 
 UPDATE_STEPS = 4
@@ -98,6 +100,7 @@ class RolloutWorkers:
         self._weights: WeightsReference | None = None
         self._are_updates_held = False
         self._num_calls = 0
+        self._group_bytes = max_group_bytes(config)
         self._method = config.weight_update.method
         self._update_places = asyncio.Semaphore(_num_updated_at_once(config))
 
@@ -128,16 +131,18 @@ class RolloutWorkers:
     def check_room(self) -> None:
         """Whether the stores hold one training batch at its worst-case size.
 
+        The limits that are set were checked before; how much memory is free shows only here.
+
         Raises: ConfigError: they do not, so that no batch might ever be complete.
         """
         wanted = self._config.train_batch_groups
         if self._max_groups < wanted:
             raise ConfigError(
-                f"rollout.node_store_bytes: the nodes have room for {self._max_groups} groups of "
-                f"up to {self._group_bytes} bytes (rollout.group_size * rollout.max_context_tokens "
-                f"* {TRAJECTORY_BYTES_PER_TOKEN}), a batch has rollout.train_batch_groups={wanted};"
-                " give more room, shorter contexts, smaller batches, or another folder in "
-                "transport.shared_memory"
+                "transport.shared_memory: expected room for a batch, that is for "
+                f"rollout.train_batch_groups={wanted} groups "
+                f"({describe_largest_group(self._config)}), but what is free there, and the limits "
+                f"of the stores, leave room for {self._max_groups}; give more room, shorter "
+                "contexts, smaller batches, or another folder"
             )
 
     def choose(self, version: int) -> RolloutWorkerState | None:
@@ -253,6 +258,7 @@ class RolloutWorkers:
                 live[shard.node_id].append(shard.shard_id)
         for state in self._states:
             await self._sweep_one(state, live[state.name])
+        self._background.notify()
 
     async def _sweep_one(self, state: RolloutWorkerState, live: Iterable[str]) -> None:
         own, adopted = [], []
@@ -281,12 +287,6 @@ class RolloutWorkers:
             state.mark = (reply["last_sequence"], frozenset(state.open_calls))
 
     @property
-    def _group_bytes(self) -> int:
-        """Most bytes that one group takes."""
-        tokens = self._config.group_size * self._config.max_context_tokens
-        return tokens * TRAJECTORY_BYTES_PER_TOKEN
-
-    @property
     def _groups_per_worker(self) -> int:
         """Groups of the longest rows that one store holds, at least one."""
         return max(1, self._config.store_bytes // self._group_bytes)
@@ -294,10 +294,13 @@ class RolloutWorkers:
     def _groups_on(self, node: str) -> int:
         """Groups of the longest rows that a node holds."""
         states = [state for state in self._states if state.node == node]
-        limits = [state.member.worker.report.store_room_bytes for state in states]
-        limits.append(self._config.node_store_bytes)
-        num_groups = self._groups_per_worker * len(states)
-        return min([num_groups, *(limit // self._group_bytes for limit in limits if limit)])
+        fitting = [self._groups_per_worker * len(states)]
+        if self._config.node_store_bytes:
+            fitting.append(self._config.node_store_bytes // self._group_bytes)
+        rooms = (state.member.worker.report.store_room_bytes for state in states)
+        # a limit counts shards; of the memory itself their blocks take whole pages
+        fitting += [room // block_span(self._group_bytes) for room in rooms if room]
+        return min(fitting)
 
     @property
     def _max_groups(self) -> int:

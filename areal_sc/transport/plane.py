@@ -127,6 +127,6 @@ class DataPlane:
 
 
 def _room_bytes(arenas: ArenaFolder) -> int:
-    """What the shared memory of this node can still hold, some of it left to others."""
+    """What the shared memory of this node can still hold, some of it left to others; at least 1."""
     space = os.statvfs(arenas.path)
-    return int(ROOM_SHARE * space.f_bavail * space.f_frsize)
+    return max(int(ROOM_SHARE * space.f_bavail * space.f_frsize), 1)

@@ -15,12 +15,10 @@ import msgpack
 import torch
 
 from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.metadata import TensorMetadata
+from areal_sc.metadata import FIELD_ALIGNMENT_BYTES, TensorMetadata
 from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
 
 TICKET_VERSION: Final = 1
-_FIELD_ALIGNMENT: Final = 64
-"""A cache line: any dtype may be viewed in place, and no two fields share a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +215,7 @@ def _field_layout(entry: Any, bounds: _RowBounds, num_bytes: int) -> tuple[str, 
                 field = FieldLayout(dtype, bounds.lengths[row], bounds.of(row, dtype), start)
             except MetadataError as error:
                 raise ProtocolError(f"field {name!r} of a ticket: {error}") from error
-            if start >= 0 and start % _FIELD_ALIGNMENT == 0 and field.stop <= num_bytes:
+            if start >= 0 and start % FIELD_ALIGNMENT_BYTES == 0 and field.stop <= num_bytes:
                 return name, field
     raise ProtocolError(f"a field of a ticket lies outside its shard of {num_bytes} bytes")
 
@@ -249,4 +247,4 @@ def _row_bounds(dtype: str, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
+    return -(-num_bytes // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES

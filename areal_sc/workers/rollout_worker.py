@@ -246,7 +246,7 @@ class RolloutWorker(Worker):
         try:
             async with asyncio.timeout(limit_s) as limit:
                 trajectory = await workflow.run_episode(prompt, engine)
-            rejection = _check_trajectory(trajectory)
+            rejection = _check_trajectory(trajectory, config.max_context_tokens)
         except RewardError as error:
             rejection = Rejection("reward_error", str(error))
         except WorkflowError as error:
@@ -357,7 +357,7 @@ class WorkerEpisodeEngine:
             raise
 
 
-def _check_trajectory(trajectory: Any) -> Rejection | None:
+def _check_trajectory(trajectory: Any, max_context_tokens: int) -> Rejection | None:
     """Why the trajectory cannot be trained on, None when it can."""
     if trajectory is None:
         return Rejection("rejected", "the workflow returned None")
@@ -369,6 +369,13 @@ def _check_trajectory(trajectory: Any) -> Rejection | None:
     lengths = {name: len(getattr(trajectory, name)) for name in TRAJECTORY_FIELDS}
     if len(set(lengths.values())) != 1:
         return Rejection("workflow_error", f"the trajectory's fields differ in length: {lengths}")
+    num_tokens = len(trajectory.input_ids)
+    if num_tokens > max_context_tokens:  # the store has no room reserved for more
+        return Rejection(
+            "workflow_error",
+            f"the trajectory has {num_tokens} tokens, expected at most "
+            f"rollout.max_context_tokens={max_context_tokens}",
+        )
     if not any(trajectory.loss_mask):
         return Rejection("workflow_error", "the trajectory has no trained token (loss_mask)")
     if not _is_finite(trajectory.reward):

@@ -19,7 +19,7 @@ RewardFunction = Callable[..., float | Awaitable[float]]
 
 @dataclass
 class Trajectory:
-    """One episode, token by token.
+    """One episode, token by token; T is at most `max_context_tokens`.
 
     Attributes:
         input_ids: [T] prompt and completion tokens, over all turns.

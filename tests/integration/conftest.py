@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integration.run_process import TINY_YAML
 
-from areal_sc import GRPOConfig, load_config, make_scheduler
+from areal_sc import GRPOConfig, LocalGenerator, RolloutController, load_config, make_scheduler
+from areal_sc import start as start_controllers
 from areal_sc.schedulers.base import Scheduler
 
 
@@ -32,3 +35,19 @@ def scheduler(tiny_config: Callable[..., GRPOConfig]) -> Iterator[Scheduler]:
     scheduler = make_scheduler(tiny_config().scheduler)
     yield scheduler
     scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def start_rollout(
+    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler
+) -> Callable[..., Any]:
+    """A rollout controller with one worker, as a context manager."""
+
+    @contextmanager
+    def started_rollout(*overrides: str) -> Iterator[RolloutController]:
+        config = tiny_config(*overrides).rollout
+        rollout = RolloutController(LocalGenerator(config), scheduler)
+        with start_controllers(rollout):
+            yield rollout
+
+    return started_rollout

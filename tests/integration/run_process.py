@@ -181,6 +181,12 @@ def started(run_dir: Path, script: Path, *arguments: str) -> Iterator[RunProcess
         run.kill_all()
 
 
+def assert_nothing_was_started(run: RunProcess) -> None:
+    """The script has ended, and its run folder is as it was before."""
+    assert not (run.run_dir / "logs").exists(), run.story()
+    assert "Traceback" not in run.output
+
+
 def gate_of(run_dir: Path) -> Path:
     """The file whose size says how many more episodes of a tiny run may begin."""
     return run_dir.with_name(f"{run_dir.name}-gate")

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.run_process import TINY_RUN, RunProcess, open_gate, started, tiny_run
+from integration.run_process import (
+    TINY_RUN,
+    assert_nothing_was_started,
+    open_gate,
+    started,
+    tiny_run,
+)
 from integration.scripts import episodes
 from integration.scripts.tiny_run import letter_prompts
 
-from areal_sc import GRPOConfig, LocalGenerator, RolloutController, SingleTurnWorkflow, Workflow
-from areal_sc import start as start_controllers
+from areal_sc import SingleTurnWorkflow, Workflow
 from areal_sc.errors import TooManyRejections, WorkflowError
-from areal_sc.schedulers.base import Scheduler
 from areal_sc.workflows.sources import PromptSource
 
 ROWS_A_STEP = 4 * 2
-
-
-@pytest.fixture(scope="module")
-def start_rollout(
-    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler
-) -> Callable[..., Any]:
-    """A rollout controller with one worker, as a context manager."""
-
-    @contextmanager
-    def started_rollout(*overrides: str) -> Iterator[RolloutController]:
-        config = tiny_config(*overrides).rollout
-        rollout = RolloutController(LocalGenerator(config), scheduler)
-        with start_controllers(rollout):
-            yield rollout
-
-    return started_rollout
-
-
-def assert_nothing_was_started(run: RunProcess) -> None:
-    assert not (run.run_dir / "logs").exists(), run.story()
-    assert "Traceback" not in run.output
 
 
 @pytest.mark.parametrize(
@@ -98,9 +80,13 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         (SingleTurnWorkflow(episodes.right, prompt_key="question"), "prompt_error", "question"),
         (episodes.ReturnsNothing(), "rejected", "the workflow returned None"),
         (episodes.UnequalLengths(), "workflow_error", "fields differ in length"),
+        (episodes.Tokens(65), "workflow_error", "65 tokens, expected at most rollout.max_context"),
         (episodes.Raises(), "workflow_error", "ZeroDivisionError: of the episode"),
     ],
-    ids=["raises", "NaN", "hangs", "wrong key", "None", "unequal lengths", "workflow raises"],
+    ids=[
+        *("raises", "NaN", "hangs", "wrong key", "None", "unequal lengths", "too long"),
+        "workflow raises",
+    ],
 )
 def test_rows_that_are_all_rejected_end_the_run_with_their_cause(
     start_rollout: Callable[..., Any], workflow: Workflow, cause: str, said: str

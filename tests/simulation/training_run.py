@@ -38,7 +38,7 @@ from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
-from areal_sc.metadata import TRAJECTORY_BYTES_PER_TOKEN, BatchMetadata, PromptReference
+from areal_sc.metadata import BatchMetadata, PromptReference, trajectory_bytes
 
 SLOWEST_MESSAGES_S = 100.0
 
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def group_bytes(self) -> int:
-        return self.group_size * self.max_context_tokens * TRAJECTORY_BYTES_PER_TOKEN
+        return trajectory_bytes(self.group_size * self.max_context_tokens)
 
 
 class WatchedLedger(Ledger):

@@ -14,12 +14,12 @@ from simulation.behavior import Number
 
 from areal_sc.errors import ShardGone, StoreFull, TransportError
 from areal_sc.metadata import (
-    TRAJECTORY_BYTES_PER_TOKEN,
     TRAJECTORY_FIELDS,
     BatchMetadata,
     RowMetadata,
     ShardMetadata,
     TensorMetadata,
+    trajectory_bytes,
 )
 from areal_sc.schedulers.base import LaunchRequest
 from areal_sc.transport.beat_board import Beat
@@ -288,7 +288,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         shard = ShardMetadata(
             node_id=self.name,
             node_addr=self.address,
-            shard_id=self.store.put(num_tokens * TRAJECTORY_BYTES_PER_TOKEN, group_id),
+            shard_id=self.store.put(trajectory_bytes(num_tokens), group_id),
             batch_size=len(rows),
             offset=0,
             fields={

@@ -47,6 +47,21 @@ class UnequalLengths(Workflow):
         return Trajectory([3, 4, 5], [True] * 3, [-1.0] * 2, [0] * 3, 1.0)
 
 
+class Tokens(Workflow):
+    """Rows of that many tokens, given by nobody; every `every_longer`-th has one more."""
+
+    def __init__(self, num_tokens: int, every_longer: int = 0) -> None:
+        self.num_tokens = num_tokens
+        self.every_longer = every_longer
+        self._num_begun = 0
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        self._num_begun += 1
+        is_longer = self.every_longer and self._num_begun % self.every_longer == 0
+        n = self.num_tokens + bool(is_longer)
+        return Trajectory([3] * n, [True] * n, [-1.0] * n, [0] * n, 1.0)
+
+
 class Raises(Workflow):
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
         raise ZeroDivisionError("of the episode")

@@ -114,19 +114,42 @@ def test_settings_at_the_edge_are_allowed(load: Load, override: str) -> None:
     assert check_config(load(*override.split(" ")), lambda: 0) == []
 
 
-def test_store_limit_under_one_batch(load: Load) -> None:
-    # 3 groups on 2 workers: one of them holds 2 groups of 4 rows of 100 tokens of 13 bytes
-    sizes = [
-        "rollout.train_batch_groups=3",
-        "rollout.group_size=4",
-        "rollout.max_context_tokens=100",
-        "rollout.num_workers=2",
-        "generation.max_new_tokens=50",
-    ]
-    least = 2 * 4 * 100 * 13
-    load(*sizes, f"rollout.store_bytes={least}")
-    with pytest.raises(ConfigError, match=rf"rollout\.store_bytes: expected at least {least} "):
-        load(*sizes, f"rollout.store_bytes={least - 1}")
+# 3 groups on 2 workers: one of them holds 2, and the node all
+STORE_SIZES = (
+    "rollout.train_batch_groups=3",
+    "rollout.group_size=4",
+    "rollout.max_context_tokens=100",
+    "rollout.num_workers=2",
+    "generation.max_new_tokens=50",
+)
+# 4 rows of 100 tokens: three fields of 4 bytes each, and one of 1, which fills 7 cache lines of 64
+GROUP_BYTES = 3 * 4 * 400 + 7 * 64
+
+
+@pytest.mark.parametrize(("setting", "num_groups"), [("store_bytes", 2), ("node_store_bytes", 3)])
+def test_store_limit_under_one_batch(load: Load, setting: str, num_groups: int) -> None:
+    least = num_groups * GROUP_BYTES
+    load(*STORE_SIZES, f"rollout.{setting}={least}")
+    with pytest.raises(ConfigError) as caught:
+        load(*STORE_SIZES, f"rollout.{setting}={least - 1}")
+    assert str(caught.value) == (
+        f"rollout.{setting}: expected at least {least} (room for {num_groups} of the "
+        f"rollout.train_batch_groups=3 groups of a batch; a group takes up to {GROUP_BYTES} bytes: "
+        "rollout.group_size=4 rows of rollout.max_context_tokens=100 tokens), "
+        f"got {least - 1}; give more room, or smaller batches or shorter contexts"
+    )
+
+
+def test_a_node_without_a_limit_has_room(load: Load) -> None:
+    load(*STORE_SIZES, "rollout.node_store_bytes=0")
+
+
+def test_a_dry_run_does_not_pass_what_the_run_would_refuse(
+    load: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.node_store_bytes: .* got 10;"):
+        load("--dry-run", "rollout.node_store_bytes=10")
+    assert capsys.readouterr().out == ""
 
 
 def test_ranks_and_devices(load: Load) -> None:

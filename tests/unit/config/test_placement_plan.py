@@ -30,7 +30,9 @@ SIZES = [
     "rollout.max_staleness=1",
     "generation.max_new_tokens=50",
 ]
-ROW_BYTES = (1 + 2) * 2 * 4 * 100 * 13  # eta + 1 batches admitted, one in training
+# 4 * 100 tokens: three fields of 4 bytes each, and one of 1, which fills 7 cache lines of 64
+GROUP_BYTES = 3 * 4 * 400 + 7 * 64
+ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
 SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
 REPOSITORY = Path(__file__).parents[3]
 ONE_GPU = str(REPOSITORY / "configs" / "one_gpu.yaml")
@@ -119,8 +121,8 @@ def test_ranks_share_parameters_and_devices_in_turn(load: Load, model: Path) -> 
 
 
 def test_store_limit_bounds_the_rows(load: Load, model: Path) -> None:
-    config = load(f"actor.path={model}", *SIZES, f"rollout.store_bytes={2 * 4 * 100 * 13}")
-    assert plan(config, Machine).workers[1].store_bytes == 2 * 4 * 100 * 13
+    config = load(f"actor.path={model}", *SIZES, f"rollout.store_bytes={2 * GROUP_BYTES}")
+    assert plan(config, Machine).workers[1].store_bytes == 2 * GROUP_BYTES
 
 
 def test_too_little_memory(load: Load, model: Path) -> None:

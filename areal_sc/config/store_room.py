@@ -1,0 +1,20 @@
+"""How much room a group needs at most: settings are checked against it, admission reserves it."""
+
+from __future__ import annotations
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.metadata import trajectory_bytes
+
+
+def max_group_bytes(rollout: RolloutConfig) -> int:
+    """What a store counts for a group all of whose rows fill the context."""
+    return trajectory_bytes(rollout.group_size * rollout.max_context_tokens)
+
+
+def describe_largest_group(rollout: RolloutConfig) -> str:
+    """`max_group_bytes` and the settings that it comes from, for messages."""
+    return (
+        f"a group takes up to {max_group_bytes(rollout)} bytes: "
+        f"rollout.group_size={rollout.group_size} rows of "
+        f"rollout.max_context_tokens={rollout.max_context_tokens} tokens"
+    )

@@ -1,0 +1,125 @@
+"""Whole runs whose stores have less room than generation could fill."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.run_process import RunProcess, assert_nothing_was_started, tiny_run
+from integration.scripts import episodes
+from integration.scripts.tiny_run import letter_prompts
+from safetensors.torch import load_file
+
+from areal_sc import GRPOConfig
+from areal_sc.errors import ConfigError
+from areal_sc.metadata import trajectory_bytes
+
+BATCH_GROUPS = 4
+GROUP_BYTES = trajectory_bytes(2 * 64)
+"""Of the longest rows in `tiny_run.yaml`: a group has two, of at most 64 tokens."""
+
+NUM_STEPS = 6
+
+
+def test_a_limit_of_one_batch_slows_admission_and_fails_nothing(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """Beside a run without the limit, which generates all rows at once, so far may it run ahead."""
+    settings = (
+        *(f"total_steps={NUM_STEPS}", f"rollout.max_staleness={NUM_STEPS - 1}"),
+        *("rollout.num_workers=2", "generation.max_new_tokens=54"),
+    )
+    limit_bytes = BATCH_GROUPS * GROUP_BYTES
+    limit = f"rollout.node_store_bytes={limit_bytes}"
+    with (
+        tiny_run(tmp_path / "free", tiny_model_folder, *settings) as free,
+        tiny_run(tmp_path / "limited", tiny_model_folder, *settings, limit) as limited,
+    ):
+        for run in (free, limited):
+            run.finish()
+            assert run.steps() == list(range(1, NUM_STEPS + 1))
+            summary = run.summary()
+            assert summary["num_rows_trained"] == NUM_STEPS * BATCH_GROUPS * 2
+            assert summary["num_rows_trained_twice"] == 0
+            assert summary["num_rows_rejected"] == 0
+        # without the limit all groups are admitted under version 0; with it, none ahead of its step
+        assert group_staleness(free) == list(range(NUM_STEPS))
+        assert group_staleness(limited) == [0] * NUM_STEPS
+        weights = load_file(tiny_model_folder / "model.safetensors").values()
+        weights_bytes = sum(values.nbytes for values in weights)
+        # A step's counters are those of its end. Nothing was swept since its batch was complete,
+        # so the stores have not held more since the step before.
+        free_groups, free_bytes = most_held(free, weights_bytes)
+        assert free_groups > BATCH_GROUPS
+        assert free_bytes > limit_bytes
+        groups, num_bytes = most_held(limited, weights_bytes)
+        assert groups == BATCH_GROUPS
+        assert 0 < num_bytes <= limit_bytes
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize("setting", ["rollout.store_bytes", "rollout.node_store_bytes"])
+def test_a_limit_under_one_batch_is_refused(
+    tmp_path: Path, tiny_model_folder: Path, setting: str, arguments: tuple[str, ...]
+) -> None:
+    least = BATCH_GROUPS * GROUP_BYTES
+    limit = f"{setting}={least - 1}"
+    with tiny_run(tmp_path / "run", tiny_model_folder, limit, *arguments) as run:
+        assert run.wait() == 2, run.story()
+        said = " ".join(run.output.partition("ERROR ")[2].split())
+        for part in (
+            f"{setting}: expected at least {least} ",
+            f"rollout.train_batch_groups={BATCH_GROUPS} ",
+            f"up to {GROUP_BYTES} bytes",
+            f"got {least - 1};",
+        ):
+            assert part in said, run.story()
+        assert_nothing_was_started(run)
+        run.wait_until_gone(5.0)
+
+
+FULL_ROWS = (
+    *("rollout.group_size=1", "rollout.max_context_tokens=57"),  # no field fills its cache lines
+    *("actor.ppo.advantage_mean=batch", "actor.ppo.advantage_std=batch"),
+)
+
+
+@pytest.mark.parametrize("every_longer", [0, 3], ids=["all fit", "some are too long"])
+def test_the_least_store_that_is_accepted_holds_a_batch_of_full_rows(
+    tiny_config: Callable[..., GRPOConfig], start_rollout: Callable[..., Any], every_longer: int
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        tiny_config(*FULL_ROWS, "rollout.store_bytes=1")
+    (least,) = map(
+        int, re.findall(r"rollout\.store_bytes: expected at least (\d+)", str(refusal.value))
+    )
+    workflow = episodes.Tokens(57, every_longer)
+    prompts = letter_prompts(16, seed=9)
+    with start_rollout(*FULL_ROWS, f"rollout.store_bytes={least}") as rollout:
+        for _ in range(3):
+            batch = rollout.prepare_batch(prompts, workflow)
+            assert [row.sequence_length for row in batch.rows] == [57] * BATCH_GROUPS
+            (stats,) = rollout.worker_stats()
+            assert stats["store_bytes"] == least
+        rejected = set(rollout.counters.rejected_rows)
+        assert rejected == ({"workflow_error"} if every_longer else set())
+
+
+def group_staleness(run: RunProcess) -> list[int]:
+    """Of each step the oldest group's, in policy versions."""
+    return [record["group_staleness_max"] for record in run.records("step")]
+
+
+def most_held(run: RunProcess, weights_bytes: int) -> tuple[int, int]:
+    """(groups, bytes) in all rollout stores at the end of any step.
+
+    Each group is a shard. The trainer's store holds one more then, the newest weights.
+    """
+    counters = [record["counters"] for record in run.records("step")]
+    return (
+        max(int(values["store_shards"]) for values in counters) - 1,
+        max(int(values["store_bytes"]) for values in counters) - weights_bytes,
+    )

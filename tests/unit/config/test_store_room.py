@@ -1,0 +1,64 @@
+"""The room that is reserved for a group against what a real store counts."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.store_room import describe_largest_group, max_group_bytes
+from areal_sc.metadata import TRAJECTORY_FIELDS, trajectory_bytes
+from areal_sc.transport.shard_layout import ShardLayout
+from areal_sc.transport.tensor_bytes import dtype_named
+from areal_sc.transport.tensor_store import TensorStore
+
+
+def trajectory_tensors(num_tokens: int) -> dict[str, torch.Tensor]:
+    """The fields of a shard of trajectories that have so many tokens together."""
+    return {
+        name: torch.zeros(num_tokens, dtype=dtype_named(dtype))
+        for name, dtype in TRAJECTORY_FIELDS.items()
+    }
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[RolloutConfig, list[int]]:
+    """Settings, and the lengths of the rows that one group may have: some may be rejected."""
+    rollout = RolloutConfig(
+        group_size=draw(st.integers(1, 9)), max_context_tokens=draw(st.integers(2, 200))
+    )
+    row_length = st.integers(1, rollout.max_context_tokens)
+    return rollout, draw(st.lists(row_length, min_size=1, max_size=rollout.group_size))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(groups())
+def test_no_group_takes_more_than_is_reserved(group: tuple[RolloutConfig, list[int]]) -> None:
+    rollout, row_lengths = group
+    num_tokens = sum(row_lengths)
+    layout = ShardLayout.of(trajectory_tensors(num_tokens), row_lengths)
+    assert layout.num_bytes == trajectory_bytes(num_tokens)
+    assert layout.num_bytes <= max_group_bytes(rollout)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(2, 200))
+def test_a_group_of_full_rows_fills_a_store_of_that_size(
+    group_size: int, max_context_tokens: int
+) -> None:
+    rollout = RolloutConfig(group_size=group_size, max_context_tokens=max_context_tokens)
+    num_bytes = max_group_bytes(rollout)
+    store = TensorStore("rollout/0", "00", max_bytes=num_bytes)
+    rows = [max_context_tokens] * group_size
+    store.put(trajectory_tensors(sum(rows)), rows)
+    assert store.num_bytes == num_bytes
+
+
+def test_the_padding_of_short_rows_counts() -> None:
+    rollout = RolloutConfig(group_size=1, max_context_tokens=57)
+    assert max_group_bytes(rollout) == 3 * 256 + 64  # not 57 * 13 = 741
+    assert describe_largest_group(rollout) == (
+        "a group takes up to 832 bytes: rollout.group_size=1 rows of "
+        "rollout.max_context_tokens=57 tokens"
+    )

@@ -1,0 +1,121 @@
+"""Stores without room: what waits for it goes on as soon as there is some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from simulation.behavior import Behavior
+from simulation.training_run import Settings, TrainingRun
+from simulation.virtual_loop import run_virtual
+
+from areal_sc.config.schema import OverBound, RolloutConfig, SGLangConfig, WeightUpdateConfig
+from areal_sc.config.store_room import max_group_bytes
+from areal_sc.controller.background import Background
+from areal_sc.controller.rollout_workers import RolloutWorkers
+from areal_sc.errors import ConfigError, WorkflowError
+
+PAGE_BYTES = 4096
+
+
+@pytest.mark.parametrize("mode", OverBound)
+def test_restored_groups_wait_for_room_and_find_it(mode: OverBound) -> None:
+    """More of them than the stores hold, so that most wait until a batch is swept. Weights have
+    arrived before that, so nothing else wakes them."""
+    ahead = Settings(num_steps=8, over_bound=mode, max_staleness=3, num_rollout_workers=1)
+
+    async def first() -> dict[str, Any]:
+        async with TrainingRun(ahead).started() as run:
+            await run.step()
+            return await run.save()
+
+    saved = run_virtual(first())
+
+    async def second() -> TrainingRun:
+        run = TrainingRun(replace(ahead, store_groups=ahead.batch_groups))
+        async with run.started():
+            await run.load(saved)
+            assert run.rollout.ledger.account()["queued"] > 2 * ahead.batch_groups
+            for _ in range(1, ahead.num_steps):
+                await run.rollout.wait_for_weights_async()
+                await run.step()
+            await run.check_end()
+        return run
+
+    run = run_virtual(second())
+    assert [batch.global_step for batch in run.batches] == list(range(ahead.num_steps))
+
+
+def test_groups_of_rollout_batch_that_leave_no_rows_leave_room() -> None:
+    """One group fits; the others would wait for ever if the first told nobody that it is gone."""
+    settings = Settings(
+        batch_groups=1,
+        store_groups=1,
+        num_rollout_workers=1,
+        behavior=Behavior(group_rejection=1.0),
+    )
+
+    async def scenario() -> None:
+        async with TrainingRun(settings).started() as run:
+            with pytest.raises(WorkflowError, match=r"all 6 groups were rejected"):
+                await run.rollout.rollout_batch_async(run.prompts, run.workflow, 6)
+
+    run_virtual(scenario())
+
+
+def workers_with_room(config: RolloutConfig, rooms: dict[str, list[int]]) -> RolloutWorkers:
+    """Workers that nothing is asked of; `rooms` has what each reports, by node."""
+    workers = RolloutWorkers(config, SimpleNamespace(), Background(10.0, lambda: ""))  # type: ignore[arg-type]
+    reports = [
+        SimpleNamespace(node=node, store_room_bytes=room)
+        for node, node_rooms in rooms.items()
+        for room in node_rooms
+    ]
+    workers.track(
+        SimpleNamespace(name=f"rollout/{i}", worker=SimpleNamespace(report=report))  # type: ignore[misc]
+        for i, report in enumerate(reports)
+    )
+    return workers
+
+
+def rollout_config(**changes: Any) -> RolloutConfig:
+    return RolloutConfig(
+        **{
+            "num_workers": 2,
+            "train_batch_groups": 4,
+            "group_size": 2,
+            "max_context_tokens": 64,
+            "sglang": SGLangConfig(),
+            "weight_update": WeightUpdateConfig(),
+            **changes,
+        }
+    )
+
+
+def test_free_memory_is_counted_in_pages() -> None:
+    """What a worker reports is what its node has, so it is not added up."""
+    config = rollout_config()
+    assert max_group_bytes(config) < PAGE_BYTES // 2
+    workers_with_room(config, {"a": [4 * PAGE_BYTES, 5 * PAGE_BYTES]}).check_room()
+    workers_with_room(config, {"a": [2 * PAGE_BYTES], "b": [2 * PAGE_BYTES]}).check_room()
+    workers_with_room(config, {"a": [0, 0]}).check_room()  # not known
+    with pytest.raises(ConfigError) as caught:
+        workers_with_room(config, {"a": [4 * PAGE_BYTES - 1, 5 * PAGE_BYTES]}).check_room()
+    for said in (
+        "transport.shared_memory: ",
+        "rollout.train_batch_groups=4 groups",
+        "leave room for 3;",
+        f"up to {max_group_bytes(config)} bytes",
+    ):
+        assert said in str(caught.value)
+
+
+def test_a_limit_of_the_node_is_counted_in_bytes_of_shards() -> None:
+    config = rollout_config()
+    least = config.train_batch_groups * max_group_bytes(config)
+    rooms = {"a": [1 << 30, 1 << 30]}
+    workers_with_room(replace(config, node_store_bytes=least), rooms).check_room()
+    with pytest.raises(ConfigError, match=r"leave room for 3;"):
+        workers_with_room(replace(config, node_store_bytes=least - 1), rooms).check_room()
