@@ -120,7 +120,6 @@ class PPOTrainer:
         self._stack = ExitStack()
         self._is_open = False
         self._opening = Opening.start
-        self._steps: list[StepMetrics] = []
         self._evaluations: list[EvaluationResult] = []
         self._pending: _Pending | None = None
         self._totals = _Totals()
@@ -290,7 +289,7 @@ class PPOTrainer:
         account = rollout.account()
         logger.info("account=%s", account)
         summary = summarize(
-            self._steps,
+            surviving_steps(read_metrics(self.folder.metrics_path)),
             self._evaluations,
             wall_time_s=time.monotonic() - self._began,
             first_step_s=self._first_step_s,
@@ -355,7 +354,6 @@ class PPOTrainer:
         )
         if self._first_step_s is None:
             self._first_step_s = _process_age_s()
-        self._steps.append(metrics)
         self._log.step(metrics)
         self.display.step(metrics)
         self._advise(metrics)
@@ -430,7 +428,6 @@ class PPOTrainer:
         actor.share_weights(rollout)
         self._totals.rejected_groups = sum(rollout.account()["rejected"].values())
         records = read_metrics(self.folder.metrics_path)
-        self._steps = [metrics for metrics in surviving_steps(records) if metrics.step <= step]
         self._evaluations = [e for e in evaluations_in(records) if e.step <= step]
         self.display.note(f"resumed after step {step}")
         self._log.event("resumed", step=step)

@@ -13,6 +13,9 @@ import asyncio
 from typing import Final, Protocol
 
 TICKS_PER_S: Final = 20
+SHARE_LATE: Final = 1 / 64
+"""Of its time a wait may expire so much too late: long ones share their timers, or a run of calls
+that may take an hour would fill an hour with timers."""
 
 
 class Wait(Protocol):
@@ -22,7 +25,10 @@ class Wait(Protocol):
 
 
 class Deadlines:
-    """Must be made on a running event loop. A deadline is noticed up to a tick late."""
+    """Must be made on a running event loop.
+
+    A deadline is noticed late by up to a tick, or a 64th of its time where that is more.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -33,7 +39,8 @@ class Deadlines:
 
         Whoever waits adds itself, and takes itself out again when it need wait no more.
         """
-        tick = int((self._loop.time() + timeout_s) * TICKS_PER_S) + 1
+        num_ticks = 1 << int(timeout_s * TICKS_PER_S * SHARE_LATE / 2).bit_length()
+        tick = (int((self._loop.time() + timeout_s) * TICKS_PER_S) // num_ticks + 1) * num_ticks
         waits = self._ticks.get(tick)
         if waits is None:
             waits = self._ticks[tick] = set()

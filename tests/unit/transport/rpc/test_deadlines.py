@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from areal_sc.transport.rpc.deadlines import TICKS_PER_S, Deadlines
 
 
@@ -30,6 +32,26 @@ async def test_a_wait_expires_once_after_its_time_and_less_than_a_tick_late() ->
     far_apart = [wait.expired_s[0] for wait in waits[::34]]  # more than a tick
     assert far_apart == sorted(far_apart)
     assert len({int(due * TICKS_PER_S) for due in due_s}) < 20  # so few timers
+
+
+@pytest.mark.parametrize("timeout_s", [0.01, 1.0, 6.5, 60.0, 3720.0, 100_000.0])
+async def test_long_waits_share_few_timers_and_are_hardly_late(
+    timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    now = 1000.0
+    due: list[float] = []
+    monkeypatch.setattr(loop, "time", lambda: now)
+    monkeypatch.setattr(loop, "call_at", lambda when, *_: due.append(when))
+    deadlines = Deadlines()
+    for _ in range(1000):  # over as long as one wait may last
+        num_timers = len(due)
+        deadlines.within(timeout_s)
+        now += timeout_s / 1000
+        if len(due) > num_timers:
+            late = due[-1] - (now - timeout_s / 1000 + timeout_s)
+            assert 0 <= late <= max(1 / TICKS_PER_S, timeout_s / 64)
+    assert len(due) <= 131  # twice 64, and what lies across the ends
 
 
 async def test_a_wait_that_ended_does_not_expire() -> None:
