@@ -284,8 +284,11 @@ class Puller:
                     group.create_task(self._bulk.fetch(owner, wanted, deadline))
         except BaseExceptionGroup as group_error:
             failure = group_error.exceptions[0]  # the others followed from it, or came after it
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # with the traceback it would keep itself, and the pull's buffer
 
     async def _weights_pieces(
         self, node_id: str, node_addr: str, shard_id: str, deadline: float

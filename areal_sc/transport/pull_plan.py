@@ -117,6 +117,11 @@ class Part:
     destinations: Sequence[memoryview]
     num_bytes: int
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all fields together."""
+        return (self.stop - self.first) * len(self.fields)
+
     def to_wire(self) -> list[Any]:
         """[shard id, fields, skip, number of bytes, rows]; consecutive ones as first and count."""
         piece = self.segment.piece
@@ -168,8 +173,12 @@ class SegmentCursor:
     def is_done(self) -> bool:
         return not self._segments
 
+    def clear(self) -> None:
+        """Nothing more is wanted."""
+        self._segments.clear()
+
     def take(self, max_bytes: int, max_rows: int, max_fields: int) -> list[Part]:
-        """The next parts, of at most so many bytes, rows and fields together.
+        """The next parts, of at most so many bytes, fields, and rows of each field together.
 
         Fewer bytes, or none, where the next segment is to stay whole and does not fit.
         """
@@ -183,7 +192,7 @@ class SegmentCursor:
                 part = self._share_of_field(segment, max_bytes, max_rows)
             parts.append(part)
             max_bytes -= part.num_bytes
-            max_rows -= part.stop - part.first
+            max_rows -= part.num_rows
             max_fields -= len(part.fields)
         return parts
 
@@ -196,7 +205,8 @@ class SegmentCursor:
     ) -> Part | None:
         """As many of the next fields as fit; all of the segment, where it is to stay whole."""
         num_rows = len(segment.piece.rows)
-        if self._position or num_rows > max_rows:
+        max_fields = min(max_fields, max_rows // num_rows)
+        if self._position or not max_fields:
             return None
         stop, num_bytes = self._field, 0
         for destination in segment.destinations[self._field : self._field + max_fields]:

@@ -19,6 +19,8 @@ from areal_sc.metadata import FIELD_ALIGNMENT_BYTES, TensorMetadata
 from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
 
 TICKET_VERSION: Final = 1
+MAX_NAME_BYTES: Final = 256
+"""Of a field, in UTF-8: requests name many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,14 @@ class ShardLayout:
             tensors: name -> [T], T = sum of the field's row lengths.
             row_lengths: of each field, or common to all.
             dtype: that all of them are stored in; None: each in its own.
-        Raises: MetadataError: a tensor is not 1-D, or its size is not that of its rows.
+        Raises: MetadataError: a tensor is not 1-D, its size is not that of its rows, or its name is
+            too long.
         """
         common = None if isinstance(row_lengths, Mapping) else tuple(row_lengths)
         fields = {}
         position = 0
         for name, values in tensors.items():
+            check_field_name(name)
             if isinstance(row_lengths, Mapping):
                 lengths = tuple(row_lengths.get(name, ()))
             else:
@@ -192,6 +196,18 @@ class Ticket:
                 found = dict(_field_layout(entry, bounds, num_bytes) for entry in fields)
                 return cls(segment, start, span, ShardLayout(num_bytes, found))
         raise ProtocolError(f"a ticket of {len(content)} bytes is malformed")
+
+
+def check_field_name(name: str) -> None:
+    """Raises: MetadataError: the name is too long to be asked for, or is no text."""
+    try:
+        num_bytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise MetadataError(f"the name of a field cannot be sent: {name!a}") from error
+    if num_bytes > MAX_NAME_BYTES:
+        raise MetadataError(
+            f"the name of a field has at most {MAX_NAME_BYTES} bytes, got {num_bytes}: {name!r:.80}"
+        )
 
 
 class _RowBounds:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import socket
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -502,6 +505,88 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
             token_values(i, 100) for i in range(40)
         ]
         assert owner.bulk.num_reads - before == 4
+
+
+async def test_a_session_that_its_owner_forgot_is_renewed() -> None:
+    async with owners(1) as [owner], pulling(timeout_s=0.5) as puller:
+        batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
+        await puller.pull(batch)
+        owner.bulk._sessions.clear()
+        with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0"):
+            await puller.pull(batch)
+        assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
+
+
+@pytest.mark.parametrize("has_time", [False, True], ids=["at once", "later"])
+async def test_a_connection_that_ended_in_silence_loses_no_shard(has_time: bool) -> None:
+    async with owners(1) as [owner], pulling() as puller:
+        batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
+        await puller.pull(batch)
+        [link] = puller._bulk._links.values()
+        link._stream._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        if has_time:
+            await asyncio.sleep(0)
+        assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
+
+
+async def test_a_failed_pull_leaves_no_buffer_to_the_collector() -> None:
+    async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
+        batch = owner.put({"input_ids": ids_of(0, [90_000])}, [90_000])
+        owner.bulk._socket._on_message = lambda frames: None  # type: ignore[union-attr]
+        taken: list[weakref.ref[Any]] = []
+        take = puller._pool.take
+
+        def noted(num_bytes: int) -> Any:
+            memory = take(num_bytes)
+            taken.append(weakref.ref(memory))
+            return memory
+
+        puller._pool.take = noted  # type: ignore[method-assign]
+        gc.disable()
+        try:
+            is_late = False
+            try:
+                await puller.pull(batch)
+            except RpcTimeout:
+                is_late = True
+            await asyncio.sleep(0)
+            assert is_late
+            assert [memory() is None for memory in taken] == [True]
+        finally:
+            gc.enable()
+
+
+async def test_names_that_no_request_can_carry_are_refused() -> None:
+    async with owners(1) as [owner], pulling(timeout_s=20) as puller:
+        for name in ("x" * 257, "a\ud800"):
+            with pytest.raises(MetadataError, match="name of a field"):
+                owner.put({name: ids_of(0, [3])}, [3])
+        good = owner.put({"input_ids": ids_of(0, [3])}, [3])
+        bad = replace(
+            good,
+            shards=(replace(good.shards[0], fields={"a\ud800": TensorMetadata((3,), "int32")}),),
+        )
+        with pytest.raises(MetadataError, match="name of a field"):
+            await puller.pull(bad)
+        await puller.pull(good)
+
+
+async def test_many_fields_of_many_rows_are_asked_for_in_turns() -> None:
+    lengths = [1] * 5_000
+    async with owners(1) as [owner], pulling() as puller:
+        fields = {f"field{i}": ids_of(i, [5_000]) for i in range(12)}
+        batch = owner.put(fields, lengths)
+        order = list(range(4_999, -1, -1))
+        pulled = await puller.pull(batch, rows=order)
+        for name, values in fields.items():
+            assert torch.equal(pulled.fields[name], values.flip(0))
+        asking = BulkMember(owner.bulk.open_session("test"))
+        answer, _ = await asking.ask(
+            1, [READ, [["life1.1", list(fields), 0, 240_000, list(range(5_000))]]]
+        )
+        assert answer[0] == 1
+        assert "at most 16384 rows" in answer[3]
+        asking.close()
 
 
 async def test_a_pull_that_fails_does_not_fail_its_neighbours() -> None:

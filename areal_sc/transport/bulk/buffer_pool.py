@@ -31,6 +31,7 @@ class BufferPool:
         # Finalizers run wherever the last reference is dropped, inside the collector too: they
         # only append here, which takes no lock that the interrupted code may hold.
         self._returned: deque[Bytes] = deque()
+        self._returned_bytes = 0  # about: several threads may change it at once
 
     @property
     def idle_bytes(self) -> int:
@@ -54,8 +55,13 @@ class BufferPool:
         else:
             memory = np.empty(size, dtype=np.uint8)
         lent = memory[:num_bytes]
-        weakref.finalize(lent, self._returned.append, memory).atexit = False
+        weakref.finalize(lent, self._give_back, memory).atexit = False
         return lent
+
+    def _give_back(self, memory: Bytes) -> None:
+        if self._idle_bytes + self._returned_bytes + memory.nbytes <= self._max_idle_bytes:
+            self._returned_bytes += memory.nbytes
+            self._returned.append(memory)
 
     def _collect(self) -> None:
         while self._returned:
@@ -63,6 +69,7 @@ class BufferPool:
             if self._idle_bytes + memory.nbytes <= self._max_idle_bytes:
                 self._idle.setdefault(memory.nbytes, []).append(memory)
                 self._idle_bytes += memory.nbytes
+        self._returned_bytes = 0
 
 
 def _size_class(num_bytes: int) -> int:

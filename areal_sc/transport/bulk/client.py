@@ -19,6 +19,7 @@ from areal_sc.transport.bulk.link import OwnerLink
 from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
+from areal_sc.transport.shard_layout import check_field_name
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +64,24 @@ class BulkClient:
         num_bytes = sum(segment.num_bytes for segment in segments)
         if not num_bytes:
             return
+        for name in {name for segment in segments for name in segment.piece.fields}:
+            check_field_name(name)
         loop = asyncio.get_running_loop()
         shard_id = segments[0].piece.shard_id
         # a request ends early rather than cut what would be asked for in parts of parts
         cursor = SegmentCursor(segments, uncut_bytes=self._options.request_bytes // 2)
         job = FetchJob(shard_id, cursor, num_bytes, loop.create_future())
-        self._link(owner).submit(job)
-        await _by_deadline(job.done, deadline, shard_id, owner)
+        link = self._link(owner)
+        link.submit(job)
+        is_late = False
+        try:
+            await _by_deadline(job.done, deadline, shard_id, owner)
+        except RpcTimeout:
+            is_late = loop.time() >= deadline
+            raise
+        finally:
+            link.abandon(job, is_late=is_late)
+            del job  # with the traceback it would keep itself, and the pull's buffer
 
     async def describe(self, owner: Owner, shard_id: str, deadline: float) -> list[Any]:
         """[name, dtype name, row lengths] of each field of a shard; raises as `Puller.pull`."""
@@ -108,17 +120,19 @@ async def _by_deadline(
     done: asyncio.Future[Any], deadline: float, shard_id: str, owner: Owner
 ) -> None:
     """Waits for the future; past the deadline it fails with RpcTimeout."""
-
-    def expire() -> None:
-        if not done.done():
-            done.set_exception(
-                RpcTimeout(f"shard {shard_id} on {owner.node_id}: not pulled by its deadline")
-            )
-
-    timer = asyncio.get_running_loop().call_at(deadline, expire)
+    loop = asyncio.get_running_loop()
+    timer = loop.call_at(deadline, _expire, done, shard_id, owner)
     try:
         await done
     finally:
         timer.cancel()
         if done.done() and not done.cancelled():
             done.exception()  # it failed in the very turn in which its pull was cancelled
+        del done  # as above
+
+
+def _expire(done: asyncio.Future[Any], shard_id: str, owner: Owner) -> None:
+    if not done.done():
+        done.set_exception(
+            RpcTimeout(f"shard {shard_id} on {owner.node_id}: not pulled by its deadline")
+        )

@@ -65,7 +65,7 @@ class FetchJob:
         if not self.returned:
             return self.cursor.take(max_bytes, max_rows, max_fields)
         part = self.returned[0]
-        size = part.num_bytes, part.stop - part.first, len(part.fields)
+        size = part.num_bytes, part.num_rows, len(part.fields)
         if any(map(operator.gt, size, (max_bytes, max_rows, max_fields))):
             return []
         return [self.returned.popleft()]

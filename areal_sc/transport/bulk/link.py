@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from areal_sc.errors import (
     IncarnationMismatch,
     PeerLost,
     ProtocolError,
+    RpcTimeout,
     ShardGone,
+    TransportError,
 )
 from areal_sc.transport.bulk.arrival import Arrival
 from areal_sc.transport.bulk.buffer_pool import BufferPool
@@ -36,6 +39,7 @@ from areal_sc.transport.bulk.reader import DESCRIBE, READ
 from areal_sc.transport.bulk.server import OPEN_SESSION
 from areal_sc.transport.bulk.wire import (
     MAX_REPLY_HEADER_BYTES,
+    MAX_REQUEST_ROWS,
     TAG_BYTES,
     Sealer,
     SessionGrant,
@@ -46,14 +50,16 @@ from areal_sc.transport.pull_plan import Owner, Part
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
 
+logger = logging.getLogger(__name__)
+
 OPEN_TIMEOUT_S: Final = 30.0
 MAX_REQUESTS: Final = 8
 """Outstanding at one owner: small pulls beyond share a request."""
 
-MAX_REQUEST_ROWS: Final = 16_384
 MAX_REQUEST_FIELDS: Final = 256
-"""With names of at most 256 characters a request stays below `bulk_wire.MAX_REQUEST_BYTES`."""
+"""With names of at most `MAX_NAME_BYTES` a request stays below `wire.MAX_REQUEST_BYTES`."""
 
+_UNNAMED_ERRORS: Final = (ProtocolError, RpcTimeout, TransportError)
 
 Asked = list[tuple[FetchJob, Part]]
 
@@ -121,13 +127,28 @@ class OwnerLink:
         self._session_id = b""
         self._requests: Sealer | None = None
         self._replies: Sealer | None = None
-        self._opening = asyncio.create_task(self._open(), name=f"session with {owner.node_id}")
-        self._opening.add_done_callback(self._on_opened)
+        self._has_heard = False  # anything since requests were last sent into silence
+        self._is_second_try = False
+        self._opening = self._begin_opening()
 
     def submit(self, job: FetchJob) -> None:
         """Its parts are asked for as credits allow."""
         self._queue.append(job)
         self._pump_soon()
+
+    def abandon(self, job: FetchJob, *, is_late: bool) -> None:
+        """Nobody waits for the job any more; what it still wants is not asked for.
+
+        Args:
+            is_late: it passed its deadline. An owner that answers nothing may have forgotten the
+                session: later pulls get a new one.
+        """
+        job.returned.clear()
+        job.cursor.clear()
+        if job in self._queue:
+            self._queue.remove(job)
+        if is_late and self._inflight and not self._has_heard:
+            self._end("it did not answer in time")
 
     def submit_description(self, description: Description) -> None:
         self._descriptions.append(description)
@@ -139,11 +160,31 @@ class OwnerLink:
         self._end("the connection was closed here")
 
     def on_lost(self, reason: str) -> None:
-        self._end(reason)
+        """Fails what waits; at once, if it was being answered.
+
+        A connection that had been silent may have been given up by an owner that is well: what was
+        sent into it is asked for once more, in a new session.
+        """
+        self._stream = None
+        was_silent = not self._inflight or not self._has_heard
+        is_wanted = bool(self._inflight or self._queue or self._descriptions)
+        if not (was_silent and is_wanted) or self._is_second_try:
+            self._end(reason)
+            return
+        self._is_second_try = True
+        lost = list(self._inflight.values())
+        self._forget_inflight()
+        for asked in lost:
+            if isinstance(asked, Description):
+                self._descriptions.append(asked)
+            else:
+                self._put_back(asked)
+        self._opening = self._begin_opening()
 
     def places(self, num_bytes: int) -> list[memoryview]:
         """Where the next frame of a reply goes; raises as `FrameSink.places`."""
         self.received_bytes += num_bytes
+        self._has_heard, self._is_second_try = True, False
         reply = self._reply
         if reply is None:
             if not 0 < num_bytes <= MAX_REPLY_HEADER_BYTES:
@@ -213,6 +254,11 @@ class OwnerLink:
                 self._fail_asked(asked, error)
         self._pump_soon()
 
+    def _begin_opening(self) -> asyncio.Task[None]:
+        opening = asyncio.create_task(self._open(), name=f"session with {self.owner.node_id}")
+        opening.add_done_callback(self._on_opened)
+        return opening
+
     async def _open(self) -> None:
         """Gets a session from the owner's control socket, and connects to its bulk socket."""
         owner, options = self.owner, self._options
@@ -256,10 +302,17 @@ class OwnerLink:
 
     def _pump(self) -> None:
         self._is_pump_scheduled = False
-        while self._descriptions:
+        try:
+            self._send_waiting()
+        except Exception as error:  # the boundary of the event loop: nobody may wait for ever
+            logger.exception("no more requests to %s", self.owner.node_id)
+            self._end(repr(error))
+
+    def _send_waiting(self) -> None:
+        while self._descriptions and self._stream is not None:
             description = self._descriptions.popleft()
             self._send([DESCRIBE, description.shard_id], description)
-        while self._queue and self._has_credit:
+        while self._queue and self._has_credit and self._stream is not None:
             if chunk := self._next_request():
                 self._send([READ, [part.to_wire() for _, part in chunk]], chunk)
 
@@ -286,7 +339,7 @@ class OwnerLink:
             parts = job.take(room, rows, fields)
             asked += [(job, part) for part in parts]
             room -= sum(part.num_bytes for part in parts)
-            rows -= sum(part.stop - part.first for part in parts)
+            rows -= sum(part.num_rows for part in parts)
             fields -= sum(len(part.fields) for part in parts)
             if job.has_more:
                 self._queue.append(job)
@@ -295,13 +348,19 @@ class OwnerLink:
         return asked
 
     def _send(self, body: Any, asked: Asked | Description) -> None:
-        if self._stream is None:  # it ended before this turn, and what waited has failed
-            return
+        assert self._stream is not None
         assert self._requests is not None
         sequence = next(self._sequence)
+        try:
+            frame = self._requests.seal_header(sequence, body)
+        except ProtocolError as error:  # its metadata holds what no message can
+            self._fail_asked(asked, error)
+            return
+        if not self._inflight:
+            self._has_heard = False
         self._inflight[sequence] = asked
         self._count(asked, 1)
-        self._stream.send(self._requests.seal_header(sequence, body))
+        self._stream.send(frame)
 
     def _match(self, header: memoryview) -> tuple[Asked | Description, int]:
         session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)
@@ -351,17 +410,17 @@ class OwnerLink:
     def _fail_asked(self, asked: Asked | Description, error: ArealError) -> None:
         if not isinstance(asked, Description):
             for job, _ in asked:
-                job.fail(error)
+                job.fail(self._named(error, job.shard_id))
         elif not asked.fields.done():
-            asked.fields.set_exception(error)
+            asked.fields.set_exception(self._named(error, asked.shard_id))
 
     def _fail_all(self, error: ArealError) -> None:
         waiting: list[Asked | Description] = [*self._inflight.values(), *self._descriptions]
         for asked in waiting:
             self._fail_asked(asked, error)
         for job in self._queue:
-            job.fail(error)
-        self._inflight.clear()
+            job.fail(self._named(error, job.shard_id))
+        self._forget_inflight()
         self._descriptions.clear()
         self._queue.clear()
 
@@ -379,10 +438,20 @@ class OwnerLink:
                 jobs += [job for job, _ in asked]
         for job in jobs:
             job.fail(self._gone(job.shard_id, reason))
-        self._reply = None
-        self._inflight.clear()
+        self._forget_inflight()
         self._descriptions.clear()
         self._queue.clear()
+
+    def _forget_inflight(self) -> None:
+        self._reply = None
+        self._inflight.clear()
+        self._num_reads = self._inflight_bytes = 0
+
+    def _named(self, error: ArealError, shard_id: str) -> ArealError:
+        """The error with the shard and the owner, where it does not name them yet."""
+        if shard_id in str(error) or type(error) not in _UNNAMED_ERRORS:
+            return error
+        return type(error)(f"shard {shard_id} on {self.owner.node_id}: {error}")
 
     def _gone(self, shard_id: str, reason: str) -> ShardGone:
         return ShardGone(

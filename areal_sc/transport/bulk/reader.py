@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone
 from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.bulk.wire import MAX_REPLY_BYTES, failure_body
+from areal_sc.transport.bulk.wire import MAX_REPLY_BYTES, MAX_REQUEST_ROWS, failure_body
 from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.socket import Buffer
 
@@ -64,13 +64,16 @@ class ShardReader:
     def _read(self, segments: Sequence[Any]) -> tuple[list[Any], list[Buffer]]:
         held = []
         slices: list[memoryview] = []
-        room = MAX_REPLY_BYTES
+        room, num_rows = MAX_REPLY_BYTES, MAX_REQUEST_ROWS
         for number, segment in enumerate(segments):
             try:
                 fields, rows, skip, num_bytes = self._asked(segment)
                 room -= num_bytes
+                num_rows -= len(rows) * len(fields)
                 if room < 0:
                     raise ProtocolError(f"a reply has at most {MAX_REPLY_BYTES} bytes")
+                if num_rows < 0:
+                    raise ProtocolError(f"a reply has at most {MAX_REQUEST_ROWS} rows")
                 asked = [part for field in fields for part in field.slices(rows)]
                 slices += _window(asked, skip, skip + num_bytes)
             except (ShardGone, MetadataError, ProtocolError) as error:
@@ -118,7 +121,7 @@ class ShardReader:
         small: list[memoryview] = []
         num_small = 0
         for part in slices:
-            is_small = len(part) < JOINED_BYTES
+            is_small = len(part) < min(JOINED_BYTES, self._frame_bytes)
             if small and not (is_small and num_small + len(part) <= self._frame_bytes):
                 frames.append(self._one_frame(small))
                 small, num_small = [], 0

@@ -45,6 +45,9 @@ MAX_REPLY_HEADER_BYTES: Final = 4 << 20
 MAX_REPLY_BYTES: Final = 16 << 20
 """Payload of one reply."""
 
+MAX_REQUEST_ROWS: Final = 16_384
+"""Asked for in one request, those of each field counted: an owner looks up each of them."""
+
 MAX_ELEMENTS: Final = 1 << 20
 """In the lists of one body; a description has one for each row of each field."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -365,13 +366,11 @@ def test_garbage_may_be_collected_inside_of_the_map(
 def test_tensors_may_end_in_any_thread(node: Node) -> None:
     """One thread opens all the time, others drop what it opened; no lock is left."""
     shards = [node.put(value) for value in range(50)]
-    handed: list[list[torch.Tensor]] = [[] for _ in range(3)]
-    done = threading.Event()
+    handed: list[queue.SimpleQueue[torch.Tensor | None]] = [queue.SimpleQueue() for _ in range(3)]
 
-    def drop(tensors: list[torch.Tensor]) -> None:
-        while not done.is_set() or tensors:
-            if tensors:
-                tensors.pop()
+    def drop(tensors: queue.SimpleQueue[torch.Tensor | None]) -> None:
+        while tensors.get() is not None:
+            pass
 
     threads = [threading.Thread(target=drop, args=(tensors,)) for tensors in handed]
     for thread in threads:
@@ -379,9 +378,9 @@ def test_tensors_may_end_in_any_thread(node: Node) -> None:
     for i in range(6_000):
         tensor = node.arenas.open_shard(shards[i % 50]).tensor("x")
         assert tensor[-1] == i % 50
-        handed[i % 3].append(tensor)
-    done.set()
-    for thread in threads:
+        handed[i % 3].put(tensor)
+    for tensors, thread in zip(handed, threads, strict=True):
+        tensors.put(None)
         thread.join()
     del tensor
     assert node.sweep_all() == 50
