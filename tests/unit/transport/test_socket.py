@@ -71,9 +71,12 @@ async def pair(
         while True:  # until the left one knows the name of the right one
             try:
                 sockets[0].send_nowait([RIGHT, b"connected"])
-                return sockets
+                break
             except PeerLost:
                 await asyncio.sleep(0.001)
+    # A new socket looks at its inbox in its first turn; until it has, ZMQ signals nothing.
+    await asyncio.sleep(0)
+    return sockets
 
 
 def ignore(frames: list[Frame]) -> None:
@@ -137,9 +140,8 @@ async def test_a_send_that_swallows_the_signal_of_an_arrival_still_sees_it(
     at_left = Inbox()
     left, right = await pair(context, at_left.put, ignore)
     for i in range(20):
-        right.send_nowait([LEFT, b"arrival"])
-        # until it is signalled; now and then ZMQ holds it for known already, and signals nothing
-        select.select([left._fd], [], [], 1)
+        assert right.send_nowait([LEFT, b"arrival"])
+        assert select.select([left._fd], [], [], 20)[0]
         time.sleep(0.002)  # noqa: ASYNC251 - ZMQ looks at its signals once in a millisecond
         assert left.send_nowait([RIGHT, b"answer"])
         await at_left.holds(i + 1)
@@ -157,9 +159,8 @@ async def test_a_send_that_fails_and_swallows_the_signal_still_sees_the_arrival(
     while left.send_nowait([RIGHT, payload]):  # noqa: ASYNC110 - until the queue is full
         await asyncio.sleep(0.01)
     for i in range(20):
-        right.send_nowait([LEFT, b"arrival"])
-        # until it is signalled; now and then ZMQ holds it for known already, and signals nothing
-        select.select([left._fd], [], [], 1)
+        assert right.send_nowait([LEFT, b"arrival"])
+        assert select.select([left._fd], [], [], 20)[0]
         time.sleep(0.002)  # noqa: ASYNC251 - ZMQ looks at its signals once in a millisecond
         while left.send_nowait([RIGHT, payload]):  # the last attempt fails
             pass
