@@ -8,6 +8,8 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
+import zmq
+
 from areal_sc.errors import TransportError
 
 EVERYWHERE: Final = ("0.0.0.0", "*")
@@ -40,6 +42,18 @@ class Interface:
         if not _NAME.fullmatch(bind):
             raise TransportError(f"transport.bind={bind!r}: {_HOW_TO}")
         return cls(f"tcp://{bind}")
+
+    def listening_host(self) -> str:
+        """The IPv4 address of `bind`, for sockets that are not ZMQ's; ZMQ resolves it for both.
+
+        Raises: TransportError: this machine has no such interface or address.
+        """
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+            try:
+                probe.bind(f"{self.bind}:0")
+            except zmq.ZMQError as error:
+                raise TransportError(f"{self.bind} cannot be listened on: {error}") from error
+            return host_of(probe.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def reachable(self, address: str) -> str:
         """The bound endpoint `tcp://<host>:<port>` as others connect to it."""

@@ -27,7 +27,7 @@ ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 ZAP_DOMAIN: Final = "areal_sc"
 NUM_ZAP_FRAMES: Final = 8
 """Routing id, empty, version, request id, domain, address, identity, mechanism; then the client's
-credentials: for CURVE its public key, for PLAIN its name and password."""
+credentials: for CURVE its public key."""
 
 _EVENTS: Final = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -14,7 +14,7 @@ import zmq
 
 from areal_sc.transport.bulk.arrival import Arrival
 from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.bulk.wire import Sealer, SessionGrant
+from areal_sc.transport.bulk.wire import TAG_BYTES, Sealer, SessionGrant
 
 TIMEOUT_MS = 20_000
 
@@ -55,8 +55,8 @@ class BulkMember:
         self.send([self.requests.seal_header(sequence, body)])
         header, *frames = await self.receive()
         answer = self._replies.open_header(memoryview(header), sequence)
-        place = bytearray(sum(len(frame) - 16 * self._replies.is_encrypted for frame in frames))
-        arrival = Arrival(self._replies, sequence, answer.pop(), [memoryview(place)], BufferPool(0))
+        place = bytearray(sum(len(frame) - TAG_BYTES for frame in frames))
+        arrival = Arrival(self._replies, sequence, [memoryview(place)], BufferPool(0))
         for frame in frames:
             for part in arrival.places(len(frame)):
                 part[:], frame = frame[: len(part)], frame[len(part) :]

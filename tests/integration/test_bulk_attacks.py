@@ -23,15 +23,18 @@ from integration.bulk_member import BulkMember
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.client import BulkClient
+from areal_sc.transport.bulk.handshake import connect
 from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.reader import DESCRIBE, READ
 from areal_sc.transport.bulk.server import BulkServer
+from areal_sc.transport.bulk.session import MAX_WAITING_REPLIES
 from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, parse_head
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
 from areal_sc.transport.tensor_store import TensorStore
 
 PULLER_SCRIPT = Path(__file__).with_name("bulk_puller.py")
 NUM_BYTES = 64 << 20
+LARGE = 12 << 20
 GREETING_START = bytes([255, 0, 0, 0, 0, 0, 0, 0, 1, 127, 3, 0])
 """Of ZMTP 3.0; the name of a mechanism follows."""
 
@@ -129,7 +132,7 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
         for _ in range(100_000):
             answer, payload = server._reader.answer(mutated(rng.choice(REQUESTS), rng))
             assert answer[0] in (0, 1)
-            assert sum(map(len, payload)) <= 1000 * 4
+            assert sum(len(part) for frame in payload for part in frame) <= 1000 * 4
         grant = server.open_session("liar")
         liar = BulkMember(grant)
         for sequence in range(1, 3001):
@@ -280,6 +283,45 @@ async def test_a_stopped_puller_is_dropped_and_blocks_nobody(max_inflight_chunks
                 puller.kill()
 
 
+@asynccontextmanager
+async def asking(server: BulkServer, num_requests: int) -> AsyncIterator[socket.socket]:
+    """A puller that asks for `LARGE` bytes, so many times; it reads only when told to."""
+    grant = server.open_session("greedy")
+    sealer = Sealer(grant.session_id, grant.request_key, False)
+    connection = await connect(grant.address, grant.ticket)
+    with connection:
+        for sequence in range(1, num_requests + 1):
+            request = sealer.seal_header(sequence, [READ, [["life1.1", ["x"], 0, LARGE, 0, 1]]])
+            await asyncio.get_running_loop().sock_sendall(
+                connection, bytes([0, len(request)]) + request
+            )
+        yield connection
+
+
+async def test_a_slow_puller_costs_no_memory_and_stays_as_long_as_it_reads() -> None:
+    async with serving(NUM_BYTES, reply_timeout_s=0.5) as server:
+        before = memory_mib()
+        async with asking(server, 20) as puller:  # 240 MiB
+            await until(lambda: server.num_reads == 20)
+            num_read = 0
+            started = time.monotonic()
+            while time.monotonic() - started < 1.5:  # three times what a stopped one has
+                num_read += len(await asyncio.get_running_loop().sock_recv(puller, 1 << 17))
+                await asyncio.sleep(0.05)
+            assert num_read < LARGE
+            assert server.num_dropped_sessions == 0
+            assert memory_mib() - before < 40
+            await until(lambda: server.num_dropped_sessions == 1)
+        assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
+
+
+async def test_who_asks_for_more_than_it_reads_is_put_out() -> None:
+    async with serving(NUM_BYTES) as server, asking(server, 1 + MAX_WAITING_REPLIES):
+        await until(lambda: server.num_refused == 1)
+        await until(lambda: num_connections(server) == 0)
+        assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
+
+
 def num_connections(server: BulkServer) -> int:
     """Established connections to the server's port, as the kernel lists them."""
     port = int(server._address.rpartition(":")[2])
@@ -290,9 +332,11 @@ def num_connections(server: BulkServer) -> int:
 
 async def test_an_idle_server_uses_no_cpu_after_an_attack() -> None:
     async with serving(1000) as server:
+        member = BulkMember(server.open_session("test"))
         for _ in range(100):
-            server._on_message([memoryview(b"id"), memoryview(os.urandom(100))])
+            member.send([os.urandom(100)])
+        await until(lambda: server.num_refused == 100)
         before = time.process_time()
         await asyncio.sleep(0.2)
         assert time.process_time() - before < 0.1
-        assert server.num_refused == 100
+        member.close()

@@ -7,7 +7,7 @@ import gc
 import os
 import socket
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,9 +26,11 @@ from areal_sc.metadata import (
     concat,
 )
 from areal_sc.transport.bulk.client import BulkClient
+from areal_sc.transport.bulk.frame_stream import Outgoing
 from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.reader import DESCRIBE, READ
 from areal_sc.transport.bulk.server import BulkServer
+from areal_sc.transport.bulk.session import PullerSession
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
@@ -405,15 +407,16 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-class Forging(BulkServer):
-    """An owner whose answers are changed on their way."""
+def forge_answers(monkeypatch: pytest.MonkeyPatch, forge: Callable[[list[bytes]], Any]) -> None:
+    """Changes the frames of every answer on their way."""
+    sealed = PullerSession._sealed
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.forge: Any = None
+    def forged(*args: Any) -> Iterator[Outgoing]:
+        frames = forge([b"".join(parts) for parts, _ in sealed(*args)])
+        for number, frame in enumerate(frames, 1):
+            yield [frame], number < len(frames)
 
-    def _send(self, session_id: bytes, session: Any, frames: Sequence[Any]) -> None:
-        super()._send(session_id, session, self.forge(list(frames)) if self.forge else frames)
+    monkeypatch.setattr(PullerSession, "_sealed", forged)
 
 
 def flip(frame: Any) -> bytes:
@@ -426,27 +429,25 @@ def flip(frame: Any) -> bytes:
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda frames: [*frames[:2], flip(frames[2])],
-        lambda frames: [frames[0], flip(frames[1]), frames[2]],
-        lambda frames: frames[:2],
+        lambda frames: [frames[0], flip(frames[1])],
+        lambda frames: [flip(frames[0]), frames[1]],
+        lambda frames: frames[:1],
         lambda frames: [*frames, b"more"],
-        lambda frames: [*frames[:2], frames[2][:-1]],
+        lambda frames: [frames[0], frames[1][:-1]],
     ],
     ids=["payload bit", "header bit", "no payload", "more payload", "truncated payload"],
 )
-async def test_changed_chunks_are_never_handed_out(forge: Any, is_encrypted: bool) -> None:
+async def test_changed_chunks_are_never_handed_out(
+    forge: Any, is_encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with owners(1, is_encrypted=is_encrypted) as [owner]:
-        await owner.bulk.close()
-        owner.bulk = Forging(owner.store, is_encrypted=is_encrypted)
-        await owner.bulk.start()
-        owner.server._handlers.update(owner.bulk.handlers())
         batch = owner.put({"input_ids": ids_of(0, [100])}, [100])
         async with pulling(is_encrypted=is_encrypted, timeout_s=20) as puller:
-            owner.bulk.forge = forge
-            with pytest.raises(ProtocolError, match=r"tag|bytes of payload"):
-                await puller.pull(batch)
+            with monkeypatch.context() as patch:
+                forge_answers(patch, forge)
+                with pytest.raises(ProtocolError, match=r"tag|bytes of payload"):
+                    await puller.pull(batch)
             assert puller._bulk.num_refused == 1
-            owner.bulk.forge = None
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 100)]
 
 
@@ -470,11 +471,12 @@ async def test_a_puller_refuses_descriptions_of_no_correct_owner(description: An
                 pass
 
 
-async def test_a_silent_owner_ends_the_pull_at_its_deadline() -> None:
+async def test_a_silent_owner_ends_the_pull_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [3])}, [3])
-        owner.bulk._on_message = lambda frames: None  # type: ignore[method-assign]
-        owner.bulk._socket._on_message = lambda frames: None  # type: ignore[union-attr]
+        monkeypatch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
         with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not pulled by its deadline"):
             await puller.pull(batch)
 
@@ -507,14 +509,15 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
         assert owner.bulk.num_reads - before == 4
 
 
-async def test_a_session_that_its_owner_forgot_is_renewed() -> None:
-    async with owners(1) as [owner], pulling(timeout_s=0.5) as puller:
+async def test_a_session_that_its_owner_gave_up_is_renewed() -> None:
+    async with owners(1) as [owner], pulling() as puller:
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
-        await puller.pull(batch)
-        owner.bulk._sessions.clear()
-        with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0"):
-            await puller.pull(batch)
-        assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
+        for _ in range(3):
+            assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
+            [session] = owner.bulk._sessions
+            owner.bulk._drop(session, "a test")
+        assert owner.bulk.num_dropped_sessions == 3
+        assert owner.bulk.num_reads == 3
 
 
 @pytest.mark.parametrize("has_time", [False, True], ids=["at once", "later"])
@@ -529,10 +532,12 @@ async def test_a_connection_that_ended_in_silence_loses_no_shard(has_time: bool)
         assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
 
 
-async def test_a_failed_pull_leaves_no_buffer_to_the_collector() -> None:
+async def test_a_failed_pull_leaves_no_buffer_to_the_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [90_000])}, [90_000])
-        owner.bulk._socket._on_message = lambda frames: None  # type: ignore[union-attr]
+        monkeypatch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
         taken: list[weakref.ref[Any]] = []
         take = puller._pool.take
 

@@ -14,8 +14,8 @@ import sys
 import torch
 
 from areal_sc.transport.bulk.server import BulkServer
+from areal_sc.transport.bulk.session import PullerSession
 from areal_sc.transport.rpc.transport import RpcServer
-from areal_sc.transport.socket import Frame
 from areal_sc.transport.tensor_store import TensorStore
 
 LENGTHS = [100, 10_000, 1, 0, 3_000]
@@ -27,14 +27,15 @@ def values_of(node_id: str) -> torch.Tensor:
     return torch.arange(start, start + sum(LENGTHS), dtype=torch.int32)
 
 
-class StallingServer(BulkServer):
-    """Answers `stall_after` requests, or all when that is negative."""
+def stall(server: BulkServer, stall_after: int) -> None:
+    """Lets the server answer `stall_after` requests, or all when that is negative."""
+    answer = PullerSession.on_frame
 
-    stall_after = -1
+    def answer_or_not(session: PullerSession, *, has_more: bool) -> None:
+        if server.num_reads != stall_after:
+            answer(session, has_more=has_more)
 
-    def _on_message(self, frames: list[Frame]) -> None:
-        if self.num_reads != self.stall_after:
-            super()._on_message(frames)
+    PullerSession.on_frame = answer_or_not  # type: ignore[method-assign]
 
 
 async def main(node_id: str, incarnation: str, stall_after: int) -> None:
@@ -43,8 +44,8 @@ async def main(node_id: str, incarnation: str, stall_after: int) -> None:
     shard_id = store.put(
         {"input_ids": values, "behavior_logprobs": values.to(torch.bfloat16)}, LENGTHS
     )
-    bulk = StallingServer(store)
-    bulk.stall_after = stall_after
+    bulk = BulkServer(store)
+    stall(bulk, stall_after)
     await bulk.start()
     server = RpcServer(bulk.handlers(), node_id=node_id, incarnation=incarnation)
     address = await server.start()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
@@ -24,7 +23,6 @@ class Arrival:
     Args:
         sealer: of the direction that the reply came.
         sequence: number of the reply.
-        tags: that the reply's header names for its frames, as it came.
         destinations: are filled one after the other.
         pool: gives buffers.
     """
@@ -33,7 +31,6 @@ class Arrival:
         self,
         sealer: Sealer,
         sequence: int,
-        tags: Any,
         destinations: Iterable[memoryview],
         pool: BufferPool,
     ) -> None:
@@ -44,33 +41,32 @@ class Arrival:
         self._missing = sum(map(len, self._destinations))
         self._num_frames = 0
         self._frame: list[memoryview] = []
-        self._tags: list[Any] = tags if isinstance(tags, list) else []
+        self._tag = bytearray(TAG_BYTES)
 
     def places(self, num_bytes: int) -> list[memoryview]:
         """Where the next frame goes, one after the other.
 
         Raises: ProtocolError: it is not part of this reply.
         """
-        size = num_bytes - TAG_BYTES if self._sealer.is_encrypted else num_bytes
+        size = num_bytes - TAG_BYTES
         if not 0 <= size <= self._missing:
             raise ProtocolError(f"expected {self._missing} more bytes of payload, got {size}")
         self._missing -= size
         if self._sealer.is_encrypted:
             self._frame = [self._pool.take(num_bytes).data]
-        else:
-            self._frame = list(self._take(size))
-        return self._frame
+            return self._frame
+        self._frame = list(self._take(size))
+        return [*self._frame, memoryview(self._tag)]
 
     def on_frame(self) -> None:
         """Checks the frame and puts it where it belongs.
 
-        Raises: ProtocolError: its tag is wrong or missing.
+        Raises: ProtocolError: its tag is wrong.
         """
         self._num_frames += 1
         number, frame, self._frame = self._num_frames, self._frame, []
         if not self._sealer.is_encrypted:
-            tag = self._tags[number - 1] if number <= len(self._tags) else None
-            self._sealer.check_frame(self._sequence, number, frame, tag)
+            self._sealer.check_frame(self._sequence, number, frame, bytes(self._tag))
             return
         size = len(frame[0]) - TAG_BYTES
         places = list(self._take(size))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -57,6 +58,17 @@ class BufferPool:
         lent = memory[:num_bytes]
         weakref.finalize(lent, self._give_back, memory).atexit = False
         return lent
+
+    def joined(self, parts: Sequence[memoryview]) -> memoryview:
+        """The bytes of all parts; the only part itself is not copied."""
+        if len(parts) == 1:
+            return parts[0]
+        memory = self.take(sum(map(len, parts))).data
+        position = 0
+        for part in parts:
+            memory[position : position + len(part)] = part
+            position += len(part)
+        return memory
 
     def _give_back(self, memory: Bytes) -> None:
         if self._idle_bytes + self._returned_bytes + memory.nbytes <= self._max_idle_bytes:

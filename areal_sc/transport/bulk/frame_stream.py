@@ -1,15 +1,15 @@
-"""A client's end of a ZMTP connection, which receives large frames where they belong.
+"""One end of a ZMTP connection, which moves large frames without a copy in between.
 
 libzmq receives every message on a thread of its own into memory of its own, from where it has to
-be copied: a third of the CPU time of a bulk transfer. Here the event loop reads the socket, and
-whoever uses the stream says of each frame where its bytes go. The other end is a ZMQ socket like
-any other.
+be copied, and sends through such a thread: together half of the CPU time of a bulk transfer. Here
+the event loop reads and writes the socket; whoever uses the stream says of each incoming frame
+where its bytes go, and of each outgoing one where they lie. The other end may be a ZMQ socket.
 
-consumes     the connection's bytes, as the kernel has them
-waits for    readiness of its file descriptor; what cannot be sent at once waits in memory
+consumes     the connection's bytes, as the kernel has them; messages to send
+waits for    readiness of its file descriptor; frames to send are made when there is room for them
 unblocked by the peer, or the end of the connection
 
-What is spoken is ZMTP 3.1 (https://rfc.zeromq.org/spec/37), with PLAIN (spec/24) to be let in.
+What is spoken is ZMTP 3.1 (https://rfc.zeromq.org/spec/37); `handshake` has what comes before.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import struct
 from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
-from areal_sc.errors import PeerLost, ProtocolError
-from areal_sc.transport.endpoint import (
-    HANDSHAKE_TIMEOUT_MS,
-    KEEPALIVE_EVERY_S,
-    KEEPALIVE_IDLE_S,
-    KEEPALIVE_PROBES,
-    UNSENT_TIMEOUT_MS,
-    parsed_address,
+from areal_sc.errors import ProtocolError
+from areal_sc.transport.bulk.handshake import (
+    COMMAND_FRAME,
+    LONG_FRAME,
+    MAX_COMMAND_BYTES,
+    command,
 )
+from areal_sc.transport.socket import Buffer
 
 logger = logging.getLogger(__name__)
 
+Outgoing = tuple[Sequence[Buffer], bool]
+"""The parts of a frame, and whether another frame of its message follows."""
+
 READS_PER_TURN: Final = 8
-"""Then the rest of the event loop has its turn; a read is at most one frame."""
+SENDS_PER_TURN: Final = 4
+"""Then the rest of the event loop has its turn; each moves little more than a frame."""
 
 _STAGING_BYTES: Final = 16 << 10
 """Of a large frame as many bytes at most are copied once more: those that come with its head."""
@@ -45,16 +48,20 @@ _MAX_LOW_WATER_BYTES: Final = 1 << 20
 every wake-up costs both ends as much as moving some 20 KiB."""
 
 _MAX_PLACES: Final = 64
-"""Of one read; the kernel allows 1,024."""
+"""Of one read or write; the kernel allows 1,024."""
 
-_MAX_COMMAND_BYTES: Final = 1 << 10
-_MORE, _LONG, _COMMAND = 1, 2, 4
-_GREETING: Final = struct.Struct(">10s2B20s32x")
-_SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
-_LENGTH: Final = struct.Struct(">Q")
+_GATHERED_BYTES: Final = 64 << 10
+"""Frames are sent together up to this size: a system call costs as much as copying some 20 KiB."""
+
+_MORE_FRAMES: Final = 1
+_ALL_FLAGS: Final = _MORE_FRAMES | LONG_FRAME | COMMAND_FRAME
+_MORE_COMMANDS: Final = _MORE_FRAMES | COMMAND_FRAME
+"""Flags that never come together."""
+
 _NOTHING: Final = memoryview(b"")
 _PING, _PONG = b"\x04PING", b"\x04PONG"
-_PING_TTL_BYTES: Final = 2
+_PING_TTL: Final = bytes(2)
+"""Tenths of seconds after which the peer should give us up; 0: it decides for itself."""
 
 
 class FrameSink(Protocol):
@@ -68,7 +75,10 @@ class FrameSink(Protocol):
         ...
 
     def on_frame(self, *, has_more: bool) -> None:
-        """The frame is in its places; `has_more`: another one of its message follows."""
+        """The frame is in its places; `has_more`: another one of its message follows.
+
+        Raises: ProtocolError: no correct peer sends it now; ends the connection.
+        """
         ...
 
     def on_lost(self, reason: str) -> None:
@@ -77,69 +87,55 @@ class FrameSink(Protocol):
 
 
 class FrameStream:
-    """Made by `connect`; used on one event loop.
+    """Used on the running event loop.
 
     Args:
-        connection: greeted and admitted; owned from here on.
+        connection: non-blocking; the handshake is over; owned from here on.
         sink: takes what arrives, from the next turn of the event loop on.
+
+    Attributes:
+        moved_bytes: received, or taken by the kernel to be sent.
     """
 
     def __init__(self, connection: socket.socket, sink: FrameSink) -> None:
+        self.moved_bytes = 0
         self._socket = connection
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        self._peer = connection.getpeername()
         self._is_closed = False
+        self._is_reading = False
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._num_staged = 0  # bytes of a frame's head that is not whole yet
         self._flags = 0  # of the frame that is being received
         self._places: deque[memoryview] = deque()  # of what is missing of it
         self._missing = 0
         self._command = _NOTHING
-        self._unsent = bytearray()
         self._low_water = 1
+        self._outbox: deque[Iterator[Outgoing]] = deque()  # messages, the first one perhaps begun
+        self._unsent: deque[memoryview] = deque()  # of frames that were made
+        self._awaits_room = False
         self._loop.add_reader(connection, self._on_readable)
 
-    @classmethod
-    async def connect(cls, address: str, ticket: tuple[str, str], sink: FrameSink) -> FrameStream:
-        """A stream from a ROUTER that admits by name and password.
+    @property
+    def num_waiting(self) -> int:
+        """Messages whose last frame was not made yet."""
+        return len(self._outbox)
 
-        Args:
-            address: like tcp://10.0.0.1:5555.
-            ticket: name and password; each of 1 to 255 ASCII characters.
+    def send(self, message: Iterable[Outgoing]) -> None:
+        """Queues a message of one frame or more.
 
-        Raises:
-            PeerLost: nobody listens there, it speaks something else, or does not let us in.
-            TransportError: the address is malformed.
-        """
-        host, port = parsed_address(address)
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            connection.setblocking(False)
-            _configure(connection)
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_MS / 1000):
-                await asyncio.get_running_loop().sock_connect(connection, (host, port))
-                await _shake_hands(connection, ticket)
-            return cls(connection, sink)
-        except TimeoutError:
-            connection.close()
-            raise PeerLost("it did not answer the handshake") from None
-        except (OSError, ProtocolError) as error:
-            connection.close()
-            raise PeerLost(f"no connection to {address}: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
-
-    def send(self, frame: bytes) -> None:
-        """Sends a message of one frame; what the kernel does not take now waits in memory.
-
-        How much may wait is for the caller to bound: by the answers that it allows outstanding.
+        Its frames are asked for one by one, when the kernel has room: for a peer that does not
+        read nothing is made. How many messages may wait is for the caller to bound.
         """
         if self._is_closed:
             return
-        head = bytes([0, len(frame)]) if len(frame) < 256 else b"\x02" + _LENGTH.pack(len(frame))
-        self._write(head + frame)
+        self._outbox.append(iter(message))
+        if not self._is_reading and not self._awaits_room:  # else it is sent after the reading
+            self._send_some()
+
+    def ping(self) -> None:
+        """Asks for a sign of life, unless there is something else to send."""
+        self._send_command(_PING + _PING_TTL)
 
     def close(self) -> None:
         """Ends the connection; the sink hears nothing more."""
@@ -149,9 +145,11 @@ class FrameStream:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-        self._places.clear()
+        for kept in (self._places, self._outbox, self._unsent):
+            kept.clear()
 
     def _on_readable(self) -> None:
+        self._is_reading = True
         try:
             for _ in range(READS_PER_TURN):
                 if self._is_closed or not self._read():
@@ -161,10 +159,15 @@ class FrameStream:
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
         except Exception as error:  # the boundary to the sink: whoever waits for a frame must fail
-            logger.exception("the stream to %s ends", self._peer)
+            logger.exception("a bulk stream ends")
             self._lose(repr(error))
-        if not self._is_closed:
-            self._set_low_water()
+        finally:
+            self._is_reading = False
+        if self._is_closed:
+            return
+        self._set_low_water()
+        if self._outbox and not self._awaits_room:
+            self._send_some()
 
     def _set_low_water(self) -> None:
         """Safe because the socket never blocks: a blocking read may have taken some of the bytes
@@ -223,15 +226,12 @@ class FrameStream:
     def _advance(self, num_bytes: int) -> None:
         """So many bytes have been put into their places."""
         self._missing -= num_bytes
-        while num_bytes:
-            place = self._places.popleft()
-            if num_bytes < len(place):
-                self._places.appendleft(place[num_bytes:])
-            num_bytes -= min(num_bytes, len(place))
+        _advance(self._places, num_bytes)
 
     def _received(self, num_bytes: int) -> int:
         if not num_bytes:
             raise ConnectionError("the connection ended")
+        self.moved_bytes += num_bytes
         return num_bytes
 
     def _begin_frame(self, staged: memoryview, position: int) -> int | None:
@@ -240,15 +240,15 @@ class FrameStream:
         None: the head is not whole yet.
         """
         flags = staged[position]
-        if flags & ~(_MORE | _LONG | _COMMAND) or flags & (_MORE | _COMMAND) == _MORE | _COMMAND:
+        if flags > _ALL_FLAGS or flags & _MORE_COMMANDS == _MORE_COMMANDS:
             raise ProtocolError(f"frame flags {flags:#x} mean nothing in ZMTP")
-        end = position + (9 if flags & _LONG else 2)
+        end = position + (9 if flags & LONG_FRAME else 2)
         if end > len(staged):
             return None
         num_bytes = int.from_bytes(staged[position + 1 : end], "big")
         self._flags = flags
-        if flags & _COMMAND:
-            if num_bytes > _MAX_COMMAND_BYTES:
+        if flags & COMMAND_FRAME:
+            if num_bytes > MAX_COMMAND_BYTES:
                 raise ProtocolError(f"a command of {num_bytes} bytes")
             self._command = memoryview(bytearray(num_bytes))
             self._places = deque([self._command])
@@ -259,35 +259,60 @@ class FrameStream:
 
     def _end_frame(self) -> None:
         self._places.clear()  # an empty view would keep its memory
-        if not self._flags & _COMMAND:
-            self._sink.on_frame(has_more=bool(self._flags & _MORE))
-        elif self._command[: len(_PING)] == _PING and not self._unsent:  # else it does not read
-            context = self._command[len(_PING) + _PING_TTL_BYTES :]
-            self._write(_command(_PONG + context))
+        if not self._flags & COMMAND_FRAME:
+            self._sink.on_frame(has_more=bool(self._flags & _MORE_FRAMES))
+        elif self._command[: len(_PING)] == _PING:
+            self._send_command(_PONG + self._command[len(_PING + _PING_TTL) :])
 
-    def _write(self, data: bytes) -> None:
-        if not self._unsent:
-            try:
-                data = data[self._socket.send(data) :]
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                self._loop.call_soon(self._lose, str(error))
-                return
-            if not data:
-                return
-            self._loop.add_writer(self._socket, self._on_writable)
-        self._unsent += data
+    def _send_command(self, body: bytes) -> None:
+        """Not while anything else is unsent: then the peer does not read, and sees us alive."""
+        if not (self._is_closed or self._unsent or self._outbox):
+            self._unsent.append(memoryview(command(body)))
+            self._send_some()
 
-    def _on_writable(self) -> None:
+    def _send_some(self) -> None:
+        """Sends what the kernel takes, for one turn of the event loop."""
         try:
-            del self._unsent[: self._socket.send(self._unsent)]
+            for _ in range(SENDS_PER_TURN):
+                self._make_frames()
+                if not self._unsent:
+                    break
+                num_bytes = self._socket.sendmsg(islice(self._unsent, _MAX_PLACES))
+                self.moved_bytes += num_bytes
+                _advance(self._unsent, num_bytes)
         except BlockingIOError:
-            return
+            pass
         except OSError as error:
-            self._lose(str(error))
+            self._loop.call_soon(self._lose, str(error))
+        except Exception as error:  # the boundary to who makes the frames: the peer must not wait
+            logger.exception("a bulk stream ends")
+            self._loop.call_soon(self._lose, repr(error))
+        self._await_room(bool(self._unsent or self._outbox))
+
+    def _make_frames(self) -> None:
+        """Adds frames to what is unsent until it is worth a system call."""
+        num_bytes = sum(map(len, self._unsent))
+        while self._outbox and num_bytes < _GATHERED_BYTES and len(self._unsent) < _MAX_PLACES:
+            parts, has_more = next(self._outbox[0])
+            if not has_more:
+                self._outbox.popleft()
+            size = sum(map(len, parts))
+            flags = _MORE_FRAMES if has_more else 0
+            if size < 256:
+                head = bytes([flags, size])
+            else:
+                head = bytes([flags | LONG_FRAME]) + size.to_bytes(8, "big")
+            self._unsent.append(memoryview(head))
+            self._unsent.extend(memoryview(part) for part in parts if len(part))
+            num_bytes += len(head) + size
+
+    def _await_room(self, is_needed: bool) -> None:
+        if is_needed == self._awaits_room:
             return
-        if not self._unsent:
+        self._awaits_room = is_needed
+        if is_needed:
+            self._loop.add_writer(self._socket, self._send_some)
+        else:
             self._loop.remove_writer(self._socket)
 
     def _lose(self, reason: str) -> None:
@@ -296,63 +321,10 @@ class FrameStream:
             self._sink.on_lost(reason)
 
 
-def _configure(connection: socket.socket) -> None:
-    """As `configure_socket` does it for ZMQ's connections."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNSENT_TIMEOUT_MS)
-
-
-async def _shake_hands(connection: socket.socket, ticket: tuple[str, str]) -> None:
-    """Raises: ProtocolError: the peer speaks something else, or refuses the ticket."""
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, _GREETING.pack(_SIGNATURE, 3, 1, b"PLAIN"))
-    greeting = await _read_exactly(connection, _GREETING.size)
-    signature, major, _, mechanism = _GREETING.unpack(greeting)
-    if signature[::9] != _SIGNATURE[::9] or major < 3:
-        raise ProtocolError("it does not speak ZMTP 3")
-    if mechanism.rstrip(b"\0") != b"PLAIN":
-        raise ProtocolError("it does not admit by tickets")
-    name, password = (part.encode("ascii") for part in ticket)
-    hello = b"\x05HELLO" + bytes([len(name)]) + name + bytes([len(password)]) + password
-    await loop.sock_sendall(connection, _command(hello))
-    await _expect(connection, b"\x07WELCOME")
-    metadata = _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b"")
-    await loop.sock_sendall(connection, _command(b"\x08INITIATE" + metadata))
-    await _expect(connection, b"\x05READY")
-
-
-async def _expect(connection: socket.socket, command: bytes) -> None:
-    flags, *length = await _read_exactly(connection, 2)
-    if flags & _LONG:
-        length += await _read_exactly(connection, 7)
-    num_bytes = int.from_bytes(bytes(length), "big")
-    if not flags & _COMMAND or num_bytes > _MAX_COMMAND_BYTES:
-        raise ProtocolError("it breaks the handshake")
-    body = await _read_exactly(connection, num_bytes)
-    if not body.startswith(command):
-        raise ProtocolError(f"it ended the handshake with {body[1:40]!r}")
-
-
-async def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        received = await asyncio.get_running_loop().sock_recv(connection, num_bytes - len(data))
-        if not received:
-            raise ConnectionError("it ended the handshake")
-        data += received
-    return data
-
-
-def _command(body: bytes) -> bytes:
-    if len(body) < 256:
-        return bytes([_COMMAND, len(body)]) + body
-    return bytes([_COMMAND | _LONG]) + _LENGTH.pack(len(body)) + body
-
-
-def _property(name: bytes, value: bytes) -> bytes:
-    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+def _advance(views: deque[memoryview], num_bytes: int) -> None:
+    """Takes away the first bytes."""
+    while num_bytes:
+        view = views.popleft()
+        if num_bytes < len(view):
+            views.appendleft(view[num_bytes:])
+        num_bytes -= min(num_bytes, len(view))

@@ -34,6 +34,7 @@ from areal_sc.errors import (
 from areal_sc.transport.bulk.arrival import Arrival
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.frame_stream import FrameStream
+from areal_sc.transport.bulk.handshake import connect
 from areal_sc.transport.bulk.jobs import BulkOptions, Description, FetchJob
 from areal_sc.transport.bulk.reader import DESCRIBE, READ
 from areal_sc.transport.bulk.server import OPEN_SESSION
@@ -221,11 +222,10 @@ class OwnerLink:
             assert self._replies is not None
             reply.asked = asked
             body = reply.body = self._replies.open_header(header, reply.sequence)
-            tags = body.pop() if isinstance(body, list) and body else None
             wanted: list[memoryview] = []
             if not isinstance(asked, Description) and isinstance(body, list) and body[:1] == [0]:
                 wanted = [place for _, part in asked for place in part.destinations]
-            reply.payload = Arrival(self._replies, reply.sequence, tags, wanted, self._pool)
+            reply.payload = Arrival(self._replies, reply.sequence, wanted, self._pool)
         except ProtocolError as error:
             reply.error = error
         return reply
@@ -279,7 +279,7 @@ class OwnerLink:
             self._session_id = grant.session_id
             self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
             self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
-            self._stream = await FrameStream.connect(grant.address, grant.ticket, self)
+            self._stream = FrameStream(await connect(grant.address, grant.ticket), self)
         except (PeerLost, IncarnationMismatch) as error:
             self._end(str(error))
             return
@@ -352,7 +352,7 @@ class OwnerLink:
         assert self._requests is not None
         sequence = next(self._sequence)
         try:
-            frame = self._requests.seal_header(sequence, body)
+            request = self._requests.seal_header(sequence, body)
         except ProtocolError as error:  # its metadata holds what no message can
             self._fail_asked(asked, error)
             return
@@ -360,7 +360,7 @@ class OwnerLink:
             self._has_heard = False
         self._inflight[sequence] = asked
         self._count(asked, 1)
-        self._stream.send(frame)
+        self._stream.send([([request], False)])
 
     def _match(self, header: memoryview) -> tuple[Asked | Description, int]:
         session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)

@@ -1,8 +1,8 @@
-"""What an owner answers to a request: the bytes asked for, as the frames to send.
+"""What an owner answers to a request: the bytes asked for, as they are to be cut into frames.
 
 A frame costs as much as copying some 200 KiB, and its tag needs its bytes read in any case, from
-the cache if they have just been copied. So small neighbours are joined, and what is large is sent
-from where it lies.
+the cache if they have just been copied. So small neighbours share a frame, and what is large is
+sent from where it lies.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone
-from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.wire import MAX_REPLY_BYTES, MAX_REQUEST_ROWS, failure_body
 from areal_sc.transport.shard_layout import SealedField
-from areal_sc.transport.socket import Buffer
 
 READ: Final = 0
 DESCRIBE: Final = 1
 
 JOINED_BYTES: Final = 256 << 10
 """Smaller shares of a reply are joined with their neighbours."""
+
+Parts = list[memoryview]
+"""The payload of one frame, where it lies."""
 
 
 class ShardSource(Protocol):
@@ -36,17 +37,15 @@ class ShardReader:
 
     Args:
         source: the store.
-        pool: gives memory for joined payload.
         frame_bytes: of payload under one tag, at most.
     """
 
-    def __init__(self, source: ShardSource, pool: BufferPool, frame_bytes: int) -> None:
+    def __init__(self, source: ShardSource, frame_bytes: int) -> None:
         self._source = source
-        self._pool = pool
         self._frame_bytes = frame_bytes
 
-    def answer(self, body: Any) -> tuple[list[Any], list[Buffer]]:
-        """(reply body without tags, payload); a failure names the segment that cannot be read."""
+    def answer(self, body: Any) -> tuple[list[Any], list[Parts]]:
+        """(reply body, payload of each frame); a failure names the segment that cannot be read."""
         match body:
             case [int(kind), str(shard_id)] if kind == DESCRIBE:
                 return self._describe(shard_id), []
@@ -61,7 +60,7 @@ class ShardReader:
             return failure_body(0, error)
         return [0, [[name, field.dtype, list(field.row_lengths)] for name, field in fields.items()]]
 
-    def _read(self, segments: Sequence[Any]) -> tuple[list[Any], list[Buffer]]:
+    def _read(self, segments: Sequence[Any]) -> tuple[list[Any], list[Parts]]:
         held = []
         slices: list[memoryview] = []
         room, num_rows = MAX_REPLY_BYTES, MAX_REQUEST_ROWS
@@ -116,36 +115,26 @@ class ShardReader:
             fields.append(held[name])
         return fields
 
-    def _frames(self, slices: Iterable[memoryview]) -> list[Buffer]:
-        frames: list[Buffer] = []
+    def _frames(self, slices: Iterable[memoryview]) -> list[Parts]:
+        frames: list[Parts] = []
         small: list[memoryview] = []
         num_small = 0
         for part in slices:
             is_small = len(part) < min(JOINED_BYTES, self._frame_bytes)
             if small and not (is_small and num_small + len(part) <= self._frame_bytes):
-                frames.append(self._one_frame(small))
+                frames.append(small)
                 small, num_small = [], 0
             if is_small:
                 small.append(part)
                 num_small += len(part)
                 continue
             frames += [
-                part[start : start + self._frame_bytes]
+                [part[start : start + self._frame_bytes]]
                 for start in range(0, len(part), self._frame_bytes)
             ]
         if small:
-            frames.append(self._one_frame(small))
+            frames.append(small)
         return frames
-
-    def _one_frame(self, parts: Sequence[memoryview]) -> Buffer:
-        if len(parts) == 1:
-            return parts[0]
-        memory = self._pool.take(sum(map(len, parts))).data
-        position = 0
-        for part in parts:
-            memory[position : position + len(part)] = part
-            position += len(part)
-        return memory
 
 
 def _window(slices: list[memoryview], start: int, stop: int) -> list[memoryview]:

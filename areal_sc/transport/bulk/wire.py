@@ -1,13 +1,13 @@
 """The wire form of the data plane, and what keeps strangers out of it.
 
     request   [ head | body | tag ]
-    reply     [ head | body | tag ], payload frame, payload frame, ...
+    reply     [ head | body | tag ], [ payload | tag ], [ payload | tag ], ...
 
     head      magic and protocol version (4), session id (16), sequence number (8)
-    body      msgpack: what is asked, or what was found and the tag of each payload frame
+    body      msgpack: what is asked, or what was found
 
 A session is made by a call on the (CurveZMQ) control socket, which hands over a ticket and one
-fresh key for each direction. The ticket admits one connection, once (ZMQ's PLAIN mechanism): of
+fresh key for each direction. The ticket admits one connection, once (ZMTP's PLAIN mechanism): of
 others not a byte is kept. It can be seen on the wire, and opens nothing any more then. Every header
 and every payload frame carries an AES-GCM tag (GMAC where nothing is encrypted; NIST SP 800-38D).
 The nonce is (sequence number, frame number): numbers only grow within a session and the directions
@@ -36,7 +36,7 @@ from areal_sc.transport.rpc.codec import unpack
 from areal_sc.transport.socket import Buffer, Frame
 
 MAGIC: Final = b"ASB"
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 TAG_BYTES: Final = 16
 SESSION_ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
@@ -169,33 +169,28 @@ class Sealer:
             raise ProtocolError("the header's tag is wrong") from None
         return unpack(packed, MAX_ELEMENTS)
 
-    def seal_payload(
-        self, sequence: int, frames: Sequence[Buffer]
-    ) -> tuple[list[Buffer], list[bytes]]:
-        """The frames to send, and the tag of each.
-
-        The frames are the very same memory, unless the session is encrypted: then they are the
-        ciphertext with the tag at its end, and the tags' list is empty.
-        """
-        nonces = [_NONCE.pack(sequence, number) for number in range(1, len(frames) + 1)]
-        if self.is_encrypted:
-            pairs = zip(nonces, frames, strict=True)
-            return [self._encrypted(nonce, frame) for nonce, frame in pairs], []
-        tags = [
-            self._aead.encrypt(nonce, b"", frame)
-            for nonce, frame in zip(nonces, frames, strict=True)
-        ]
-        return list(frames), tags
-
-    def check_frame(self, sequence: int, number: int, parts: Sequence[Buffer], tag: Any) -> None:
-        """Compares a payload frame that is not encrypted with its tag.
+    def seal_frame(self, sequence: int, number: int, payload: Buffer) -> list[Buffer]:
+        """The parts of a payload frame: the very same memory and its tag, or the ciphertext.
 
         Args:
             number: of the frame within the reply, from 1.
-            parts: the frame, wherever its bytes lie.
-            tag: as the header names it.
+        """
+        nonce = _NONCE.pack(sequence, number)
+        if not self.is_encrypted:
+            return [payload, self._aead.encrypt(nonce, b"", payload)]
+        sealed = self._pool.take(len(payload) + TAG_BYTES)
+        self._aead.encrypt_into(nonce, payload, None, sealed.data)
+        return [sealed.data]
 
-        Raises: ProtocolError: the tag is wrong or missing.
+    def check_frame(self, sequence: int, number: int, parts: Sequence[Buffer], tag: bytes) -> None:
+        """Compares the payload of a frame that is not encrypted with the tag at its end.
+
+        Args:
+            number: of the frame within the reply, from 1.
+            parts: the payload, wherever its bytes lie.
+            tag: [TAG_BYTES].
+
+        Raises: ProtocolError: the tag is wrong.
         """
         nonce = _NONCE.pack(sequence, number)
         try:
@@ -206,7 +201,7 @@ class Sealer:
                 for part in parts:
                     check.authenticate_additional_data(part)
                 check.finalize()
-        except (InvalidTag, TypeError, ValueError):
+        except InvalidTag:
             raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
 
     def decrypt_frame(self, sequence: int, number: int, frame: Buffer, into: memoryview) -> None:
@@ -222,12 +217,6 @@ class Sealer:
             self._aead.decrypt_into(_NONCE.pack(sequence, number), frame, None, into)
         except InvalidTag:
             raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
-
-    def _encrypted(self, nonce: bytes, frame: Buffer) -> memoryview:
-        """The ciphertext and its tag, in memory that is used again once it has been sent."""
-        sealed = self._pool.take(len(frame) + TAG_BYTES)
-        self._aead.encrypt_into(nonce, frame, None, sealed.data)
-        return sealed.data
 
 
 def parse_head(frame: Frame, max_bytes: int) -> tuple[bytes, int]:

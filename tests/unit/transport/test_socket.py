@@ -213,7 +213,7 @@ async def test_an_error_in_on_message_leaves_the_rest_of_the_inbox(
 
 
 async def test_a_full_inbox_leaves_the_loop_its_turns(context: Context) -> None:
-    in_turn: list[int] = []
+    in_turn = [0]
 
     def count(frames: list[Frame]) -> None:
         in_turn[-1] += 1

@@ -1,54 +1,17 @@
-"""The client's own end of ZMTP: against bytes as they come, and against ZMQ itself."""
+"""Frames of a ZMTP connection, against bytes as they come and as they go."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
-import zmq
-import zmq.auth.thread
+from unit.transport.bulk.keeping_sink import LARGE, Sink, until
 
-from areal_sc.errors import PeerLost, ProtocolError, TransportError
-from areal_sc.transport.bulk.frame_stream import FrameStream
-
-LARGE = 300_000
-
-
-class Sink:
-    """Keeps frames; the memory of each is cut into places of `place_bytes`."""
-
-    def __init__(self, place_bytes: int = 1 << 30, max_bytes: int = 1 << 24) -> None:
-        self.messages: list[list[bytes]] = [[]]
-        self.lost: list[str] = []
-        self._place_bytes = place_bytes
-        self._max_bytes = max_bytes
-        self._frame = bytearray()
-
-    def places(self, num_bytes: int) -> list[memoryview]:
-        if num_bytes > self._max_bytes:
-            raise ProtocolError(f"a frame of {num_bytes} bytes")
-        self._frame = bytearray(num_bytes)
-        view, size = memoryview(self._frame), self._place_bytes
-        return [view[start : start + size] for start in range(0, num_bytes, size)]
-
-    def on_frame(self, *, has_more: bool) -> None:
-        self.messages[-1].append(bytes(self._frame))
-        if not has_more:
-            self.messages.append([])
-
-    def on_lost(self, reason: str) -> None:
-        self.lost.append(reason)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - counters have no event
-            await asyncio.sleep(0.001)
+from areal_sc.transport.bulk.frame_stream import FrameStream, Outgoing
 
 
 @asynccontextmanager
@@ -134,7 +97,7 @@ async def test_what_no_peer_sends_ends_the_connection(data: bytes, reason: str) 
     async with stream_of(sink) as (stream, peer):
         peer.send(frame(b"good") + data + frame(b"not heard"))
         await until(lambda: sink.lost)
-        stream.send(b"nobody hears this, and nothing happens")
+        stream.send([([b"nobody hears this, and nothing happens"], False)])
     assert sink.messages[0] == [b"good"]
     assert len(sink.lost) == 1
     assert reason in sink.lost[0]
@@ -169,16 +132,18 @@ async def test_an_error_of_the_sink_ends_the_connection(caplog: pytest.LogCaptur
 
 async def test_pings_of_a_peer_that_does_not_read_build_nothing_up() -> None:
     async with stream_of(Sink()) as (stream, peer):
-        stream.send(bytes(1 << 22))
-        waiting = len(stream._unsent)
-        assert waiting > 1 << 20
+        stream.send([([bytes(1 << 22)], False)])
+        waiting = list(stream._unsent)
+        assert sum(map(len, waiting)) > 1 << 20
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(20):
             for _ in range(100):
                 await loop.sock_sendall(peer, b"\x04\x0b\x04PING\x00\x64same" * 100)
         peer.send(frame(b"the last one"))
         await until(lambda: len(stream._sink.messages) == 2)  # type: ignore[attr-defined]
-        assert len(stream._unsent) == waiting
+        assert list(stream._unsent) == waiting
+        stream.ping()  # has no place there either
+        assert list(stream._unsent) == waiting
 
 
 async def test_after_close_nothing_is_heard() -> None:
@@ -187,106 +152,96 @@ async def test_after_close_nothing_is_heard() -> None:
         peer.send(frame(b"too late"))
         stream.close()
         stream.close()
+        stream.ping()
         peer.close()
         await asyncio.sleep(0.01)
     assert (sink.messages, sink.lost) == ([[]], [])
 
 
-async def test_what_the_kernel_does_not_take_waits() -> None:
+async def received_by(peer: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    async with asyncio.timeout(20):
+        while len(data) < num_bytes:
+            data += await asyncio.get_running_loop().sock_recv(peer, 1 << 16)
+    return data
+
+
+async def test_messages_leave_as_their_frames_however_they_are_cut() -> None:
+    expected = b"".join(
+        frame(part, more=number < len(message) - 1)
+        for message in MESSAGES
+        for number, part in enumerate(message)
+    )
     async with stream_of(Sink()) as (stream, peer):
-        requests = [os.urandom(100_000) for _ in range(50)]
-        for request in requests:
-            stream.send(request)
-        expected = b"".join(map(frame, requests))
-        received = b""
-        async with asyncio.timeout(20):
-            while len(received) < len(expected):
-                received += await asyncio.get_running_loop().sock_recv(peer, 1 << 16)
-    assert received == expected
+        for message in MESSAGES:
+            stream.send(
+                ([part[: len(part) // 3], part[len(part) // 3 :]], number < len(message) - 1)
+                for number, part in enumerate(message)
+            )
+        assert await received_by(peer, len(expected)) == expected
+        assert stream.moved_bytes == len(expected)
+        assert stream.num_waiting == 0
 
 
-@asynccontextmanager
-async def router_of(passwords: dict[str, str]) -> AsyncIterator[tuple[zmq.Socket[bytes], str]]:
-    """ZMQ's own ROUTER, which admits by name and password; (socket, address)."""
-    context = zmq.Context()
-    authenticator = zmq.auth.thread.ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_plain(passwords=passwords)
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.RCVTIMEO, 20_000)
-    router.plain_server = True
-    router.setsockopt(zmq.HEARTBEAT_IVL, 50)
-    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    try:
-        yield router, f"tcp://127.0.0.1:{port}"
-    finally:
-        router.close()
-        authenticator.stop()
-        context.term()
+async def test_frames_are_made_only_when_there_is_room_for_them() -> None:
+    num_made = 0
+
+    def frames(count: int) -> Iterator[Outgoing]:
+        nonlocal num_made
+        for number in range(count):
+            num_made += 1
+            yield [number.to_bytes(4, "big") + bytes(100_000)], number < count - 1
+
+    async with stream_of(Sink()) as (stream, peer):
+        stream.send(frames(200))
+        stream.send(frames(200))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert num_made < 100  # of 40 MB; what a socket pair holds is less than one
+        assert stream.num_waiting == 2
+        length = 9 + 100_004
+        received = await received_by(peer, 400 * length)
+        starts = range(0, 400 * length, length)
+        numbers = [int.from_bytes(received[start + 9 : start + 13], "big") for start in starts]
+        assert numbers == [*range(200), *range(200)]
+        assert (stream.num_waiting, num_made) == (0, 400)
 
 
-async def test_it_speaks_with_zmq_and_answers_its_pings() -> None:
-    async with router_of({"me": "secret"}) as (router, address):
-        sink = Sink()
-        stream = await FrameStream.connect(address, ("me", "secret"), sink)
-        for size in (0, 1, 255, 256, LARGE):
-            stream.send(bytes(size))
-            peer, request = await asyncio.to_thread(router.recv_multipart)
-            assert request == bytes(size)
-            router.send_multipart([peer, b"head", os.urandom(size), b""])
-        await until(lambda: len(sink.messages) == 6)
-        assert [list(map(len, m)) for m in sink.messages] == [
-            *([4, size, 0] for size in (0, 1, 255, 256, LARGE)),
-            [],
-        ]
-        await asyncio.sleep(1.5)  # longer than the server waits for an answer to its pings
-        assert sink.lost == []
-        stream.close()
+async def test_an_error_in_making_a_frame_ends_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def frames() -> Iterator[Outgoing]:
+        yield [b"the first"], True
+        raise MemoryError("no room for the second")
+
+    sink = Sink()
+    async with stream_of(sink) as (stream, _):
+        stream.send(frames())
+        await until(lambda: sink.lost)
+    assert sink.lost == ["MemoryError('no room for the second')"]
+    assert "Traceback" in caplog.text
 
 
-@pytest.mark.parametrize("ticket", [("me", "wrong"), ("you", "secret")])
-async def test_who_is_not_admitted_is_told_so(ticket: tuple[str, str]) -> None:
-    async with router_of({"me": "secret"}) as (_, address):
-        with pytest.raises(PeerLost, match=f"no connection to {address}: it ended the handshake"):
-            await FrameStream.connect(address, ticket, Sink())
+async def test_what_the_sink_sends_in_answer_leaves_in_the_same_turn() -> None:
+    class Answering(Sink):
+        stream: FrameStream
+
+        def on_frame(self, *, has_more: bool) -> None:
+            super().on_frame(has_more=has_more)
+            self.stream.send([([b"to ", self.messages[-2][0]], False)])
+
+    sink = Answering()
+    async with stream_of(sink) as (stream, peer):
+        sink.stream = stream
+        peer.send(frame(b"one") + frame(b"two"))
+        await until(lambda: len(sink.messages) == 3)
+        assert peer.recv(100) == frame(b"to one") + frame(b"to two")
 
 
-async def test_an_address_where_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(PeerLost, match="Connect call failed"):
-        await FrameStream.connect(f"tcp://127.0.0.1:{port}", ("a", "b"), Sink())
-    with pytest.raises(TransportError, match=r"like tcp://10\.0\.0\.1:5555"):
-        await FrameStream.connect("somewhere", ("a", "b"), Sink())
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (b"", "it ended the handshake"),
-        (b"HTTP/1.1 400 Bad Request\r\n" + bytes(100), "does not speak ZMTP 3"),
-        (b"\xff" + bytes(8) + b"\x7f\x01" + bytes(53), "does not speak ZMTP 3"),
-        (b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48), "does not admit by tickets"),
-        (b"\xff" + bytes(8) + b"\x7f\x03\x01PLAIN" + bytes(47) + b"\x00\x01x", "breaks the hands"),
-        (
-            b"\xff" + bytes(8) + b"\x7f\x03\x01PLAIN" + bytes(47) + b"\x06" + b"\xff" * 8,
-            "breaks the handshake",
-        ),
-    ],
-)
-async def test_a_server_that_speaks_something_else(answer: bytes, reason: str) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            await reader.readexactly(64)
-            writer.write(answer)
-            await writer.drain()
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    with pytest.raises(PeerLost, match=reason):
-        await FrameStream.connect(f"tcp://127.0.0.1:{port}", ("a", "b"), Sink())
-    server.close()
-    await server.wait_closed()
+async def test_a_ping_asks_for_an_answer_that_counts_as_movement() -> None:
+    async with stream_of(Sink()) as (stream, peer):
+        stream.ping()
+        assert await received_by(peer, 9) == b"\x04\x07\x04PING\x00\x00"
+        before = stream.moved_bytes
+        peer.send(b"\x04\x05\x04PONG")
+        await until(lambda: stream.moved_bytes == before + 7)
