@@ -19,7 +19,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from areal_sc.errors import (
@@ -31,21 +30,18 @@ from areal_sc.errors import (
     ShardGone,
     TransportError,
 )
-from areal_sc.transport.bulk.arrival import Arrival
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.frame_stream import FrameStream
 from areal_sc.transport.bulk.handshake import connect
 from areal_sc.transport.bulk.jobs import BulkOptions, Description, FetchJob
 from areal_sc.transport.bulk.reader import DESCRIBE, READ
+from areal_sc.transport.bulk.replies import Reply, ReplyReader
 from areal_sc.transport.bulk.server import OPEN_SESSION
 from areal_sc.transport.bulk.wire import (
-    MAX_REPLY_HEADER_BYTES,
     MAX_REQUEST_ROWS,
-    TAG_BYTES,
     Sealer,
     SessionGrant,
     failure_of_body,
-    parse_head,
 )
 from areal_sc.transport.pull_plan import Owner, Part
 from areal_sc.transport.refusals import Refusals
@@ -65,25 +61,8 @@ _UNNAMED_ERRORS: Final = (ProtocolError, RpcTimeout, TransportError)
 Asked = list[tuple[FetchJob, Part]]
 
 
-@dataclass(eq=False, slots=True)
-class _Reply:
-    """The reply that is being received.
-
-    Attributes:
-        asked: what it answers; None: nothing that was asked, it is only read to its end.
-        payload: takes its frames.
-        error: what was wrong with it; its remaining frames are thrown away.
-    """
-
-    sequence: int = 0
-    asked: Asked | Description | None = None
-    body: Any = None
-    payload: Arrival | None = None
-    error: ProtocolError | None = None
-
-
 class OwnerLink:
-    """A `FrameSink`; begins to open the session at once.
+    """Begins to open the session at once.
 
     Args:
         owner: whose shards are asked for.
@@ -92,9 +71,6 @@ class OwnerLink:
         pool: gives buffers.
         refused: counts replies that the owner cannot have sent.
         on_ended: called when nothing more comes from this owner.
-
-    Attributes:
-        received_bytes: of all reply frames.
     """
 
     def __init__(
@@ -108,7 +84,6 @@ class OwnerLink:
         on_ended: Callable[[OwnerLink], None],
     ) -> None:
         self.owner = owner
-        self.received_bytes = 0
         self._options = options
         self._transport = transport
         self._pool = pool
@@ -123,14 +98,17 @@ class OwnerLink:
         self._sequence = itertools.count(1)
         self._is_pump_scheduled = False
         self._stream: FrameStream | None = None
-        self._header = memoryview(b"")
-        self._reply: _Reply | None = None
-        self._session_id = b""
+        self._replies: ReplyReader | None = None
         self._requests: Sealer | None = None
-        self._replies: Sealer | None = None
-        self._has_heard = False  # anything since requests were last sent into silence
+        self._ended_bytes = 0
+        self._silent_bytes = 0  # received before requests were last sent into silence
         self._is_second_try = False
         self._opening = self._begin_opening()
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of all reply frames."""
+        return self._ended_bytes + (self._replies.received_bytes if self._replies else 0)
 
     def submit(self, job: FetchJob) -> None:
         """Its parts are asked for as credits allow."""
@@ -148,7 +126,7 @@ class OwnerLink:
         job.cursor.clear()
         if job in self._queue:
             self._queue.remove(job)
-        if is_late and self._inflight and not self._has_heard:
+        if is_late and self._inflight and self._is_silent:
             self._end("it did not answer in time")
 
     def submit_description(self, description: Description) -> None:
@@ -160,16 +138,23 @@ class OwnerLink:
         await asyncio.gather(self._opening, return_exceptions=True)
         self._end("the connection was closed here")
 
-    def on_lost(self, reason: str) -> None:
+    @property
+    def _is_silent(self) -> bool:
+        """Nothing was heard since requests were last sent into silence."""
+        return self.received_bytes == self._silent_bytes
+
+    def _on_lost(self, reason: str) -> None:
         """Fails what waits; at once, if it was being answered.
 
         A connection that had been silent may have been given up by an owner that is well: what was
         sent into it is asked for once more, in a new session.
         """
+        assert self._replies is not None
         self._stream = None
-        was_silent = not self._inflight or not self._has_heard
+        was_silent = not self._inflight or self._is_silent
+        was_second_try = self._is_second_try and not self._replies.received_bytes
         is_wanted = bool(self._inflight or self._queue or self._descriptions)
-        if not (was_silent and is_wanted) or self._is_second_try:
+        if not (was_silent and is_wanted) or was_second_try:
             self._end(reason)
             return
         self._is_second_try = True
@@ -182,72 +167,30 @@ class OwnerLink:
                 self._put_back(asked)
         self._opening = self._begin_opening()
 
-    def places(self, num_bytes: int) -> list[memoryview]:
-        """Where the next frame of a reply goes; raises as `FrameSink.places`."""
-        self.received_bytes += num_bytes
-        self._has_heard, self._is_second_try = True, False
-        reply = self._reply
-        if reply is None:
-            if not 0 < num_bytes <= MAX_REPLY_HEADER_BYTES:
-                raise ProtocolError(f"a reply's header of {num_bytes} bytes")
-            self._header = memoryview(bytearray(num_bytes))
-            return [self._header]
-        if reply.payload is not None and reply.error is None:
-            try:
-                return reply.payload.places(num_bytes)
-            except ProtocolError as error:
-                reply.error = error
-        if num_bytes > self._options.chunk_bytes + TAG_BYTES:
-            raise ProtocolError(f"a frame of {num_bytes} bytes: more than was asked for")
-        return [self._pool.take(num_bytes).data]
+    def _destinations(self, sequence: int) -> list[memoryview]:
+        """Where the payload of a reply goes. Raises: ProtocolError: nothing was asked so."""
+        asked = self._inflight.get(sequence)
+        if asked is None:
+            raise ProtocolError(f"reply {sequence} answers nothing that was asked")
+        if isinstance(asked, Description):
+            return []
+        return [place for _, part in asked for place in part.destinations]
 
-    def on_frame(self, *, has_more: bool) -> None:
-        """A reply's header, or a share of its payload, has arrived."""
-        reply = self._reply
-        if reply is None:
-            reply = self._reply = self._begin_reply(self._header)
-        elif reply.payload is not None and reply.error is None:
-            try:
-                reply.payload.on_frame()
-            except ProtocolError as error:
-                reply.error = error
-        if not has_more:
-            self._reply = None
-            self._end_reply(reply)
-
-    def _begin_reply(self, header: memoryview) -> _Reply:
-        reply = _Reply()
-        try:
-            asked, reply.sequence = self._match(header)
-            assert self._replies is not None
-            reply.asked = asked
-            body = reply.body = self._replies.open_header(header, reply.sequence)
-            wanted: list[memoryview] = []
-            if not isinstance(asked, Description) and isinstance(body, list) and body[:1] == [0]:
-                wanted = [place for _, part in asked for place in part.destinations]
-            reply.payload = Arrival(self._replies, reply.sequence, wanted, self._pool)
-        except ProtocolError as error:
-            reply.error = error
-        return reply
-
-    def _end_reply(self, reply: _Reply) -> None:
+    def _on_reply(self, reply: Reply) -> None:
         """All of it was checked; only now it counts."""
-        asked, body = reply.asked, reply.body
+        asked = self._inflight.pop(reply.sequence, None)
         if asked is not None:
-            del self._inflight[reply.sequence]
             self._count(asked, -1)
         try:
             if reply.error is not None:
                 raise reply.error
             assert asked is not None
-            assert reply.payload is not None
-            reply.payload.finish()
             if isinstance(asked, Description):
-                self._on_description(asked, body)
-            elif isinstance(body, list) and body[:1] == [0]:
-                self._on_payload(asked, body)
+                self._on_description(asked, reply.body)
+            elif isinstance(reply.body, list) and reply.body[:1] == [0]:
+                self._on_payload(asked, reply.body)
             else:
-                self._on_failure(asked, body)
+                self._on_failure(asked, reply.body)
         except ProtocolError as error:
             self._refused.add(error)
             if asked is not None:
@@ -276,10 +219,18 @@ class OwnerLink:
                     f"transport.encrypt is {options.is_encrypted} here and {grant.is_encrypted} on "
                     f"{owner.node_id}: it has to be the same in the whole run"
                 )
-            self._session_id = grant.session_id
             self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
-            self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
-            self._stream = FrameStream(await connect(grant.address, grant.ticket), self)
+            self._ended_bytes = self.received_bytes
+            self._replies = ReplyReader(
+                grant,
+                options.chunk_bytes,
+                self._pool,
+                destinations=self._destinations,
+                on_reply=self._on_reply,
+                on_lost=self._on_lost,
+            )
+            connection = await connect(grant.address, grant.ticket)
+            self._stream = FrameStream(connection, self._replies)
         except (PeerLost, IncarnationMismatch) as error:
             self._end(str(error))
             return
@@ -357,16 +308,10 @@ class OwnerLink:
             self._fail_asked(asked, error)
             return
         if not self._inflight:
-            self._has_heard = False
+            self._silent_bytes = self.received_bytes
         self._inflight[sequence] = asked
         self._count(asked, 1)
         self._stream.send([([request], False)])
-
-    def _match(self, header: memoryview) -> tuple[Asked | Description, int]:
-        session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)
-        if session_id != self._session_id or sequence not in self._inflight:
-            raise ProtocolError(f"reply {sequence} answers nothing that was asked")
-        return self._inflight[sequence], sequence
 
     def _on_description(self, asked: Description, body: Any) -> None:
         match body:
@@ -443,7 +388,6 @@ class OwnerLink:
         self._queue.clear()
 
     def _forget_inflight(self) -> None:
-        self._reply = None
         self._inflight.clear()
         self._num_reads = self._inflight_bytes = 0
 
