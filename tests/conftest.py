@@ -7,6 +7,12 @@ import string
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Examples have no time limit of their own, only the test as a whole has: a busy machine may hold up
+# any of them. Loaded before the test modules, whose own settings start from it.
+settings.register_profile("areal_sc", deadline=None)
+settings.load_profile("areal_sc")
 
 
 def pytest_configure() -> None:

@@ -32,7 +32,7 @@ def groups(draw: st.DrawFn) -> tuple[RolloutConfig, list[int]]:
     return rollout, draw(st.lists(row_length, min_size=1, max_size=rollout.group_size))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(groups())
 def test_no_group_takes_more_than_is_reserved(group: tuple[RolloutConfig, list[int]]) -> None:
     rollout, row_lengths = group
@@ -42,7 +42,7 @@ def test_no_group_takes_more_than_is_reserved(group: tuple[RolloutConfig, list[i
     assert layout.num_bytes <= max_group_bytes(rollout)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(st.integers(1, 9), st.integers(2, 200))
 def test_a_group_of_full_rows_fills_a_store_of_that_size(
     group_size: int, max_context_tokens: int

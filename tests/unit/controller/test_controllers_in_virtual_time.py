@@ -87,7 +87,7 @@ def check_evaluations(run: TrainingRun) -> None:
             assert outcome.versions[0] == outcome.versions[1]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(runs(OverBound.train))
 def test_train(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -95,7 +95,7 @@ def test_train(run_settings: Settings) -> None:
     assert set(run.rejected.values()) <= {"reward_error"}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(runs(OverBound.mask))
 def test_mask(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -104,7 +104,7 @@ def test_mask(run_settings: Settings) -> None:
         assert step.min_token_versions == {step.version - run_settings.max_staleness}
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(runs(OverBound.wait))
 def test_wait(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -113,7 +113,7 @@ def test_wait(run_settings: Settings) -> None:
     assert set(run.rejected.values()) <= {"reward_error"}, "nobody waits and is rejected as well"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(runs(OverBound.regenerate))
 def test_regenerate(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -121,7 +121,7 @@ def test_regenerate(run_settings: Settings) -> None:
     assert max_group_staleness(run) <= run_settings.max_staleness
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.sampled_from(list(OverBound)).flatmap(lambda mode: runs(mode, max_eta=0)))
 def test_without_staleness_generation_and_training_take_turns(run_settings: Settings) -> None:
     """`TrainingRun` checks that each step has tokens of its own version only."""

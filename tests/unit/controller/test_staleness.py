@@ -172,7 +172,7 @@ def reachable_wait_states(draw: st.DrawFn) -> tuple[int, int, list[Group]]:
     return eta, batch_groups, groups
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(reachable_wait_states(), st.integers(0, 2**32))
 def test_wait_waits_only_when_no_choice_of_finished_groups_would_do(
     state: tuple[int, int, list[Group]], seed: int
