@@ -25,6 +25,7 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from areal_sc.batch_wire import batch_from_wire
 from areal_sc.config.placement import rollout_devices
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import RolloutConfig, RolloutEngine
@@ -33,7 +34,8 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.evaluation import EvaluationOutcome, MetricSums, mean_metrics
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.ledger import Group, GroupState, Ledger
+from areal_sc.controller.group import Group, GroupState
+from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.rollout_workers import (
     RPC_MARGIN_S,
     RolloutWorkers,
@@ -421,7 +423,7 @@ class RolloutController(Shell):
         reply = await self._call_run_group(group, source, worker)
         if reply["batch"] is None:
             self.ledger.reject(group.group_id, _main_cause(reply["rejected"]))
-        elif self.ledger.finish(group.group_id, attempt, BatchMetadata.from_wire(reply["batch"])):
+        elif self.ledger.finish(group.group_id, attempt, batch_from_wire(reply["batch"])):
             worker.num_held += 1
             self._group_metrics[group.group_id] = {
                 name: (total, count) for name, (total, count) in reply["metrics"].items()
@@ -436,7 +438,7 @@ class RolloutController(Shell):
         reply = await self._call_run_group(group, source, worker)
         if reply["batch"] is None:
             return None
-        batch = BatchMetadata.from_wire(reply["batch"])
+        batch = batch_from_wire(reply["batch"])
         worker.num_held += 1
         self._outside_batches.append(batch)
         return batch

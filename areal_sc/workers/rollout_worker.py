@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from areal_sc.batch_wire import batch_to_wire
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.base import Completion, GenerationEngine
 from areal_sc.engines.handles import SGLangEngine
@@ -129,7 +130,7 @@ class RolloutWorker(Worker):
                 entry[1] += 1
         batch = self._seal(args, trajectories) if trajectories else None
         return {
-            "batch": None if batch is None else batch.to_wire(),
+            "batch": None if batch is None else batch_to_wire(batch),
             "rejected": rejected,
             "metrics": metrics,
         }

@@ -14,8 +14,8 @@ from integration.scripts.tiny_run import letter_prompts
 from safetensors.torch import load_file
 
 from areal_sc import GRPOConfig
+from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.errors import ConfigError
-from areal_sc.metadata import trajectory_bytes
 
 BATCH_GROUPS = 4
 GROUP_BYTES = trajectory_bytes(2 * 64)

@@ -32,13 +32,15 @@ from areal_sc.config.schema import (
     RolloutConfig,
     WeightUpdateConfig,
 )
+from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.ledger import Group, GroupState, Ledger
+from areal_sc.controller.group import Group, GroupState
+from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
-from areal_sc.metadata import BatchMetadata, PromptReference, trajectory_bytes
+from areal_sc.metadata import BatchMetadata, PromptReference
 
 SLOWEST_MESSAGES_S = 100.0
 

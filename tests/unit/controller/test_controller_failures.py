@@ -15,7 +15,7 @@ from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
-from areal_sc.controller.ledger import GroupState
+from areal_sc.controller.group import GroupState
 from areal_sc.errors import (
     ArealError,
     ModelError,
