@@ -295,8 +295,7 @@ class PPOTrainer:
             first_step_s=self._first_step_s,
             num_rows_trained=account["rows_trained"],
             num_rows_trained_twice=account["rows_trained_twice"],
-            num_rows_rejected=rollout.counters.rejected_rows.total()
-            + rollout.counters.num_stale_rows,
+            num_rows_rejected=rollout.rejections.rows.total() + rollout.rejections.num_stale_rows,
         )
         plot_learning_curve(self.folder.metrics_path, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())
@@ -314,7 +313,7 @@ class PPOTrainer:
         workers = rollout.worker_stats()
         now = _Totals(
             generated_tokens=sum(worker["generated_tokens"] for worker in workers),
-            wasted_tokens=rollout.counters.wasted_tokens
+            wasted_tokens=rollout.rejections.wasted_tokens
             + sum(worker["cancelled_tokens"] for worker in workers),
             rejected_groups=sum(rollout.account()["rejected"].values()),
             controller_bytes=actor.num_bytes + rollout.num_bytes,

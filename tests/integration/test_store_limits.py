@@ -104,7 +104,7 @@ def test_the_least_store_that_is_accepted_holds_a_batch_of_full_rows(
             assert [row.sequence_length for row in batch.rows] == [57] * BATCH_GROUPS
             (stats,) = rollout.worker_stats()
             assert stats["store_bytes"] == least
-        rejected = set(rollout.counters.rejected_rows)
+        rejected = set(rollout.rejections.rows)
         assert rejected == ({"workflow_error"} if every_longer else set())
 
 
