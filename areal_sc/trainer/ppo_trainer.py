@@ -47,12 +47,14 @@ from areal_sc.trainer.metrics import (
     PLANE_COUNTERS,
     UPDATE_COUNTERS,
     EvaluationResult,
-    MetricsLog,
     StepMetrics,
     Summary,
+    summarize,
+)
+from areal_sc.trainer.metrics_log import (
+    MetricsLog,
     evaluations_in,
     read_metrics,
-    summarize,
     surviving_steps,
 )
 from areal_sc.trainer.recovery import SnapshotWriter, load_latest_snapshot
