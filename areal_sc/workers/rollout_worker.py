@@ -222,7 +222,7 @@ class RolloutWorker(Worker):
         dataset = self.sources.prompts(int(args["dataset"]))
         try:
             prompt = dataset[int(args["index"])]
-        except Exception as error:
+        except Exception as error:  # the user's code may raise anything
             cause = Rejection("dataset_error", f"row {args['index']} of the dataset: {error!r}")
             return [cause] * num_rows
         group = f"{args.get('group_id', 'evaluation')}.{args.get('attempt', 0)}.{args['index']}"
@@ -344,7 +344,7 @@ class WorkerEpisodeEngine:
             return await self._engine.generate(input_ids, sampling, prefix_group=self._group)
         except WorkflowError:
             raise
-        except Exception as error:
+        except Exception as error:  # the user's code may catch it; it is no result of the row
             self.failure = error
             raise
 
