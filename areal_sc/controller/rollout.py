@@ -9,7 +9,7 @@
                          rollout_batch, evaluations
 
 All of it runs on the one event loop of the `start` block. Generation goes on between two calls;
-what fails meanwhile is raised by the call that comes next.
+what fails meanwhile is raised by the next call that waits.
 """
 
 from __future__ import annotations
