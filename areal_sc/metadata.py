@@ -16,15 +16,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from areal_sc.errors import MetadataError
-
-Wire = list[Any]
-"""msgpack-able positional lists: the compact form that travels on the controllers' sockets."""
-
 
 TRAJECTORY_FIELDS: Mapping[str, str] = {
     "input_ids": "int32",
@@ -36,14 +32,6 @@ TRAJECTORY_FIELDS: Mapping[str, str] = {
 
 FIELD_ALIGNMENT_BYTES = 64
 """Each field of a shard takes whole cache lines: any dtype may be viewed in place."""
-
-_VALUE_BYTES = {"int32": 4, "bool": 1, "float32": 4}
-
-
-def trajectory_bytes(num_tokens: int) -> int:
-    """Bytes of a sealed shard of trajectories that have so many tokens together."""
-    sizes = (_VALUE_BYTES[dtype] * num_tokens for dtype in TRAJECTORY_FIELDS.values())
-    return sum(-(-size // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,59 +360,6 @@ class BatchMetadata:
         """The batch as `n` batches; see `partition`."""
         return [self.take(rows) for rows in self.partition(n, balance)]
 
-    def to_wire(self) -> Wire:
-        """Compact msgpack-able form; `from_wire` is its inverse."""
-        return [
-            self.batch_id,
-            self.global_step,
-            [
-                [row.group_id for row in self.rows],
-                [row.attempt for row in self.rows],
-                [row.sequence_length for row in self.rows],
-                [row.reward for row in self.rows],
-                [row.admitted_version for row in self.rows],
-                [list(itertools.chain.from_iterable(row.version_spans)) for row in self.rows],
-                [row.advantage for row in self.rows],
-            ],
-            _shards_to_wire(self.shards),
-            self.min_token_version,
-        ]
-
-    @classmethod
-    def from_wire(cls, wire: Wire) -> BatchMetadata:
-        """Inverse of `to_wire`.
-
-        Raises: MetadataError: the list does not have the form that `to_wire` gives.
-        """
-        try:
-            batch_id, global_step, columns, shards, min_token_version = wire
-            rows = tuple(
-                RowMetadata(
-                    int(group_id),
-                    int(attempt),
-                    int(length),
-                    float(reward),
-                    int(admitted),
-                    tuple((int(v), int(n)) for v, n in zip(spans[::2], spans[1::2], strict=True)),
-                    None if advantage is None else float(advantage),
-                )
-                for group_id, attempt, length, reward, admitted, spans, advantage in zip(
-                    *columns, strict=True
-                )
-            )
-            return cls(
-                str(batch_id),
-                int(global_step),
-                len(rows),
-                tuple(_shards_from_wire(shards, len(rows))),
-                rows,
-                None if min_token_version is None else int(min_token_version),
-            )
-        except (TypeError, ValueError, KeyError, IndexError) as error:
-            if isinstance(error, MetadataError):
-                raise
-            raise MetadataError(f"not the wire form of a batch: {error!r}") from error
-
 
 def concat(
     batches: Sequence[BatchMetadata],
@@ -458,61 +393,3 @@ def concat(
 
 def _identity(row: RowMetadata) -> tuple[int, int, int]:
     return row.group_id, row.attempt, row.sequence_length
-
-
-def _shards_to_wire(shards: Iterable[ShardMetadata]) -> Wire:
-    """Pieces of one shard share its header; consecutive rows are sent as (first, count)."""
-    owners: dict[tuple[str, str], dict[tuple[Any, ...], list[Any]]] = {}
-    for shard in shards:
-        fields = tuple((name, *_tensor_key(t)) for name, t in shard.fields.items())
-        pieces = owners.setdefault((shard.node_id, shard.node_addr), {}).setdefault(
-            (shard.shard_id, fields), []
-        )
-        rows = shard.shard_rows
-        first = rows[0] if rows else 0
-        if rows == tuple(range(first, first + len(rows))):
-            pieces.append([shard.offset, first, len(rows)])
-        else:
-            pieces.append([shard.offset, list(rows)])
-    return [
-        [
-            node_id,
-            node_addr,
-            [
-                [shard_id, [[n, list(s), dtype, dev] for n, s, dtype, dev in fields], pieces]
-                for (shard_id, fields), pieces in held.items()
-            ],
-        ]
-        for (node_id, node_addr), held in owners.items()
-    ]
-
-
-def _tensor_key(tensor: TensorMetadata) -> tuple[tuple[int, ...], str, str]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _shards_from_wire(wire: Wire, num_rows: int) -> Iterable[ShardMetadata]:
-    for node_id, node_addr, held in wire:
-        for shard_id, fields, pieces in held:
-            tensors = {
-                str(name): TensorMetadata(tuple(int(n) for n in shape), str(dtype), str(device))
-                for name, shape, dtype, device in fields
-            }
-            for piece in pieces:
-                if len(piece) == 3:
-                    offset, first, count = piece
-                    if not 0 <= count <= num_rows:
-                        raise ValueError(f"a piece of {count} rows in a batch of {num_rows}")
-                    rows: tuple[int, ...] = tuple(range(first, first + count))
-                else:
-                    offset, listed = piece
-                    rows = tuple(int(row) for row in listed)
-                yield ShardMetadata(
-                    str(node_id),
-                    str(node_addr),
-                    str(shard_id),
-                    len(rows),
-                    int(offset),
-                    tensors,
-                    rows,
-                )

@@ -148,7 +148,7 @@ class Workers:
     def num_wasted_tokens(self) -> int:
         """Tokens generated and thrown away so far."""
         cancelled = sum(worker["cancelled_tokens"] for worker in self.rollout.worker_stats())
-        return self.rollout.counters.wasted_tokens + int(cancelled)
+        return self.rollout.rejections.wasted_tokens + int(cancelled)
 
 
 class LetterSortJob:

@@ -23,6 +23,7 @@ import planes_ours as ours
 from planes_role import Handlers, process_cpu_s, resident_bytes, serve_async, tcp_bytes
 from planes_statistics import percentiles
 
+from areal_sc.batch_wire import batch_from_wire, batch_to_wire
 from areal_sc.ids import random_id
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -113,7 +114,7 @@ class Host:
 
 async def _run_group(args: dict[str, Any]) -> dict[str, Any]:
     group = group_metadata("tcp://10.0.0.1:50000", GROUP_SIZE, args["length"])
-    return {"batch": group.to_wire(), "rejected": {}, "metrics": {}}
+    return {"batch": batch_to_wire(group), "rejected": {}, "metrics": {}}
 
 
 async def _compute_logprobs(args: dict[str, Any]) -> dict[str, Any]:
@@ -238,14 +239,14 @@ class Controller:
                 },
                 timeout_s=ours.CALL_TIMEOUT_S,
             )
-            groups.append(BatchMetadata.from_wire(reply["batch"]))
+            groups.append(batch_from_wire(reply["batch"]))
         batch = concat(groups, batch_id=random_id(), global_step=1_000)
         parts = batch.select(["input_ids"]).split(len(ranks))
         replies = await asyncio.gather(
             *(
                 rank.call(
                     "compute_logprobs",
-                    {"batch": part.to_wire()},
+                    {"batch": batch_to_wire(part)},
                     timeout_s=ours.CALL_TIMEOUT_S,
                 )
                 for rank, part in zip(ranks, parts, strict=True)
@@ -269,7 +270,7 @@ class Controller:
             *(
                 rank.call(
                     "update",
-                    {"minibatches": [parts[i].to_wire() for parts in minibatches]},
+                    {"minibatches": [batch_to_wire(parts[i]) for parts in minibatches]},
                     timeout_s=ours.CALL_TIMEOUT_S,
                 )
                 for i, rank in enumerate(ranks)

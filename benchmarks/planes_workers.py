@@ -22,6 +22,8 @@ from planes_payloads import PAYLOADS
 from planes_role import Handlers, serve_async
 from planes_statistics import percentiles
 
+from areal_sc.batch_wire import batch_from_wire, batch_to_wire
+
 PULLERS = {
     "tcp": {"encrypt": False, "shares_memory": False},
     "tcp-fresh": {"encrypt": False, "shares_memory": False, "pools": False},
@@ -43,7 +45,8 @@ def owner_handlers(owner: Worker) -> Handlers:
         """One batch for each of `count` shards with one row of `num_bytes`."""
         values = shard_of(num_bytes)
         return [
-            owner.seal([{"values": values}], [[values.numel()]]).to_wire() for _ in range(count)
+            batch_to_wire(owner.seal([{"values": values}], [[values.numel()]]))
+            for _ in range(count)
         ]
 
     def put_payload(payload: str) -> dict[str, Any]:
@@ -54,11 +57,11 @@ def owner_handlers(owner: Worker) -> Handlers:
         ]
         start = time.perf_counter()
         batch = owner.seal(shards, made[payload].lengths)
-        return {"put_s": time.perf_counter() - start, "wire": batch.to_wire()}
+        return {"put_s": time.perf_counter() - start, "wire": batch_to_wire(batch)}
 
     def drop(wires: list[list[Any]]) -> None:
         for wire in wires:
-            for shard in BatchMetadata.from_wire(wire).shards:
+            for shard in batch_from_wire(wire).shards:
                 store.remove(shard.shard_id)
 
     def put(num_bytes: int, count: int) -> float:
@@ -102,7 +105,7 @@ class PullerHandlers:
 
     async def know(self, name: str, wire: list[Any], payload: str | None = None) -> None:
         """Pulls it once and compares every byte with what the owner was told to put."""
-        batch = self._batches[name] = BatchMetadata.from_wire(wire)
+        batch = self._batches[name] = batch_from_wire(wire)
         rows = await self._puller.pull(batch)
         if payload is None:
             num_bytes = rows.fields["values"].numel() * 4
@@ -137,7 +140,7 @@ class PullerHandlers:
         """[seconds of the pull, of copying out] for each shard, never pulled before."""
         measured = []
         for wire in wires:
-            batch = BatchMetadata.from_wire(wire)
+            batch = batch_from_wire(wire)
             start = time.perf_counter()
             values = (await self._puller.pull(batch)).fields["values"]
             pulled = time.perf_counter()
@@ -147,14 +150,14 @@ class PullerHandlers:
 
     async def pull_new(self, wire: list[Any]) -> float:
         """Seconds of pulling a batch that was never pulled before."""
-        batch = BatchMetadata.from_wire(wire)
+        batch = batch_from_wire(wire)
         start = time.perf_counter()
         await self._puller.pull(batch)
         return time.perf_counter() - start
 
     async def map_new(self, wire: list[Any]) -> float:
         """The same row by row, so that nothing need be joined: a view for each."""
-        rows = _single_rows(BatchMetadata.from_wire(wire))
+        rows = _single_rows(batch_from_wire(wire))
         start = time.perf_counter()
         for row in rows:
             await self._puller.pull(row)

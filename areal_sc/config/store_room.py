@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.metadata import trajectory_bytes
+from areal_sc.metadata import FIELD_ALIGNMENT_BYTES, TRAJECTORY_FIELDS
+
+_VALUE_BYTES = {"int32": 4, "bool": 1, "float32": 4}
+
+
+def trajectory_bytes(num_tokens: int) -> int:
+    """Bytes of a sealed shard of trajectories that have so many tokens together."""
+    sizes = (_VALUE_BYTES[dtype] * num_tokens for dtype in TRAJECTORY_FIELDS.values())
+    return sum(-(-size // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES for size in sizes)
 
 
 def max_group_bytes(rollout: RolloutConfig) -> int:

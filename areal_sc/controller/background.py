@@ -29,7 +29,7 @@ class Background:
         self._limit_s = limit_s
         self._describe = describe
         self._changed = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -40,7 +40,7 @@ class Background:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """Every later `raise_failure` raises the first error given here."""
         if self._failure is None:
             self._failure = error
@@ -76,9 +76,7 @@ class Background:
             await work
         except ArealError as error:
             self.fail(error)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
+        except Exception as error:  # the task's end: nobody awaits it, so whoever waits is told
             logger.exception("background work failed")
             self.fail(error)
         finally:

@@ -66,10 +66,10 @@ class ControlLoop:
                 loss = self.worker_lost() if needs_all_workers else None
                 if loss is not None and not outcome.done():
                     raise loss
-        except BaseException:
-            self._loop.call_soon_threadsafe(cancel)
-            concurrent.futures.wait([outcome], timeout=JOIN_TIMEOUT_S)
-            raise
+        finally:
+            if not outcome.done():
+                self._loop.call_soon_threadsafe(cancel)
+                concurrent.futures.wait([outcome], timeout=JOIN_TIMEOUT_S)
         return outcome.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

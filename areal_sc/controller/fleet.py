@@ -88,14 +88,11 @@ class Fleet:
             asyncio.create_task(self._watch_processes(), name="ends of processes"),
         ]
         launches = [asyncio.create_task(self._launch(request)) for request in requests]
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            undo.push_async_callback(_cancel_all, launches)
             await asyncio.gather(*launches)
-        except BaseException:
-            for launch in launches:
-                launch.cancel()
-            await asyncio.gather(*launches, return_exceptions=True)
-            await self.close()
-            raise
+            undo.pop_all()
         self.members.sort(key=lambda member: member.worker.spec.index)
 
     async def _launch(self, request: LaunchRequest) -> None:
@@ -222,3 +219,9 @@ class Fleet:
                 await member.lost.wait()
         if not member.failure:
             self._lose(member, f"{member.name} closed its connection ({error})")
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -19,50 +19,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from areal_sc.batch_wire import batch_from_wire, batch_to_wire
+from areal_sc.controller.group import Group, GroupState
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
 Record = dict[str, Any]
 """One change of the ledger: `op` and its arguments, msgpack-able."""
-
-
-class GroupState(StrEnum):
-    queued = "queued"
-    running = "running"
-    finished = "finished"
-    consumed = "consumed"
-    rejected = "rejected"
-
-
-@dataclass(slots=True)
-class Group:
-    """One admitted prompt. Only the ledger changes it.
-
-    Attributes:
-        group_id: place in the order of admission.
-        prompt: which prompt, by reference.
-        admitted_version: policy version at admission; staleness counts from here.
-        attempt: which run of the group is current; only its result counts.
-        state: where it is in its life.
-        worker: who generates, or holds, its rows; None while queued.
-        batch: its rows, while finished; None otherwise.
-        consumed_step: training step that took it, once consumed.
-        reject_reason: why, once rejected.
-    """
-
-    group_id: int
-    prompt: PromptReference
-    admitted_version: int
-    attempt: int = 0
-    state: GroupState = GroupState.queued
-    worker: str | None = None
-    batch: BatchMetadata | None = None
-    consumed_step: int | None = None
-    reject_reason: str | None = None
 
 
 class _IdSet:
@@ -185,7 +150,7 @@ class Ledger:
                     f"finish: batch {batch.batch_id} holds a row of (group, attempt, admitted "
                     f"version) {got}, expected {expected}"
                 )
-        self._write(op="finish", group_id=group_id, attempt=attempt, batch=batch.to_wire())
+        self._write(op="finish", group_id=group_id, attempt=attempt, batch=batch_to_wire(batch))
         self._move(group, GroupState.finished)
         group.batch = batch
         return True
@@ -307,7 +272,7 @@ class Ledger:
                     group.attempt,
                     group.state.value,
                     group.worker,
-                    None if group.batch is None else group.batch.to_wire(),
+                    None if group.batch is None else batch_to_wire(group.batch),
                 ]
                 for group in self.unconsumed()
             ],
@@ -340,7 +305,7 @@ class Ledger:
                     attempt=attempt,
                     state=GroupState(state),
                     worker=worker,
-                    batch=None if batch is None else BatchMetadata.from_wire(batch),
+                    batch=None if batch is None else batch_from_wire(batch),
                 )
             )
         ledger._next_id = snapshot["next_id"]
@@ -375,7 +340,7 @@ class Ledger:
                 )
             self.admit(PromptReference(*arguments["prompt"]), arguments["version"])
         elif op == "finish":
-            batch = BatchMetadata.from_wire(arguments["batch"])
+            batch = batch_from_wire(arguments["batch"])
             if not self.finish(arguments["group_id"], arguments["attempt"], batch):
                 raise LedgerError(
                     f"replay: group {arguments['group_id']} does not run "

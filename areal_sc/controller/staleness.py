@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from areal_sc.config.schema import OverBound
-from areal_sc.controller.ledger import Group, GroupState
+from areal_sc.controller.group import Group, GroupState
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import RowMetadata
 

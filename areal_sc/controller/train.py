@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.algorithms.advantages import normalized_advantages
+from areal_sc.batch_wire import batch_to_wire
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.control_loop import Shell
@@ -121,7 +122,7 @@ class TrainController(Shell):
         selected = batch.select(LOGPROB_FIELDS)  # a rank may have no rows, and then has no fields
         parts = [selected.take(rows) for rows in rank_rows]
         replies = await self._fleet.call_all(
-            "compute_logprobs", [{"batch": part.to_wire()} for part in parts]
+            "compute_logprobs", [{"batch": batch_to_wire(part)} for part in parts]
         )
         results = [
             self._with_shard(part, reply, "proximal_logprobs")
@@ -163,7 +164,7 @@ class TrainController(Shell):
         replies = await self._call_once(
             "ppo_update",
             [
-                {"minibatches": [parts[rank].to_wire() for parts in by_rank]}
+                {"minibatches": [batch_to_wire(parts[rank]) for parts in by_rank]}
                 for rank in range(self.config.num_workers)
             ],
         )

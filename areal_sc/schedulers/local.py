@@ -20,6 +20,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -98,13 +99,10 @@ class LocalScheduler:
             timeout_s=self.config.startup_timeout_s,
         )
         self._exit_codes.pop(pid, None)  # of a process that had this number before
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._give_up, spec.name, pid)
             report = await self._wait_for_report(spec, pid)
-        except BaseException:
-            # Nobody else knows of it yet, so nobody else would end it.
-            self._fork_server.kill(pid, signal.SIGKILL)
-            self._placement.release(spec.name)
-            raise
+            undo.pop_all()
         logger.info(
             "worker=%s pid=%d address=%s start_s=%.2f",
             *(spec.name, pid, report.address, time.monotonic() - started),
@@ -199,6 +197,11 @@ class LocalScheduler:
                     log_tail=log_tail(spec.log_path),
                 )
             await asyncio.sleep(REPORT_POLL_S)
+
+    def _give_up(self, name: str, pid: int) -> None:
+        """Nobody else knows of the worker yet, so nobody else would end it."""
+        self._fork_server.kill(pid, signal.SIGKILL)
+        self._placement.release(name)
 
     async def _running(self, workers: list[RunningWorker]) -> list[RunningWorker]:
         ended = await self.exit_statuses(workers)

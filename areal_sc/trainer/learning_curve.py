@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_sc.errors import RunFolderError
-from areal_sc.trainer.metrics import (
-    EvaluationResult,
-    StepMetrics,
-    evaluations_in,
-    read_metrics,
-    surviving_steps,
-)
+from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
+from areal_sc.trainer.metrics_log import evaluations_in, read_metrics, surviving_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

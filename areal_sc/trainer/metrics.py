@@ -1,18 +1,12 @@
-"""What is measured of a run: the records of `metrics.jsonl` and of `summary.json`."""
+"""What is measured of a run: its steps, its evaluations, and the summary of all of it."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
-
-from areal_sc.errors import RunFolderError
 
 Bound = Literal["generation", "training", "synchronisation"]
 
@@ -48,8 +42,6 @@ UPDATE_COUNTERS = (
 )
 """Where a generation engine's time for weight updates went; an engine that has no such phase, or
 no servers, leaves it out. `areal_sc.engines.sglang.updates` says what they mean."""
-
-_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +214,7 @@ class Summary:
 
     def to_json(self) -> str:
         """The content of `summary.json`: every field, null where it is None or not finite."""
-        return json.dumps(_without_nonfinite(self.to_record()), indent=2, allow_nan=False) + "\n"
+        return json.dumps(without_nonfinite(self.to_record()), indent=2, allow_nan=False) + "\n"
 
 
 def summarize(
@@ -278,100 +270,6 @@ def summarize(
     )
 
 
-class MetricsLog:
-    """Appends records to `metrics.jsonl`, one JSON object a line, each written at once.
-
-    Every record has `kind` (`step`, `evaluation` or `event`) and `time` (Unix time, seconds).
-    Values that are not finite are written as null. A last line that an earlier process did not
-    finish is cut off first, so that the file stays readable after a crash.
-    """
-
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Raises: RunFolderError: the file cannot be opened."""
-        self.path = path
-        self._clock = clock
-        try:
-            _cut_unfinished_line(path)
-            self._file = path.open("ab", buffering=0)  # nothing left to fail when it is closed
-        except OSError as error:
-            raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
-
-    def step(self, metrics: StepMetrics) -> None:
-        self._append("step", metrics.to_record())
-
-    def evaluation(self, result: EvaluationResult) -> None:
-        self._append("evaluation", result.to_record())
-
-    def event(self, name: str, **values: Any) -> None:
-        """Something else worth keeping: started, resumed, snapshot, worker restarted, ..."""
-        self._append("event", {"name": name, **values})
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _append(self, kind: str, values: dict[str, Any]) -> None:
-        record = {"kind": kind, "time": round(self._clock(), 3), **_without_nonfinite(values)}
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        try:
-            written = self._file.write(line)
-        except OSError as error:
-            raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
-        if written != len(line):
-            raise RunFolderError(f"cannot write {self.path}: the disk took part of a line")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file, in order; an unfinished last line is left out.
-
-    Raises: RunFolderError: the file cannot be read, or a line before the last is no JSON object.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):  # after the last newline: unfinished
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise RunFolderError(f"{path}, line {number}: expected JSON, got {line!r}") from error
-        if not isinstance(record, dict):
-            raise RunFolderError(f"{path}, line {number}: expected a JSON object, got {line!r}")
-        records.append(record)
-    return records
-
-
-def surviving_steps(records: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
-    """The training steps among the records, without those that the run went back behind.
-
-    A resumed run repeats the steps after its snapshot: a step takes the place of an earlier
-    record of the same number and of all that followed it.
-    """
-    steps: list[StepMetrics] = []
-    for record in records:
-        if record["kind"] == "step":
-            while steps and steps[-1].step >= record["step"]:
-                steps.pop()
-            steps.append(StepMetrics.from_record(record))
-    return steps
-
-
-def evaluations_in(records: Sequence[Mapping[str, Any]]) -> list[EvaluationResult]:
-    """The evaluations among the records, in order."""
-    return [EvaluationResult.from_record(r) for r in records if r["kind"] == "evaluation"]
-
-
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
@@ -388,30 +286,12 @@ def _field_values(
     return values
 
 
-def _cut_unfinished_line(path: Path) -> None:
-    """Shortens the file to its last newline; records are small, so that one is near the end."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        end = size
-        while end:
-            start = max(end - _CHUNK_BYTES, 0)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-    if end < size:
-        os.truncate(path, end)
-
-
-def _without_nonfinite(value: Any) -> Any:
+def without_nonfinite(value: Any) -> Any:
+    """The same, with None for every float that JSON has no form for."""
     if isinstance(value, Mapping):
-        return {str(key): _without_nonfinite(item) for key, item in value.items()}
+        return {str(key): without_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nonfinite(item) for item in value]
+        return [without_nonfinite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,20 +40,18 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.trainer.advice import tail_advice
 from areal_sc.trainer.display import RunDisplay, make_display
+from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.exports import ModelExports
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import (
     PLANE_COUNTERS,
     UPDATE_COUNTERS,
     EvaluationResult,
-    MetricsLog,
     StepMetrics,
     Summary,
-    evaluations_in,
-    read_metrics,
     summarize,
-    surviving_steps,
 )
+from areal_sc.trainer.metrics_log import MetricsLog, evaluations_in, read_metrics, surviving_steps
 from areal_sc.trainer.recovery import SnapshotWriter, load_latest_snapshot
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.sources import PromptSource
@@ -70,16 +67,6 @@ class _Totals:
     wasted_tokens: float = 0.0
     rejected_groups: int = 0
     controller_bytes: int = 0
-
-
-@dataclass
-class _Pending:
-    """An evaluation that goes on beside training."""
-
-    name: str
-    step: int
-    temperature: float
-    outcome: Future[EvaluationOutcome]
 
 
 @dataclass
@@ -120,8 +107,6 @@ class PPOTrainer:
         self._stack = ExitStack()
         self._is_open = False
         self._opening = Opening.start
-        self._evaluations: list[EvaluationResult] = []
-        self._pending: _Pending | None = None
         self._totals = _Totals()
         self._began = time.monotonic()
         self._first_step_s: float | None = None
@@ -192,16 +177,21 @@ class PPOTrainer:
         actor = TrainController(FSDPPPOActor(self.config.actor), self.scheduler)
         rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
         rollout.total_steps = self.config.total_steps
-        evaluation = (evaluation_workflow or workflow, evaluation_prompts)
+        evaluations = Evaluations(
+            self.config,
+            rollout,
+            evaluation_prompts,
+            evaluation_workflow or workflow,
+            self._show_evaluation,
+        )
         rollout.register(prompts, workflow)  # what is wrong ends the run before a worker is started
-        if evaluation_prompts is not None:
-            rollout.register(evaluation_prompts, evaluation[0])
+        evaluations.register()
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 stack.enter_context(start(actor, rollout))
-                self._resume(actor, rollout)
-            self._train(actor, rollout, workflow, prompts, evaluation)
-            summary = self._finish(actor, rollout, evaluation)
+                self._resume(actor, rollout, evaluations)
+            self._train(actor, rollout, workflow, prompts, evaluations)
+            summary = self._finish(actor, rollout, evaluations)
         self.display.finish(summary, self.folder.path)
         return summary
 
@@ -211,13 +201,13 @@ class PPOTrainer:
         rollout: RolloutController,
         workflow: Workflow,
         prompts: PromptSource,
-        evaluation: tuple[Workflow, PromptSource | None],
+        evaluations: Evaluations,
     ) -> None:
         total = self.config.total_steps
         with self.display.phase("training", total, "steps") as phase:
             phase.advance(actor.version)
             if actor.version == 0:
-                self._begin_evaluation("before", actor, rollout, evaluation)
+                evaluations.begin("before", actor.version)
             for step in range(actor.version, total):
                 clock = _Clock()
                 with clock.part("wait"):
@@ -227,27 +217,23 @@ class PPOTrainer:
                     batch = actor.compute_advantages(batch)
                     stats = actor.ppo_update(batch)
                 if step == 0:
-                    self._collect_evaluation()  # the first one sees no publication
+                    evaluations.collect(wait=True)  # the first one sees no publication
                 with clock.part("sync"):
                     actor.publish_weights(rollout)
                 self._record_step(batch, rollout, actor, stats, clock)
                 phase.advance()
-                self._after_step(actor, rollout, evaluation)
+                self._after_step(actor, rollout, evaluations)
             self._collect_writes(wait=True)
-            self._collect_evaluation()
+            evaluations.collect(wait=True)
 
     def _after_step(
-        self,
-        actor: TrainController,
-        rollout: RolloutController,
-        evaluation: tuple[Workflow, PromptSource | None],
+        self, actor: TrainController, rollout: RolloutController, evaluations: Evaluations
     ) -> None:
         is_last = actor.version == self.config.total_steps
-        if self._pending and self._pending.outcome.done():
-            self._collect_evaluation()
+        evaluations.collect(wait=False)
         if _is_due(actor.version, self.config.evaluation.every_steps) and not is_last:
-            self._collect_evaluation()
-            self._begin_evaluation("periodic", actor, rollout, evaluation)
+            evaluations.collect(wait=True)
+            evaluations.begin("periodic", actor.version)
         self._collect_writes(wait=False)
         is_snapshot_due = _is_due(actor.version, self.config.checkpoint.every_steps)
         is_export_due = _is_due(actor.version, self.config.checkpoint.export_every_steps)
@@ -274,29 +260,25 @@ class PPOTrainer:
             self.display.warning(f"{error}; the run goes on without this {what}")
 
     def _finish(
-        self,
-        actor: TrainController,
-        rollout: RolloutController,
-        evaluation: tuple[Workflow, PromptSource | None],
+        self, actor: TrainController, rollout: RolloutController, evaluations: Evaluations
     ) -> Summary:
         rollout.wait_for_weights()
-        self._begin_evaluation("after", actor, rollout, evaluation)
-        self._collect_evaluation()
+        evaluations.begin("after", actor.version)
+        evaluations.collect(wait=True)
         if self.config.evaluation.greedy:
-            self._begin_evaluation("greedy", actor, rollout, evaluation, temperature=0.0)
-            self._collect_evaluation()
+            evaluations.begin("greedy", actor.version, temperature=0.0)
+            evaluations.collect(wait=True)
         actor.save_hf(self.folder.path / "model")
         account = rollout.account()
         logger.info("account=%s", account)
         summary = summarize(
             surviving_steps(read_metrics(self.folder.metrics_path)),
-            self._evaluations,
+            evaluations.results,
             wall_time_s=time.monotonic() - self._began,
             first_step_s=self._first_step_s,
             num_rows_trained=account["rows_trained"],
             num_rows_trained_twice=account["rows_trained_twice"],
-            num_rows_rejected=rollout.counters.rejected_rows.total()
-            + rollout.counters.num_stale_rows,
+            num_rows_rejected=rollout.rejections.rows.total() + rollout.rejections.num_stale_rows,
         )
         plot_learning_curve(self.folder.metrics_path, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())
@@ -314,7 +296,7 @@ class PPOTrainer:
         workers = rollout.worker_stats()
         now = _Totals(
             generated_tokens=sum(worker["generated_tokens"] for worker in workers),
-            wasted_tokens=rollout.counters.wasted_tokens
+            wasted_tokens=rollout.rejections.wasted_tokens
             + sum(worker["cancelled_tokens"] for worker in workers),
             rejected_groups=sum(rollout.account()["rejected"].values()),
             controller_bytes=actor.num_bytes + rollout.num_bytes,
@@ -371,55 +353,18 @@ class PPOTrainer:
             self._has_advised = True
             self.display.warning(advice)
 
-    def _begin_evaluation(
-        self,
-        name: str,
-        actor: TrainController,
-        rollout: RolloutController,
-        evaluation: tuple[Workflow, PromptSource | None],
-        temperature: float | None = None,
-    ) -> None:
-        workflow, prompts = evaluation
-        if prompts is None:
-            return
-        self._pending = _Pending(
-            name,
-            actor.version,
-            self.config.generation.temperature if temperature is None else temperature,
-            rollout.begin_evaluation(
-                prompts,
-                workflow,
-                num_prompts=self.config.evaluation.num_prompts,
-                temperature=temperature,
-            ),
-        )
-
-    def _collect_evaluation(self) -> None:
-        """Waits for the evaluation that goes on, if any, and records it."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        outcome = pending.outcome.result()  # bounded by the groups' own time limit
-        result = EvaluationResult(
-            name=pending.name,
-            step=pending.step,
-            reward=outcome.reward,
-            accuracy=outcome.metrics.get("accuracy"),
-            num_prompts=outcome.num_prompts,
-            version_min=outcome.versions[0],
-            version_max=outcome.versions[1],
-            temperature=pending.temperature,
-        )
+    def _show_evaluation(self, result: EvaluationResult, outcome: EvaluationOutcome) -> None:
         if outcome.num_rejected:
             self.display.warning(
                 f"{outcome.num_rejected} prompts of the evaluation were rejected; for example: "
                 f"{outcome.rejection_example}"
             )
-        self._evaluations.append(result)
         self._log.evaluation(result)
         self.display.evaluation(result)
 
-    def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
+    def _resume(
+        self, actor: TrainController, rollout: RolloutController, evaluations: Evaluations
+    ) -> None:
         if self._opening is not Opening.resume:
             return
         step, warnings = load_latest_snapshot(self.folder, actor, rollout)
@@ -428,7 +373,7 @@ class PPOTrainer:
         actor.share_weights(rollout)
         self._totals.rejected_groups = sum(rollout.account()["rejected"].values())
         records = read_metrics(self.folder.metrics_path)
-        self._evaluations = [e for e in evaluations_in(records) if e.step <= step]
+        evaluations.results = [e for e in evaluations_in(records) if e.step <= step]
         self.display.note(f"resumed after step {step}")
         self._log.event("resumed", step=step)
 

@@ -36,7 +36,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     except ArealError as error:
         logger.error("worker ended: %s", error, exc_info=True)
         return error.exit_code
-    except Exception:
+    except Exception:  # the process's main: what ends it is in its log
         logger.exception("worker ended")
         return 1
     return 0

@@ -306,7 +306,7 @@ class ForkServer:
         except ArealError as error:
             traceback.print_exc()
             returncode = error.exit_code
-        except BaseException:
+        except BaseException:  # the process's main: what ends it is in its log
             traceback.print_exc()
         finally:
             logging.shutdown()
@@ -365,7 +365,7 @@ def serve_connection(
             listening=None, connections=[connection], orphan_timeout_s=0.0, entries=entries
         ).serve()
         returncode = 0
-    except BaseException:
+    except BaseException:  # the process's main: what ends it is in its log
         traceback.print_exc()
     finally:
         sys.stdout.flush()

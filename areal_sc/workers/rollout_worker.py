@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from areal_sc.batch_wire import batch_to_wire
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.base import Completion, GenerationEngine
 from areal_sc.engines.handles import SGLangEngine
@@ -129,7 +130,7 @@ class RolloutWorker(Worker):
                 entry[1] += 1
         batch = self._seal(args, trajectories) if trajectories else None
         return {
-            "batch": None if batch is None else batch.to_wire(),
+            "batch": None if batch is None else batch_to_wire(batch),
             "rejected": rejected,
             "metrics": metrics,
         }
@@ -221,7 +222,7 @@ class RolloutWorker(Worker):
         dataset = self.sources.prompts(int(args["dataset"]))
         try:
             prompt = dataset[int(args["index"])]
-        except Exception as error:
+        except Exception as error:  # the user's code may raise anything
             cause = Rejection("dataset_error", f"row {args['index']} of the dataset: {error!r}")
             return [cause] * num_rows
         group = f"{args.get('group_id', 'evaluation')}.{args.get('attempt', 0)}.{args['index']}"
@@ -343,7 +344,7 @@ class WorkerEpisodeEngine:
             return await self._engine.generate(input_ids, sampling, prefix_group=self._group)
         except WorkflowError:
             raise
-        except Exception as error:
+        except Exception as error:  # the user's code may catch it; it is no result of the row
             self.failure = error
             raise
 

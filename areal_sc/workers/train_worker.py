@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from areal_sc.batch_wire import batch_from_wire
 from areal_sc.engines.base import TrainEngine
 from areal_sc.errors import StaleCall
-from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.interface import host_of
 from areal_sc.transport.packed_rows import PackedRows
@@ -91,7 +91,7 @@ class TrainWorker(Worker):
 
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
         """Seals `proximal_logprobs` of the batch's rows."""
-        batch = BatchMetadata.from_wire(args["batch"])
+        batch = batch_from_wire(args["batch"])
         rows = await self.plane.puller.pull(batch)
 
         def compute() -> str:
@@ -106,7 +106,7 @@ class TrainWorker(Worker):
         """One optimizer update per minibatch."""
 
         async def update() -> dict[str, float]:
-            batches = [BatchMetadata.from_wire(wire) for wire in args["minibatches"]]
+            batches = [batch_from_wire(wire) for wire in args["minibatches"]]
             minibatches = [await self.plane.puller.pull(batch) for batch in batches]
             min_token_version = batches[0].min_token_version
             return await self.compute(

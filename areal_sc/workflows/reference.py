@@ -24,6 +24,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -276,11 +277,10 @@ def _load_script(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the body runs: dataclasses look their module up
     setattr(module, _LOADING, True)
-    try:
+    with ExitStack() as undo:
+        undo.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        undo.pop_all()
     delattr(module, _LOADING)
     return module
 

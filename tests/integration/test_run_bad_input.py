@@ -99,7 +99,7 @@ def test_rows_that_are_all_rejected_end_the_run_with_their_cause(
     assert said in str(failure.value)
     assert "rollout.max_rejection_rate" in str(failure.value)
     assert failure.value.exit_code == 7
-    account = rollout.ledger.account()
+    account = rollout.groups.ledger.account()
     assert account["rows_trained"] == 0
     assert account["rejected"][cause] >= 4
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_sent_to_workers_is_refused_at_once(
     with start_rollout() as rollout, pytest.raises(WorkflowError, match=said) as refusal:
         rollout.prepare_batch(prompts, workflow)
     assert refusal.value.exit_code == 7
-    assert rollout.ledger.num_admitted_not_rejected == 0
+    assert rollout.groups.ledger.num_admitted_not_rejected == 0
 
 
 def test_some_bad_rows_are_left_out_and_the_run_goes_on(start_rollout: Callable[..., Any]) -> None:
@@ -140,9 +140,9 @@ def test_some_bad_rows_are_left_out_and_the_run_goes_on(start_rollout: Callable[
         workflow = SingleTurnWorkflow(episodes.hangs_for_some)
         outside = rollout.rollout_batch(prompts, workflow)
         assert {row.group_id for row in outside.rows} == {-1, -3, -4, -6, -7, -8}
-        rejected = dict(rollout.counters.rejected_rows)
+        rejected = dict(rollout.rejections.rows)
         assert rejected == {"prompt_error": 2, "reward_error": 2}
-        assert "max_context_tokens" in rollout.counters.rejection_examples["prompt_error"]
+        assert "max_context_tokens" in rollout.rejections.examples["prompt_error"]
         batch = rollout.prepare_batch(prompts, workflow)
         assert len({row.group_id for row in batch.rows}) == 4
         for rows in (outside.rows, batch.rows):
@@ -154,8 +154,8 @@ def test_a_dataset_smaller_than_a_batch_is_repeated(start_rollout: Callable[...,
     with start_rollout() as rollout:
         batch = rollout.prepare_batch(letter_prompts(3, seed=8), SingleTurnWorkflow(episodes.right))
         assert len({row.group_id for row in batch.rows}) == 4
-        assert rollout.num_prompts_taken >= 4
-        assert rollout.counters.rejected_rows.total() == 0
+        assert rollout.groups.num_prompts_taken >= 4
+        assert rollout.rejections.rows.total() == 0
 
 
 def test_a_reward_that_always_fails_ends_the_script_in_one_block(

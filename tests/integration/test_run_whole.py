@@ -173,7 +173,7 @@ def test_the_bound_holds_in_a_loop_of_the_user(
             stats = actor.ppo_update(batch)
             assert stats["grad_norm"] >= 0
             actor.publish_weights(rollout)
-        account = rollout.ledger.account()
+        account = rollout.groups.ledger.account()
     assert account["rows_trained"] == num_steps * 8
     assert account["rows_trained_twice"] == 0
     group_staleness, token_staleness = (max(values) for values in zip(*seen, strict=True))

@@ -14,8 +14,8 @@ from integration.scripts.tiny_run import letter_prompts
 from safetensors.torch import load_file
 
 from areal_sc import GRPOConfig
+from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.errors import ConfigError
-from areal_sc.metadata import trajectory_bytes
 
 BATCH_GROUPS = 4
 GROUP_BYTES = trajectory_bytes(2 * 64)
@@ -104,7 +104,7 @@ def test_the_least_store_that_is_accepted_holds_a_batch_of_full_rows(
             assert [row.sequence_length for row in batch.rows] == [57] * BATCH_GROUPS
             (stats,) = rollout.worker_stats()
             assert stats["store_bytes"] == least
-        rejected = set(rollout.counters.rejected_rows)
+        rejected = set(rollout.rejections.rows)
         assert rejected == ({"workflow_error"} if every_longer else set())
 
 

@@ -32,13 +32,15 @@ from areal_sc.config.schema import (
     RolloutConfig,
     WeightUpdateConfig,
 )
+from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.ledger import Group, GroupState, Ledger
+from areal_sc.controller.group import Group, GroupState
+from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
-from areal_sc.metadata import BatchMetadata, PromptReference, trajectory_bytes
+from areal_sc.metadata import BatchMetadata, PromptReference
 
 SLOWEST_MESSAGES_S = 100.0
 
@@ -106,7 +108,7 @@ class TrainingRun:
             self.rollout.total_steps = settings.num_steps
         ledger = WatchedLedger()
         ledger.run = self
-        self.rollout.ledger = ledger
+        self.rollout.groups.ledger = ledger
         self.prompts = NumberedPrompts(settings.num_prompts)
         self.workflow = NamedWorkflow()
         self.batches: list[BatchMetadata] = []
@@ -177,11 +179,11 @@ class TrainingRun:
         state = msgpack.unpackb(saved["controllers"], strict_map_key=False)
         await self.actor.load_snapshot_async(saved["version"])
         self.rollout.restore(state)
-        restored = self.rollout.ledger.snapshot()
+        restored = self.rollout.groups.ledger.snapshot()
         ledger = WatchedLedger.restore(restored)
         assert isinstance(ledger, WatchedLedger)
         ledger.run = self
-        self.rollout.ledger = ledger
+        self.rollout.groups.ledger = ledger
         self.batches = list(saved["batches"])
         self.admitted = list(saved["admitted"])
         self.rejected = dict(saved["rejected"])
@@ -229,7 +231,7 @@ class TrainingRun:
     def check_stores(self, batch: BatchMetadata) -> None:
         """Right after a batch is formed, the stores hold what is still needed, and little else."""
         needed = {shard.shard_id for shard in batch.shards}
-        for group in self.rollout.ledger.in_state(GroupState.finished):
+        for group in self.rollout.groups.ledger.in_state(GroupState.finished):
             assert group.batch is not None
             needed |= {shard.shard_id for shard in group.batch.shards}
         held = {
@@ -257,7 +259,7 @@ class TrainingRun:
 
     def check_generation_is_busy(self) -> None:
         """After a publication nothing waits for admission that eq. 3 and the limits allow."""
-        settings, account = self.settings, self.rollout.ledger.account()
+        settings, account = self.settings, self.rollout.groups.ledger.account()
         num_counted = len(self.admitted) - len(self.rejected)
         limit = (self.actor.version + settings.max_staleness + 1) * settings.batch_groups
         if settings.ends_at_last_step:
@@ -271,7 +273,7 @@ class TrainingRun:
 
     async def check_end(self) -> None:
         """The account is complete, and matches this book and the workers' state."""
-        account = self.rollout.ledger.account()
+        account = self.rollout.groups.ledger.account()
         num_trained = sum(batch.total_batch_size for batch in self.batches)
         assert account["admitted"] == len(self.admitted)
         assert account["consumed"] == len(self.trained_at)

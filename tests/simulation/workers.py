@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.behavior import Number
 
+from areal_sc.batch_wire import batch_from_wire, batch_to_wire
+from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.errors import ShardGone, StoreFull, TransportError
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -19,7 +21,6 @@ from areal_sc.metadata import (
     RowMetadata,
     ShardMetadata,
     TensorMetadata,
-    trajectory_bytes,
 )
 from areal_sc.schedulers.base import LaunchRequest
 from areal_sc.transport.beat_board import Beat
@@ -227,7 +228,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         rows = tuple(self._row(args, began) for _ in range(num_kept))
         rewards = sum(row.reward for row in rows)
         return {
-            "batch": self._seal(args, rows).to_wire(),
+            "batch": batch_to_wire(self._seal(args, rows)),
             "rejected": rejected,
             "metrics": {"accuracy": [rewards, num_kept]},
         }
@@ -318,7 +319,7 @@ class SimulatedTrainWorker(SimulatedWorker):
         return "sim://rendezvous"
 
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
-        batch = BatchMetadata.from_wire(args["batch"])
+        batch = batch_from_wire(args["batch"])
         assert batch.fields in (("input_ids",), ())
         await self.read_shards(batch, self.cluster.behavior.training_s)
         return self.shard_reply(self.store.put(4 * batch.num_tokens) if batch.rows else "")
@@ -331,7 +332,7 @@ class SimulatedTrainWorker(SimulatedWorker):
                 f"expected {args['expected_version']}, {self.name} is at {self.version}"
             )
         for wire in args["minibatches"]:
-            batch = BatchMetadata.from_wire(wire)
+            batch = batch_from_wire(wire)
             await self.read_shards(batch)
             self.cluster.note_trained(self.version, batch)
         await self.cluster.spend(self.cluster.behavior.training_s)

@@ -16,6 +16,7 @@ import areal_sc
 PACKAGE = Path(areal_sc.__file__).parent
 
 FLOORS = {
+    "batch_wire": 0,
     "errors": 0,
     "ids": 0,
     "log": 0,

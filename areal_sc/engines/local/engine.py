@@ -1,15 +1,6 @@
 """Embedded generation: a Hugging Face model in this process, on a CPU or one GPU.
 
-One thread computes, so that the event loop is never blocked by the model:
-
-    event loop                                thread
-    generate, cancel, update_weights, ...     between two steps: runs what was posted
-      post a command, wait for its future ->  step: one forward pass for all running requests
-      futures are set                      <- one wake-up a step with what has finished
-
-Consumes: commands, in order. Waits for: a command, when nothing runs or it is paused. Unblocked
-by: every posted command. Ends: on `close`, or when a step raises; then all pending and later calls
-raise that error.
+Here requests are checked and weights come in; `GenerationThread` computes.
 """
 
 from __future__ import annotations
@@ -17,21 +8,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
 from areal_sc.engines.base import Completion
-from areal_sc.engines.local.generator import Finished, SlotGenerator
+from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import (
     LocalModel,
     check_context,
@@ -40,23 +28,19 @@ from areal_sc.engines.local.model import (
     resolve_device,
 )
 from areal_sc.engines.local.slots import Request, SlotTable
+from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup, WeightReceiver
-from areal_sc.errors import ArealError, ConfigError, EngineFailed, WorkerError
+from areal_sc.errors import ConfigError, EngineFailed
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 30.0  # a step in progress is not interrupted
-_IDLE_CHECK_S = 5.0
-
 UPDATE_TIMES = ("update_open_s", "update_drain_s", "update_load_s", "update_bytes")
 """Sums over weight updates: until the weights were at hand, waiting for a step or for running
 requests to end, replacing, and the bytes replaced."""
-
-Command = Callable[[], None]
 
 
 class LocalEngine:
@@ -92,7 +76,6 @@ class LocalEngine:
         check_context(model.config, config.max_context_tokens)
         self.max_context_tokens = config.max_context_tokens
         self._config = config
-        self._num_threads = config.num_threads
         local_model = LocalModel(model)
         self._vocab_size = local_model.vocab_size
         self._end_ids = _token_ids(self.tokenizer.eos_token_id, model.generation_config)
@@ -104,22 +87,9 @@ class LocalEngine:
         )
         self._generator = SlotGenerator(local_model, table, config.max_context_tokens)
         self._request_ids = itertools.count()
-        # event loop's side
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._futures: dict[int, asyncio.Future[Completion]] = {}
-        self._replies: set[asyncio.Future[Any]] = set()
-        self._unposted: list[Command] = []
-        self._failure: ArealError | None = None
+        self._thread = GenerationThread(self._generator, config.num_threads)
         self._receiver: WeightReceiver | None = None
         self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)
-        # shared: appended by the event loop, taken by the thread
-        self._commands: deque[Command] = deque()
-        self._wake = threading.Event()
-        # thread's side
-        self._is_paused = False
-        self._is_closing = False
-        self._when_empty: list[Command] = []
 
     @classmethod
     def from_model(
@@ -139,23 +109,13 @@ class LocalEngine:
 
     async def start(self) -> None:
         """Starts the thread; the running event loop is the one that all calls come from."""
-        assert self._thread is None, "start() is called once"
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
         """Ends the thread after the step in progress; pending calls raise WorkerError."""
-        if self._failure is None:
-            self._fail(WorkerError("the generation engine is closed"))
-        if self._thread is None:
-            return
-        self._post_now(self._set_closing)
         if self._receiver is not None:
             self._receiver.close()
-        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.warning("close: a step is still running after %.0f s", _CLOSE_TIMEOUT_S)
+        await self._thread.close()
 
     async def generate(
         self,
@@ -177,23 +137,12 @@ class LocalEngine:
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed.
         """
-        loop = self._require_running()
-        request = self._make_request(input_ids, sampling, prefix_group)
-        future: asyncio.Future[Completion] = loop.create_future()
-        self._futures[request.request_id] = future
-        self._post(lambda: self._generator.table.add(request))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            # not known any more: it had just finished
-            if self._futures.pop(request.request_id, None) is not None:
-                self._post(lambda: self._cancel(request))
-            raise
+        self._thread.check_running()
+        return await self._thread.generate(self._make_request(input_ids, sampling, prefix_group))
 
     def cancel_group(self, prefix_group: str) -> None:
         """Ends the group's requests; each returns its partial answer as `cancelled`."""
-        self._require_running()
-        self._post(lambda: self._deliver_later(self._generator.cancel_group(prefix_group)))
+        self._thread.cancel_group(prefix_group)
 
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights between two steps.
@@ -283,16 +232,16 @@ class LocalEngine:
             self._update_times["update_drain_s"] += began - at_hand
 
         finish_running = self._config.on_weight_update == OnWeightUpdate.finish_running
-        await self._call(replace, when_empty=finish_running)
+        await self._thread.call(replace, when_empty=finish_running)
         self._update_times["update_open_s"] += at_hand - started
         self._update_times["update_bytes"] += sum(tensor.nbytes for _, tensor in tensors)
 
     async def pause(self) -> None:
         """Returns when no step runs; running requests stay where they are until `resume`."""
-        await self._call(lambda: self._set_paused(True))
+        await self._thread.set_paused(True)
 
     async def resume(self) -> None:
-        await self._call(lambda: self._set_paused(False))
+        await self._thread.set_paused(False)
 
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and `running_requests` and `waiting_requests` of now."""
@@ -324,121 +273,6 @@ class LocalEngine:
             prefix_group=prefix_group,
         )
 
-    def _require_running(self) -> asyncio.AbstractEventLoop:
-        if self._failure is not None:
-            raise self._failure
-        if self._loop is None:
-            raise WorkerError("the generation engine has not been started")
-        return self._loop
-
-    def _post(self, command: Command) -> None:
-        """Posts with all else of this turn of the event loop, so that a group joins together."""
-        if not self._unposted:
-            self._require_running().call_soon(self._flush)
-        self._unposted.append(command)
-
-    def _flush(self) -> None:
-        self._commands.extend(self._unposted)
-        self._unposted.clear()
-        self._wake.set()
-
-    def _post_now(self, command: Command) -> None:
-        self._unposted.append(command)
-        self._flush()
-
-    async def _call(self, action: Command, *, when_empty: bool = False) -> None:
-        """Runs `action` between two steps and raises what it raised.
-
-        Args:
-            when_empty: no request starts until it has run, and it runs when the last one ends.
-        """
-        loop = self._require_running()
-        reply: asyncio.Future[None] = loop.create_future()
-        self._replies.add(reply)
-        reply.add_done_callback(self._replies.discard)
-
-        def command() -> None:
-            try:
-                action()
-            except ArealError as error:
-                loop.call_soon_threadsafe(_set_exception, reply, error)
-            else:
-                loop.call_soon_threadsafe(_set_result, reply, None)
-
-        def command_when_empty() -> None:
-            self._generator.table.is_admitting = False
-            self._when_empty.append(command)
-
-        self._post_now(command_when_empty if when_empty else command)
-        await reply
-
-    def _deliver(self, finished: Finished) -> None:
-        for request, completion in finished:
-            future = self._futures.pop(request.request_id, None)
-            if future is not None:
-                _set_result(future, completion)
-
-    def _fail(self, error: ArealError) -> None:
-        """Ends all pending calls; later ones raise the same error."""
-        self._failure = error
-        pending = [*self._futures.values(), *self._replies]
-        self._futures.clear()
-        for future in pending:
-            _set_exception(future, error)
-
-    def _run(self) -> None:
-        """The thread: commands, then a step, until it is closed."""
-        torch.set_num_threads(self._num_threads)
-        try:
-            while not self._is_closing:
-                self._wake.clear()
-                while self._commands:
-                    self._commands.popleft()()
-                if self._is_closing:
-                    return
-                self._run_when_empty()
-                if self._generator.table.has_work and not self._is_paused:
-                    finished = self._generator.step()
-                    if finished:
-                        self._deliver_later(finished)
-                else:
-                    self._wake.wait(_IDLE_CHECK_S)
-        except Exception as error:  # the thread's main: every failure must reach the callers
-            logger.exception("generation failed at policy version %d", self.version)
-            failure = WorkerError(f"generation failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._to_loop(self._fail, failure)
-
-    def _run_when_empty(self) -> None:
-        table = self._generator.table
-        # while it is paused nothing would ever end
-        if self._when_empty and (table.num_running == 0 or self._is_paused):
-            for command in self._when_empty:
-                command()
-            self._when_empty.clear()
-            table.is_admitting = True
-
-    def _cancel(self, request: Request) -> None:
-        if not request.is_finished:  # else its completion is on the way to nobody
-            self._generator.cancel(request)
-
-    def _deliver_later(self, finished: Finished) -> None:
-        self._to_loop(self._deliver, finished)
-
-    def _to_loop(self, callback: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            # the event loop was closed without close(): nobody waits any more
-            self._is_closing = True
-
-    def _set_paused(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
-
-    def _set_closing(self) -> None:
-        self._is_closing = True
-
 
 def _token_ids(eos_token_id: int | None, generation_config: Any) -> tuple[int, ...]:
     """The distinct end-of-sequence ids of the tokenizer and of the model."""
@@ -451,13 +285,3 @@ def _token_ids(eos_token_id: int | None, generation_config: Any) -> tuple[int, .
 
 def _receive_all(receiver: WeightReceiver, buckets: Sequence[BucketLayout]) -> list[NamedTensor]:
     return [named for layout in buckets for named in receiver.receive(layout)]
-
-
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

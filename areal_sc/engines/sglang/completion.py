@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,8 @@ class Completer:
         num_pauses = replica.num_pauses
         request_id = uuid.uuid4().hex
         truncated = is_truncated(request.sampling, self._vocab_size)
-        try:
+        with ExitStack() as taken:
+            taken.callback(self._replicas.dispatcher.leave, place)
             body = request_body(
                 request_id,
                 [*request.prompt, *request.answer.token_ids],
@@ -154,23 +156,17 @@ class Completer:
                 stop_token_ids=request.stop_token_ids,
                 max_support=self._max_support(replica, request) if truncated else None,
             )
-        except ArealError:
-            self._replicas.dispatcher.leave(place)
-            raise
-        flight = asyncio.create_task(replica.generate(body))
-        ends: list[asyncio.Future[Any]] = [flight, request.cancelled]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not flight.done():
-                await replica.abort(request_id)
-            answer = await asyncio.shield(flight)
-        except asyncio.CancelledError:
-            self._in_background(self._abandon(replica, request_id, flight, place))
-            raise
-        except BaseException:
-            self._replicas.dispatcher.leave(place)
-            raise
-        self._replicas.dispatcher.leave(place)
+            flight = asyncio.create_task(replica.generate(body))
+            ends: list[asyncio.Future[Any]] = [flight, request.cancelled]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if not flight.done():
+                    await replica.abort(request_id)
+                answer = await asyncio.shield(flight)
+            except asyncio.CancelledError:
+                taken.pop_all()  # `_abandon` gives it back, once the server has ended the request
+                self._in_background(self._abandon(replica, request_id, flight, place))
+                raise
         segment = read_answer(answer, is_truncated=truncated)
         self._count(segment)
         if segment.finish != ABORTED and replica.num_pauses == num_pauses:

@@ -152,7 +152,7 @@ class Replica:
             config = self._settings.config
             check_abilities(abilities, self.url, config.path, config.max_context_tokens)
             self.load.version = await self._find_version()
-        except BaseException as error:
+        except BaseException as error:  # raised again: no start that is broken off leaves a server
             await self.take_down(f"it did not start: {error!r}")
             raise
         self._abilities = abilities

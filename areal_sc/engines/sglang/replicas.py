@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 from areal_sc.config.schema import OnWeightUpdate
 from areal_sc.engines.sglang.abilities import check_version
@@ -94,11 +94,10 @@ class ReplicaSet:
             python = sglang.python or sys.executable
             check_version(await installed_version(python), f"sglang.python={python!r}")
         self._starts = [asyncio.create_task(self._start_one(r)) for r in self.replicas]
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
             await asyncio.gather(*self._starts)
-        except BaseException:
-            await self.close()
-            raise
+            undo.pop_all()
         for replica in self.replicas:
             task = asyncio.create_task(self._supervise(replica))
             task.add_done_callback(self._note_end)

@@ -128,6 +128,7 @@ async def _update(
     times.update_drain_s = clock.lap()
     for replica in wave:
         replica.set_updating(True)
+    is_whole = False
     try:
         errors = await for_each(wave, lambda replica: replica.pause())
         times.update_pause_s = clock.lap()
@@ -135,12 +136,11 @@ async def _update(
         times.update_load_s = clock.lap()
         errors = await for_each(wave, _go_on(version, settings.stays_paused), errors)
         times.update_resume_s = clock.lap()
-    except BaseException as failure:
-        for replica in wave:
-            replica.fail(f"its weight update to version {version} was broken off: {failure!r}")
-        raise
+        is_whole = True
     finally:
         for replica in wave:
+            if not is_whole:
+                replica.fail(f"its weight update to version {version} was broken off")
             replica.set_updating(False)
     stall_s = times.update_pause_s + times.update_load_s + times.update_resume_s
     times.update_stall_s = stall_s * len(wave)

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.sglang.engine import SGLangServerEngine
 from areal_sc.engines.sglang.processes import read_process, session_members
 from areal_sc.engines.sglang.replica import Replica
+from areal_sc.engines.sglang.server import SGLangServer
 from areal_sc.engines.weight_group import NamedTensor
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
@@ -26,17 +28,31 @@ LONG = GenerationConfig(max_new_tokens=900)
 PROMPTS = [[5 + i, 6, 7 + i] for i in range(16)]
 
 
-def replicas(engine: SGLangServerEngine) -> list[Replica]:
-    assert engine._replicas
-    return engine._replicas.replicas
+@dataclass(frozen=True)
+class Scene:
+    """Answers run on both servers, one of which is about to fail.
+
+    Attributes:
+        before: the engine's counters.
+        server: the victim's processes.
+    """
+
+    tasks: list[asyncio.Task[Completion]]
+    before: Mapping[str, float]
+    victim: Replica
+    other: Replica
+    server: SGLangServer
 
 
-async def start_answers(engine: SGLangServerEngine, until: Until) -> list[asyncio.Task[Completion]]:
-    """Answers that run on both servers."""
+async def set_scene(engine: SGLangServerEngine, until: Until, victim: int = 0) -> Scene:
+    """Starts the answers; the server of that number is the one to fail."""
+    both = engine._replicas.replicas
     tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
-    await until(lambda: all(replica.load.num_running > 0 for replica in replicas(engine)))
+    await until(lambda: all(replica.load.num_running > 0 for replica in both))
     await asyncio.sleep(0.1)
-    return tasks
+    server = both[victim].server
+    assert server
+    return Scene(tasks, engine.stats(), both[victim], both[1 - victim], server)
 
 
 async def seconds_until(condition: Callable[[], bool], until: Until) -> float:
@@ -50,16 +66,16 @@ async def check_after_loss(
     engine: SGLangServerEngine,
     policies: Policies,
     until: Until,
-    tasks: list[asyncio.Task[Completion]],
-    victim: Replica,
+    scene: Scene,
 ) -> None:
     """All answers are whole; weights may change meanwhile; the server comes back with them."""
     version = policies.add()
     await engine.update_weights(version, policies.source(version))
     assert engine.version == version
-    answers = await asyncio.gather(*tasks)
+    answers = await asyncio.gather(*scene.tasks)
     policies.check_all(PROMPTS, answers)
     assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
+    victim = scene.victim
     await until(lambda: victim.load.is_open)
     assert victim.load.version == version
     before = victim.load.num_running
@@ -76,21 +92,17 @@ async def check_after_loss(
 async def test_a_killed_server(
     engine: SGLangServerEngine, policies: Policies, until: Until
 ) -> None:
-    tasks = await start_answers(engine, until)
-    before = engine.stats()
-    victim, other = replicas(engine)
-    server = victim.server
-    assert server
-    processes = session_members(server.pid)
-    running = victim.load.num_running
-    os.kill(server.pid, signal.SIGKILL)
+    scene = await set_scene(engine, until)
+    processes = session_members(scene.server.pid)
+    running = scene.victim.load.num_running
+    os.kill(scene.server.pid, signal.SIGKILL)
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
     assert noticed_s <= 2.0
-    assert not victim.load.is_open
-    assert other.load.is_open
-    await until(lambda: engine.stats()["lost_requests"] - before["lost_requests"] >= running)
-    await check_after_loss(engine, policies, until, tasks, victim)
-    assert engine.stats()["server_restarts"] - before["server_restarts"] == 1
+    assert not scene.victim.load.is_open
+    assert scene.other.load.is_open
+    await until(lambda: engine.stats()["lost_requests"] - scene.before["lost_requests"] >= running)
+    await check_after_loss(engine, policies, until, scene)
+    assert engine.stats()["server_restarts"] - scene.before["server_restarts"] == 1
     assert not any(read_process(pid) for pid in processes)  # nothing of it is left
 
 
@@ -98,17 +110,13 @@ async def test_a_server_that_dies_between_two_buckets(
     engine: SGLangServerEngine, policies: Policies, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one gets its weights all the same, and goes on with all answers."""
-    tasks = await start_answers(engine, until)
-    before = engine.stats()
-    victim, other = replicas(engine)
-    server = victim.server
-    assert server
+    scene = await set_scene(engine, until)
     fill = engine._buckets._fill
 
     def kill_and_fill(bucket: Sequence[NamedTensor], number: int) -> Any:
         if number == 2:
-            os.kill(server.pid, signal.SIGKILL)
-            while read_process(server.pid) is not None:
+            os.kill(scene.server.pid, signal.SIGKILL)
+            while read_process(scene.server.pid) is not None:
                 time.sleep(0.01)
         return fill(bucket, number)
 
@@ -116,29 +124,25 @@ async def test_a_server_that_dies_between_two_buckets(
     version = policies.add()
     await engine.update_weights(version, policies.source(version))
     monkeypatch.undo()
-    assert other.load.version == version
-    assert other.load.is_open
-    await check_after_loss(engine, policies, until, tasks, victim)
+    assert scene.other.load.version == version
+    assert scene.other.load.is_open
+    await check_after_loss(engine, policies, until, scene)
     after = engine.stats()
-    assert after["lost_servers"] - before["lost_servers"] == 1
-    assert after["server_restarts"] - before["server_restarts"] == 1
+    assert after["lost_servers"] - scene.before["lost_servers"] == 1
+    assert after["server_restarts"] - scene.before["server_restarts"] == 1
 
 
 async def test_a_stopped_scheduler(
     engine: SGLangServerEngine, policies: Policies, until: Until
 ) -> None:
     """Its HTTP process goes on answering; only the scheduler is silent."""
-    tasks = await start_answers(engine, until)
-    before = engine.stats()
-    _, victim = replicas(engine)
-    server = victim.server
-    assert server
-    (scheduler,) = server.schedulers
+    scene = await set_scene(engine, until, victim=1)
+    (scheduler,) = scene.server.schedulers
     os.kill(scheduler, signal.SIGSTOP)
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
     assert noticed_s <= 10.0
-    await check_after_loss(engine, policies, until, tasks, victim)
-    assert engine.stats()["lost_servers"] - before["lost_servers"] == 1
+    await check_after_loss(engine, policies, until, scene)
+    assert engine.stats()["lost_servers"] - scene.before["lost_servers"] == 1
     assert read_process(scheduler) is None
 
 

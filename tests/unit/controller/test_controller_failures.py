@@ -15,7 +15,7 @@ from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
-from areal_sc.controller.ledger import GroupState
+from areal_sc.controller.group import GroupState
 from areal_sc.errors import (
     ArealError,
     ModelError,
@@ -59,7 +59,7 @@ def test_a_lost_rollout_worker_ends_the_wait_for_a_batch() -> None:
             assert error.log_path.endswith("rollout-1.log")
             # it is not forgotten
             assert await fails_within(0.1, run.step(), WorkerLost) is error
-            account = run.rollout.ledger.account()
+            account = run.rollout.groups.ledger.account()
             assert account["finished"] + account["consumed"] == 0, "a lost group is no result"
 
     run_virtual(scenario())
@@ -169,7 +169,7 @@ def test_too_many_rejections_end_the_run_with_their_cause(mode: OverBound) -> No
             assert "40 of the last 40 rows were rejected" in str(error)
             assert "reward_error x" in str(error)
             assert "it raised" in str(error)
-            assert run.rollout.ledger.num(GroupState.rejected) < 60
+            assert run.rollout.groups.ledger.num(GroupState.rejected) < 60
             assert error.exit_code == 7
 
     run_virtual(scenario())
@@ -179,7 +179,7 @@ def test_rejections_below_the_limit_do_not_end_the_run() -> None:
     behavior = Behavior(group_rejection=0.2, row_rejection=0.1)
     settings = Settings(max_rejection_rate=0.6, behavior=behavior, num_steps=20)
     run = run_virtual(TrainingRun(settings).play())
-    assert run.rollout.counters.rejected_rows["reward_error"] > 20
+    assert run.rollout.rejections.rows["reward_error"] > 20
     assert run.rejected
 
 
@@ -252,17 +252,17 @@ def test_pause_holds_admission_and_generation_and_resume_goes_on() -> None:
         async with TrainingRun(Settings(num_steps=20)).started() as run:
             await run.step()
             await run.rollout.pause_async()
-            before = run.rollout.ledger.account()
+            before = run.rollout.groups.ledger.account()
             steps = asyncio.create_task(some_steps(run))
             await asyncio.sleep(1000.0)
-            held = run.rollout.ledger.account()
+            held = run.rollout.groups.ledger.account()
             assert held["admitted"] == before["admitted"]
             assert held["finished"] == 0, "what was finished is trained, and nothing more finishes"
             assert not steps.done()
             await run.rollout.resume_async()
             await steps
             await run.rollout.drain_async()
-            assert run.rollout.ledger.num(GroupState.running) == 0
+            assert run.rollout.groups.ledger.num(GroupState.running) == 0
 
     run_virtual(scenario())
 
@@ -286,7 +286,7 @@ def test_rollout_batch_runs_what_it_is_given_in_order_and_can_be_trained_on() ->
                 batch = await run.actor.compute_proximal_logprobs_async(batch)
                 await run.actor.ppo_update_async(run.actor.compute_advantages(batch))
                 await run.actor.publish_weights_async(run.rollout)
-            account = run.rollout.ledger.account()
+            account = run.rollout.groups.ledger.account()
             assert account["admitted"] == account["rows_trained_twice"] == 0
 
     run_virtual(scenario())

@@ -37,7 +37,7 @@ def test_restored_groups_wait_for_room_and_find_it(mode: OverBound) -> None:
         run = TrainingRun(replace(ahead, store_groups=ahead.batch_groups))
         async with run.started():
             await run.load(saved)
-            assert run.rollout.ledger.account()["queued"] > 2 * ahead.batch_groups
+            assert run.rollout.groups.ledger.account()["queued"] > 2 * ahead.batch_groups
             for _ in range(1, ahead.num_steps):
                 await run.rollout.wait_for_weights_async()
                 await run.step()

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_sc.config.schema import OverBound
-from areal_sc.controller.ledger import Group, GroupState, Ledger
+from areal_sc.controller.group import Group, GroupState
+from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.staleness import StalenessPolicy, StalenessStats
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 

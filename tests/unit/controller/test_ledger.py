@@ -7,7 +7,8 @@ from collections.abc import Callable
 import msgpack
 import pytest
 
-from areal_sc.controller.ledger import GroupState, Ledger
+from areal_sc.controller.group import GroupState
+from areal_sc.controller.ledger import Ledger
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_sc.config.machine import Machine
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.errors import ConfigError
+from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.schedulers import local
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.schedulers.local import LocalScheduler
@@ -133,3 +133,19 @@ async def test_devices_come_back_when_a_worker_stops_or_is_replaced(on_machine: 
     await machine.scheduler.stop([first])
     assert await machine.devices("rollout", 0) == "0"
     assert await machine.devices("rollout", 0) == "0", "its successor is placed as it was"
+
+
+async def test_a_worker_that_does_not_report_is_ended_and_gives_its_device_back(
+    on_machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = on_machine(2)
+    killed: list[int] = []
+    fork_server = machine.scheduler._fork_server
+    with monkeypatch.context() as broken:
+        broken.setattr(fork_server, "spawn", lambda *_, **__: 77)
+        broken.setattr(fork_server, "poll", lambda: {77: 1})
+        broken.setattr(fork_server, "kill", lambda pid, signum: killed.append(pid), raising=False)
+        with pytest.raises(WorkerStartError, match="ended with exit code 1 before it served"):
+            await machine.launch("train", 0)
+    assert killed == [77]
+    assert await machine.devices("train", 1) == "0", "the one that failed has none"

@@ -12,7 +12,8 @@ from matplotlib.image import imread
 
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.learning_curve import plot_learning_curve, smoothed
-from areal_sc.trainer.metrics import EvaluationResult, MetricsLog, StepMetrics
+from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
+from areal_sc.trainer.metrics_log import MetricsLog
 
 MakeStep = Callable[..., StepMetrics]
 MakeEvaluation = Callable[..., EvaluationResult]

@@ -1,23 +1,11 @@
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from areal_sc.errors import RunFolderError
-from areal_sc.trainer.metrics import (
-    EvaluationResult,
-    MetricsLog,
-    StepMetrics,
-    evaluations_in,
-    read_metrics,
-    summarize,
-    surviving_steps,
-)
+from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, summarize
 
 MakeStep = Callable[..., StepMetrics]
 MakeEvaluation = Callable[..., EvaluationResult]
@@ -48,102 +36,6 @@ def test_rates_and_shares(make_step: MakeStep) -> None:
     assert step.wasted_share == 0.5
     nothing = make_step(num_trained_tokens=0, step_time_s=0.0)
     assert (nothing.masked_share, nothing.wasted_share, nothing.trained_tokens_per_s) == (0, 0, 0)
-
-
-def test_log_is_read_back(
-    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    ticks = itertools.count(100.0, 0.5)
-    steps = [make_step(1, train={"loss": 0.1, "lr": 4e-4}), make_step(2, accuracy=None)]
-    evaluation = make_evaluation("after", step=2, version_min=1, version_max=2)
-    with MetricsLog(path, clock=lambda: next(ticks)) as log:
-        log.event("started", seed=7)
-        log.step(steps[0])
-        assert len(read_metrics(path)) == 2  # each line is there at once
-        log.step(steps[1])
-        log.evaluation(evaluation)
-
-    records = read_metrics(path)
-    assert [(record["kind"], record["time"]) for record in records] == [
-        ("event", 100.0),
-        ("step", 100.5),
-        ("step", 101.0),
-        ("evaluation", 101.5),
-    ]
-    assert records[0]["name"] == "started"
-    assert records[0]["seed"] == 7
-    assert records[1]["bound"] == "training"
-    assert records[1]["generated_tokens_per_s"] == 12_000
-    assert surviving_steps(records) == steps
-    assert evaluations_in(records) == [evaluation]
-
-
-def test_truncated_last_line_is_left_out_and_cut_off(tmp_path: Path, make_step: MakeStep) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
-        log.step(make_step(1))
-        log.step(make_step(2))
-    whole = path.read_bytes()
-    for length in range(whole.index(b"\n") + 1, len(whole)):
-        path.write_bytes(whole[:length])
-        assert [record["step"] for record in read_metrics(path)] == [1]
-    with MetricsLog(path) as log:
-        log.step(make_step(3))
-    assert [record["step"] for record in read_metrics(path)] == [1, 3]
-
-
-def test_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "step"}\n{"kind": \n{"kind": "step"}\n')
-    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2: expected JSON"):
-        read_metrics(path)
-    path.write_text("[1]\n")
-    with pytest.raises(RunFolderError, match="line 1: expected a JSON object"):
-        read_metrics(path)
-
-
-def test_unusable_path_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="cannot open"):
-        MetricsLog(tmp_path / "missing" / "metrics.jsonl")
-    with pytest.raises(RunFolderError, match="cannot read"):
-        read_metrics(tmp_path / "metrics.jsonl")
-
-
-def test_full_disk_is_an_error_with_its_cause(make_step: MakeStep) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
-    log = MetricsLog(Path("/dev/full"))
-    with pytest.raises(RunFolderError, match="cannot write /dev/full: No space left on device"):
-        log.step(make_step())
-    log.close()
-
-
-def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: MakeStep) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
-        log.step(make_step(reward=math.nan, train={"loss": math.inf, "steps": [1.0, -math.inf]}))
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    record = json.loads(path.read_text(), parse_constant=refuse)
-    assert record["reward"] is None
-    assert record["train"] == {"loss": None, "steps": [1.0, None]}
-    (step,) = surviving_steps(read_metrics(path))
-    assert math.isnan(step.reward)
-    assert step.accuracy == 0.2
-
-
-def test_steps_repeated_after_a_resume_replace_the_earlier_ones(
-    tmp_path: Path, make_step: MakeStep
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
-        for step, reward in [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 0.5), (4, 0.6), (5, 0.7)]:
-            log.step(make_step(step, reward=reward))
-    steps = surviving_steps(read_metrics(path))
-    assert [(s.step, s.reward) for s in steps] == [(1, 0.1), (2, 0.2), (3, 0.5), (4, 0.6), (5, 0.7)]
 
 
 REQUIRED_IN_SUMMARY = {

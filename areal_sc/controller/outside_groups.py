@@ -1,0 +1,124 @@
+"""Groups outside of admission, staleness and the ledger: whole datasets, and evaluations.
+
+consumes     prompts, in their order
+waits for    a worker, and its reply, for each
+unblocked by as `group_runs`; an evaluation's worker keeps its weights until the last reply
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.evaluation import EvaluationOutcome
+from areal_sc.controller.group import Group
+from areal_sc.controller.group_runs import GroupRunner, Source
+from areal_sc.controller.rejections import Rejections
+from areal_sc.controller.rollout_workers import RolloutWorkers
+from areal_sc.errors import WorkflowError
+from areal_sc.metadata import BatchMetadata, concat
+
+
+class OutsideGroups:
+    """Runs prompts beside training, which takes none of their rows.
+
+    Args:
+        new_id: names batches.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        workers: RolloutWorkers,
+        runner: GroupRunner,
+        rejections: Rejections,
+        new_id: Callable[[], str],
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._runner = runner
+        self._rejections = rejections
+        self._new_id = new_id
+        self._num_groups = 0
+        self._batches: list[BatchMetadata] = []
+
+    async def run_batch(self, source: Source, num_groups: int, version: int) -> BatchMetadata:
+        """The rows of the source's first `num_groups` groups, under `version` or later ones.
+
+        The groups' ids are negative; rejected groups are missing. The rows live until `forget`.
+
+        Raises: WorkflowError: every group was rejected. WorkerLost, WaitTimeout: as of a group.
+        """
+        groups = []
+        for index in range(num_groups):
+            self._num_groups += 1
+            prompt = source.reference(index % source.num_prompts, self._config.seed)
+            groups.append(Group(-self._num_groups, prompt, version))
+        results = await self._gather([self._run(group, source) for group in groups])
+        batches = [batch for batch in results if batch is not None]
+        if not batches:
+            causes = self._rejections.describe_causes()
+            raise WorkflowError(f"all {len(groups)} groups were rejected: {causes}")
+        return concat(batches, batch_id=self._new_id(), global_step=version)
+
+    async def forget(self) -> None:
+        """Lets go of the rows of all batches so far."""
+        batches, self._batches = self._batches, []
+        if batches:
+            await self._workers.forget(batches)
+
+    async def evaluate(
+        self, source: Source, num_prompts: int, temperature: float | None
+    ) -> EvaluationOutcome:
+        """One episode of each of the source's first `num_prompts` prompts.
+
+        Args:
+            temperature: replaces that of the run; None keeps it.
+        Raises: WorkflowError: every prompt was rejected. WorkerLost: the worker died.
+        """
+        async with self._workers.held_for_evaluation() as worker:
+            replies = await self._gather(
+                [
+                    self._workers.call(
+                        worker,
+                        "run_evaluation",
+                        {
+                            "dataset": source.dataset,
+                            "index": index,
+                            "workflow": source.workflow,
+                            "evaluation": {"temperature": temperature},
+                        },
+                    )
+                    for index in range(num_prompts)
+                ]
+            )
+        return EvaluationOutcome.of(replies)
+
+    async def _run(self, group: Group, source: Source) -> BatchMetadata | None:
+        """The group's rows; None when all were rejected."""
+        worker = await self._runner.wait_for_worker(group.admitted_version)
+        result = await self._runner.run(group, source, worker)
+        if result.batch is not None:
+            worker.num_held += 1
+            self._batches.append(result.batch)
+        return result.batch
+
+    async def _gather(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Results in order, at most `max_concurrent_groups` calls at a time."""
+        slots = asyncio.Semaphore(self._config.max_concurrent_groups)
+
+        async def one(call: Coroutine[Any, Any, Any]) -> Any:
+            async with slots:
+                return await call
+
+        tasks = [asyncio.create_task(one(call)) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for call in calls:
+                call.close()  # those whose turn never came

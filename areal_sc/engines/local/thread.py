@@ -1,0 +1,234 @@
+"""The thread that computes, so that the event loop is never blocked by the model.
+
+    event loop                                thread
+    generate, cancel_group, call, ...         between two steps: runs what was posted
+      post a command, wait for its future ->  step: one forward pass for all running requests
+      futures are set                      <- one wake-up a step with what has finished
+
+Consumes: commands, in order. Waits for: a command, when nothing runs or it is paused. Unblocked
+by: every posted command. Ends: on `close`, or when a step raises; then all pending and later calls
+raise that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from areal_sc.engines.base import Completion
+from areal_sc.engines.local.generator import Finished, SlotGenerator
+from areal_sc.engines.local.slots import Request
+from areal_sc.errors import ArealError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 30.0  # a step in progress is not interrupted
+_IDLE_CHECK_S = 5.0
+
+Command = Callable[[], None]
+
+
+class GenerationThread:
+    """Steps a generator for as long as it has work; all methods are the event loop's.
+
+    Args:
+        generator: changed by the thread alone once it is started.
+        num_threads: of torch, in this thread.
+    """
+
+    def __init__(self, generator: SlotGenerator, num_threads: int) -> None:
+        self._generator = generator
+        self._num_threads = num_threads
+        # event loop's side
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
+        self._replies: set[asyncio.Future[Any]] = set()
+        self._unposted: list[Command] = []
+        self._failure: ArealError | None = None
+        # shared: appended by the event loop, taken by the thread
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Event()
+        # thread's side
+        self._is_paused = False
+        self._is_closing = False
+        self._when_empty: list[Command] = []
+
+    def start(self) -> None:
+        """The running event loop is the one that all calls come from."""
+        assert self._thread is None, "start() is called once"
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Ends the thread after the step in progress; pending calls raise WorkerError."""
+        if self._failure is None:
+            self._fail(WorkerError("the generation engine is closed"))
+        if self._thread is None:
+            return
+        self._post_now(self._set_closing)
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("close: a step is still running after %.0f s", _CLOSE_TIMEOUT_S)
+
+    def check_running(self) -> None:
+        """Raises: WorkerError: it has failed, is closed, or was not started."""
+        self._running_loop()
+
+    async def generate(self, request: Request) -> Completion:
+        """The request's completion. Cancelling the task frees its place at once.
+
+        Raises: WorkerError: as `check_running`, also while it waits.
+        """
+        future: asyncio.Future[Completion] = self._running_loop().create_future()
+        self._futures[request.request_id] = future
+        self._post(lambda: self._generator.table.add(request))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # not known any more: it had just finished
+            if self._futures.pop(request.request_id, None) is not None:
+                self._post(lambda: self._cancel(request))
+            raise
+
+    def cancel_group(self, prefix_group: str) -> None:
+        """Ends the group's requests; each returns its partial answer as `cancelled`."""
+        self.check_running()
+        self._post(lambda: self._deliver_later(self._generator.cancel_group(prefix_group)))
+
+    async def set_paused(self, is_paused: bool) -> None:
+        """Returns when no step runs; while it is paused none begins, but what is posted runs."""
+
+        def set_paused() -> None:
+            self._is_paused = is_paused
+
+        await self.call(set_paused)
+
+    async def call(self, action: Command, *, when_empty: bool = False) -> None:
+        """Runs `action` between two steps and raises what it raised.
+
+        Args:
+            when_empty: no request starts until it has run, and it runs when the last one ends.
+        """
+        loop = self._running_loop()
+        reply: asyncio.Future[None] = loop.create_future()
+        self._replies.add(reply)
+        reply.add_done_callback(self._replies.discard)
+
+        def command() -> None:
+            try:
+                action()
+            except ArealError as error:
+                loop.call_soon_threadsafe(_set_exception, reply, error)
+            else:
+                loop.call_soon_threadsafe(_set_result, reply, None)
+
+        def command_when_empty() -> None:
+            self._generator.table.is_admitting = False
+            self._when_empty.append(command)
+
+        self._post_now(command_when_empty if when_empty else command)
+        await reply
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._failure is not None:
+            raise self._failure
+        if self._loop is None:
+            raise WorkerError("the generation engine has not been started")
+        return self._loop
+
+    def _post(self, command: Command) -> None:
+        """Posts with all else of this turn of the event loop, so that a group joins together."""
+        if not self._unposted:
+            self._running_loop().call_soon(self._flush)
+        self._unposted.append(command)
+
+    def _flush(self) -> None:
+        self._commands.extend(self._unposted)
+        self._unposted.clear()
+        self._wake.set()
+
+    def _post_now(self, command: Command) -> None:
+        self._unposted.append(command)
+        self._flush()
+
+    def _deliver(self, finished: Finished) -> None:
+        for request, completion in finished:
+            future = self._futures.pop(request.request_id, None)
+            if future is not None:
+                _set_result(future, completion)
+
+    def _fail(self, error: ArealError) -> None:
+        """Ends all pending calls; later ones raise the same error."""
+        self._failure = error
+        pending = [*self._futures.values(), *self._replies]
+        self._futures.clear()
+        for future in pending:
+            _set_exception(future, error)
+
+    def _run(self) -> None:
+        """The thread: commands, then a step, until it is closed."""
+        torch.set_num_threads(self._num_threads)
+        try:
+            while not self._is_closing:
+                self._wake.clear()
+                while self._commands:
+                    self._commands.popleft()()
+                if self._is_closing:
+                    return
+                self._run_when_empty()
+                if self._generator.table.has_work and not self._is_paused:
+                    finished = self._generator.step()
+                    if finished:
+                        self._deliver_later(finished)
+                else:
+                    self._wake.wait(_IDLE_CHECK_S)
+        except Exception as error:  # the thread's main: every failure must reach the callers
+            logger.exception("generation failed at policy version %d", self._generator.version)
+            failure = WorkerError(f"generation failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._to_loop(self._fail, failure)
+
+    def _run_when_empty(self) -> None:
+        table = self._generator.table
+        # while it is paused nothing would ever end
+        if self._when_empty and (table.num_running == 0 or self._is_paused):
+            for command in self._when_empty:
+                command()
+            self._when_empty.clear()
+            table.is_admitting = True
+
+    def _cancel(self, request: Request) -> None:
+        if not request.is_finished:  # else its completion is on the way to nobody
+            self._generator.cancel(request)
+
+    def _deliver_later(self, finished: Finished) -> None:
+        self._to_loop(self._deliver, finished)
+
+    def _to_loop(self, callback: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            # the event loop was closed without close(): nobody waits any more
+            self._is_closing = True
+
+    def _set_closing(self) -> None:
+        self._is_closing = True
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from areal_sc.controller.rejections import Rejections
+from areal_sc.errors import TooManyRejections
+from areal_sc.metadata import RowMetadata
+
+
+def test_the_rate_is_that_of_a_whole_window() -> None:
+    rejections = Rejections(window=2, max_rate=0.5)
+    rejections.add_group({"reward_error": [4, "boom"]}, 4)
+    rejections.check_rate()  # one group says nothing yet
+    rejections.add_group({}, 4)
+    rejections.check_rate()  # half of the rows: at the limit, not over it
+    rejections.add_group({"timeout": [1, "slow"]}, 4)
+    rejections.check_rate()  # the first group has left the window
+    rejections.add_group({"timeout": [4, "slower"]}, 4)
+    with pytest.raises(TooManyRejections, match=r"5 of the last 8 rows .*timeout x5.*boom"):
+        rejections.check_rate()
+
+
+def test_causes_come_by_their_number_and_keep_their_first_message() -> None:
+    rejections = Rejections(window=1, max_rate=1.0)
+    assert rejections.describe_causes() == "none"
+    rejections.add_group({"timeout": [1, "slow"], "reward_error": [2, "boom"]}, 4)
+    rejections.add_group({"reward_error": [1, "again"]}, 4)
+    assert rejections.describe_causes() == "reward_error x3, timeout x1"
+    assert rejections.examples == {"timeout": "slow", "reward_error": "boom"}
+
+
+def test_stale_groups_waste_the_tokens_that_they_have_and_are_no_rejections() -> None:
+    rejections = Rejections(window=1, max_rate=0.1)
+    rejections.add_stale_running(8)
+    rows = [RowMetadata(0, 0, 10, 0.0, 0, ((0, 3), (1, 2))), RowMetadata(0, 0, 9, 0.0, 0, ())]
+    rejections.add_stale_finished(rows)
+    rejections.add_group({}, 4)
+    rejections.check_rate()
+    assert (rejections.num_stale_rows, rejections.wasted_tokens) == (10, 5)
+
+
+def test_counts_go_on_from_a_snapshot() -> None:
+    before = Rejections(window=1, max_rate=1.0)
+    before.add_group({"timeout": [3, "slow"]}, 4)
+    before.add_stale_running(2)
+    after = Rejections(window=1, max_rate=1.0)
+    after.restore(before.snapshot())
+    after.add_group({"timeout": [1, "slow"]}, 4)
+    assert (after.rows["timeout"], after.num_stale_rows) == (4, 2)
