@@ -139,7 +139,8 @@ class PeerHub:
     def connect(self, address: str, peer: Peer) -> Link:
         """A link that is connected in the background; messages sent meanwhile wait in its queue.
 
-        Raises: TransportError: the address is not like tcp://10.0.0.1:5555, or the hub is closed.
+        Raises: TransportError: the address is not like tcp://10.0.0.1:5555, the hub is closed, or
+            has too many connections to that address.
         """
         host, port = parsed_address(address)
         if self._is_closed:
@@ -171,14 +172,21 @@ class PeerHub:
     def _open(self, link: Link) -> None:
         if link.is_closed or self._is_closed:
             return
-        # A fresh id each time: the pipe of the connection before may still hold the old one.
-        link.routing_id = next(self._routing_ids).to_bytes(8, "big")
-        self._links[link.routing_id] = link
         # Life events name no connection, only the endpoint as it was spelled. Leading zeros of the
         # port tell connections apart, the ended ones too, whose last events may still come.
         host, port = link.server
-        spellings = (f"tcp://{host}:{port:0{width}d}" for width in self._widths)
-        link.endpoint = next(text for text in spellings if text not in self._by_endpoint)
+        widths = itertools.islice(self._widths, MAX_PORT_DIGITS)
+        spellings = (f"tcp://{host}:{port:0{width}d}" for width in widths)
+        endpoint = next((text for text in spellings if text not in self._by_endpoint), None)
+        if endpoint is None:
+            raise TransportError(
+                f"cannot connect to {link.address}: this process has {MAX_PORT_DIGITS - 1} "
+                "connections to it already"
+            )
+        # A fresh id each time: the pipe of the connection before may still hold the old one.
+        link.routing_id = next(self._routing_ids).to_bytes(8, "big")
+        self._links[link.routing_id] = link
+        link.endpoint = endpoint
         self._by_endpoint[link.endpoint] = link
         self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, link.routing_id)
         self.socket.raw.connect(link.endpoint)

@@ -16,6 +16,7 @@ from areal_sc.transport.arena.map import ArenaMap
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.server import BulkServer
+from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc.transport import Handler, Transport
@@ -59,12 +60,14 @@ class DataPlane:
         backend = None if arenas is None else ArenaBackend(arenas, node_id, incarnation)
         self.room_bytes = 0 if arenas is None else _room_bytes(arenas)
         self.store = TensorStore(node_id, incarnation, max_bytes=store_bytes, backend=backend)
+        turns = Turns()
         self._server = BulkServer(
             self.store,
             interface=interface or Interface.of(config.bind),
             is_encrypted=config.encrypt,
             frame_bytes=config.chunk_bytes,
             reply_timeout_s=config.stalled_peer_timeout_s,
+            turns=turns,
         )
         self._bulk = BulkClient(
             transport,
@@ -74,6 +77,7 @@ class DataPlane:
                 max_inflight_chunks=config.max_inflight_chunks,
                 is_encrypted=config.encrypt,
             ),
+            turns,
         )
         self._arena_map = None if arenas is None else ArenaMap(arenas)
         self.puller = Puller(

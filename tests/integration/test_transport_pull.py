@@ -25,6 +25,7 @@ from areal_sc.metadata import (
     WeightsReference,
     concat,
 )
+from areal_sc.transport.bulk import link as link_module
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.frame_stream import Outgoing
 from areal_sc.transport.bulk.jobs import BulkOptions
@@ -368,37 +369,36 @@ async def test_an_owner_answers_what_no_correct_puller_asks_with_an_error(body: 
 async def test_strangers_replays_and_captured_sessions_get_nothing() -> None:
     async with owners(1) as [owner]:
         owner.put({"input_ids": ids_of(0, [3])}, [3])
-        member = BulkMember(owner.bulk.open_session("test"))
-        await member.ask(5, GOOD)
-        request = member.requests.seal_header(6, GOOD)
-        flipped = bytearray(request)
-        flipped[40] ^= 1
-        other_version = bytearray(request)
-        other_version[3] ^= 7
-        for frames in [
-            [member.requests.seal_header(5, GOOD)],  # replayed
-            [member.requests.seal_header(4, GOOD)],
-            [bytes(flipped)],
-            [bytes(other_version)],
-            [request[:30]],
-            [request, b"more"],
-            [b""],
-            [os.urandom(200)],
-        ]:
-            before = owner.bulk.num_refused
-            member.send(frames)
-            await until(lambda before=before: owner.bulk.num_refused == before + 1)
-        assert not member.has_reply
-        # the session's number, even with its key, is of no use on another connection
-        thief = BulkMember(owner.bulk.open_session("test"))
-        thief.send([request])
-        await until(lambda: owner.bulk.num_refused == before + 2)
-        # a connection that announces too large a frame is ended before it is allocated
-        thief.send([bytes(1 << 20)])
-        await until(lambda: thief.is_lost)
-        thief.close()
-        assert (await member.ask(6, GOOD))[0][0] == 0
-        member.close()
+
+        def changed(request: bytes, place: int) -> bytes:
+            frame = bytearray(request)
+            frame[place] ^= 7
+            return bytes(frame)
+
+        bystander = BulkMember(owner.bulk.open_session("bystander"))
+        cases: list[Callable[[BulkMember], list[bytes]]] = [
+            lambda member: [member.requests.seal_header(5, GOOD)],  # replayed
+            lambda member: [member.requests.seal_header(4, GOOD)],
+            lambda member: [changed(member.requests.seal_header(6, GOOD), 40)],
+            lambda member: [changed(member.requests.seal_header(6, GOOD), 3)],  # another version
+            lambda member: [member.requests.seal_header(6, GOOD)[:30]],
+            lambda member: [member.requests.seal_header(6, GOOD), b"more"],
+            lambda member: [b""],
+            lambda member: [os.urandom(200)],
+            # the session's number, even with its key, is of no use on another connection
+            lambda member: [bystander.requests.seal_header(6, GOOD)],
+            lambda member: [bytes(1 << 20)],  # too large: refused before it is allocated
+        ]
+        for number, frames in enumerate(cases):
+            member = BulkMember(owner.bulk.open_session("test"))
+            await member.ask(5, GOOD)
+            member.send(frames(member))
+            await until(lambda member=member: member.is_lost)
+            assert owner.bulk.num_refused == number + 1
+            assert not member.has_reply
+            member.close()
+        assert (await bystander.ask(6, GOOD))[0][0] == 0
+        bystander.close()
 
 
 async def until(condition: Any) -> None:
@@ -419,9 +419,9 @@ def forge_answers(monkeypatch: pytest.MonkeyPatch, forge: Callable[[list[bytes]]
     monkeypatch.setattr(PullerSession, "_sealed", forged)
 
 
-def flip(frame: Any) -> bytes:
+def flip(frame: Any, place: int | None = None) -> bytes:
     flipped = bytearray(frame)
-    flipped[len(flipped) // 2] ^= 4
+    flipped[len(flipped) // 2 if place is None else place] ^= 4
     return bytes(flipped)
 
 
@@ -431,11 +431,19 @@ def flip(frame: Any) -> bytes:
     [
         lambda frames: [frames[0], flip(frames[1])],
         lambda frames: [flip(frames[0]), frames[1]],
+        lambda frames: [flip(frames[0], place=24), frames[1]],
         lambda frames: frames[:1],
         lambda frames: [*frames, b"more"],
         lambda frames: [frames[0], frames[1][:-1]],
     ],
-    ids=["payload bit", "header bit", "no payload", "more payload", "truncated payload"],
+    ids=[
+        "payload bit",
+        "header bit",
+        "answers nothing",
+        "no payload",
+        "more payload",
+        "truncated payload",
+    ],
 )
 async def test_changed_chunks_are_never_handed_out(
     forge: Any, is_encrypted: bool, monkeypatch: pytest.MonkeyPatch
@@ -445,7 +453,7 @@ async def test_changed_chunks_are_never_handed_out(
         async with pulling(is_encrypted=is_encrypted, timeout_s=20) as puller:
             with monkeypatch.context() as patch:
                 forge_answers(patch, forge)
-                with pytest.raises(ProtocolError, match=r"tag|bytes of payload"):
+                with pytest.raises(ProtocolError, match=r"tag|bytes of payload|answers nothing"):
                     await puller.pull(batch)
             assert puller._bulk.num_refused == 1
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 100)]
@@ -518,6 +526,85 @@ async def test_a_session_that_its_owner_gave_up_is_renewed() -> None:
             owner.bulk._drop(session, "a test")
         assert owner.bulk.num_dropped_sessions == 3
         assert owner.bulk.num_reads == 3
+
+
+async def test_a_request_that_was_changed_on_its_way_costs_one_session() -> None:
+    async with owners(1) as [owner], pulling() as puller:
+        batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
+        for number in range(6):  # more than there are credits
+            await puller.pull(batch)
+            [link] = puller._bulk._links.values()
+            stream = link._stream
+            assert stream is not None
+            send = stream.send
+
+            def changed(message: Any, send: Any = send) -> None:
+                send([([flip(parts[0])], has_more) for parts, has_more in message])
+
+            stream.send = changed  # type: ignore[method-assign]
+            assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
+            assert owner.bulk.num_refused == number + 1
+
+
+async def test_a_deadline_that_passes_does_not_fail_the_pulls_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with owners(1) as [owner], pulling() as puller:
+        batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
+        hasty = Puller(puller._bulk, timeout_s=0.2)
+        await puller.pull(batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
+            patient = asyncio.create_task(puller.pull(batch))
+            with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not pulled by"):
+                await hasty.pull(batch)
+        assert rows_of(await patient, "input_ids") == [token_values(0, 30)]
+
+
+@pytest.mark.parametrize("num_refused", [2, 100])
+async def test_an_owner_that_lives_but_lets_nobody_in_is_asked_again(
+    num_refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "REOPEN_DELAY_S", 0.001)
+    async with owners(1) as [owner], pulling() as puller:
+        batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
+        let_in = owner.bulk._listener._let_in  # type: ignore[union-attr]
+
+        async def refuse_some(connection: socket.socket) -> None:
+            if owner.bulk.num_refused < num_refused:
+                raise ProtocolError("a test")
+            await let_in(connection)
+
+        owner.bulk._listener._let_in = refuse_some  # type: ignore[union-attr]
+        if num_refused < link_module.MAX_OPENINGS:
+            assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
+            assert owner.bulk.num_refused == num_refused
+        else:
+            with pytest.raises(
+                ShardGone, match=r"life1\.1 on rollout/0 is gone with its owner: no"
+            ):
+                await puller.pull(batch)
+            assert owner.bulk.num_refused == link_module.MAX_OPENINGS
+
+
+async def test_a_client_that_closes_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with owners(1) as [owner], pulling() as puller:
+        batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
+        await puller.pull(batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
+            waiting = asyncio.create_task(puller.pull(batch))
+            await until(lambda: any(link._inflight for link in puller._bulk._links.values()))
+            [session] = owner.bulk._sessions
+            owner.bulk._drop(session, "a test")  # the client would ask again
+            await puller.close()
+            with pytest.raises(ShardGone, match=r"life1\.1 on rollout/0 is gone"):
+                await waiting
+        with pytest.raises(ShardGone, match="this side is closed"):
+            await puller.pull(batch)
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        assert not any("session with" in name for name in names)
+        await until(lambda: not owner.bulk._sessions)
 
 
 @pytest.mark.parametrize("has_time", [False, True], ids=["at once", "later"])

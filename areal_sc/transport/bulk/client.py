@@ -12,10 +12,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-from areal_sc.errors import RpcTimeout
+from areal_sc.errors import RpcTimeout, ShardGone
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.jobs import BulkOptions, Description, FetchJob
 from areal_sc.transport.bulk.link import OwnerLink
+from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
@@ -33,15 +34,20 @@ class BulkClient:
     Args:
         transport: gives the control connections, which hand over the sessions.
         options: how to ask.
+        turns: those of all bulk connections on the event loop.
     """
 
-    def __init__(self, transport: Transport, options: BulkOptions) -> None:
+    def __init__(
+        self, transport: Transport, options: BulkOptions, turns: Turns | None = None
+    ) -> None:
         self._transport = transport
         self._options = options
         self._refused = Refusals(logger, "reply_refused", options.puller)
         self._ended_bytes = 0
         self._pool = BufferPool(IDLE_BUFFER_BYTES)
+        self._turns = turns or Turns()
         self._links: dict[Owner, OwnerLink] = {}
+        self._is_closed = False
 
     @property
     def num_refused(self) -> int:
@@ -92,11 +98,14 @@ class BulkClient:
         return description.fields.result()
 
     async def close(self) -> None:
-        """Ends all connections; pulls that wait raise ShardGone."""
+        """Ends all connections; pulls that wait, and later ones, raise ShardGone."""
+        self._is_closed = True
         for link in list(self._links.values()):
             await link.close()
 
     def _link(self, owner: Owner) -> OwnerLink:
+        if self._is_closed:
+            raise ShardGone(f"nothing is pulled from {owner.node_id} any more: this side is closed")
         link = self._links.get(owner)
         if link is None:
             link = self._links[owner] = OwnerLink(
@@ -104,6 +113,7 @@ class BulkClient:
                 self._options,
                 self._transport,
                 pool=self._pool,
+                turns=self._turns,
                 refused=self._refused,
                 on_ended=self._forget,
             )

@@ -29,6 +29,7 @@ from areal_sc.transport.bulk.handshake import (
     MAX_COMMAND_BYTES,
     command,
 )
+from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.socket import Buffer
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,8 @@ logger = logging.getLogger(__name__)
 Outgoing = tuple[Sequence[Buffer], bool]
 """The parts of a frame, and whether another frame of its message follows."""
 
-READS_PER_TURN: Final = 8
-SENDS_PER_TURN: Final = 4
-"""Then the rest of the event loop has its turn; each moves little more than a frame."""
+_READS_PER_MOVE: Final = 4
+"""Of a frame and its neighbours: the head, what is missing of it, and once more for each."""
 
 _STAGING_BYTES: Final = 16 << 10
 """Of a large frame as many bytes at most are copied once more: those that come with its head."""
@@ -92,18 +92,21 @@ class FrameStream:
     Args:
         connection: non-blocking; the handshake is over; owned from here on.
         sink: takes what arrives, from the next turn of the event loop on.
+        turns: those of all connections on the event loop.
 
     Attributes:
         moved_bytes: received, or taken by the kernel to be sent.
     """
 
-    def __init__(self, connection: socket.socket, sink: FrameSink) -> None:
+    def __init__(self, connection: socket.socket, sink: FrameSink, turns: Turns) -> None:
         self.moved_bytes = 0
         self._socket = connection
         self._sink = sink
+        self._turns = turns
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        self._is_reading = False
+        self._is_receiving = False  # it has asked for a turn to
+        self._is_sending = False
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._num_staged = 0  # bytes of a frame's head that is not whole yet
         self._flags = 0  # of the frame that is being received
@@ -130,8 +133,7 @@ class FrameStream:
         if self._is_closed:
             return
         self._outbox.append(iter(message))
-        if not self._is_reading and not self._awaits_room:  # else it is sent after the reading
-            self._send_some()
+        self._send_soon()
 
     def ping(self) -> None:
         """Asks for a sign of life, unless there is something else to send."""
@@ -149,25 +151,29 @@ class FrameStream:
             kept.clear()
 
     def _on_readable(self) -> None:
-        self._is_reading = True
+        if not self._is_receiving:
+            self._is_receiving = True
+            self._turns.ask(self._receive)
+
+    def _receive(self) -> bool:
+        """Takes about a frame; tells whether there may be more."""
+        has_more = False
         try:
-            for _ in range(READS_PER_TURN):
-                if self._is_closed or not self._read():
+            for _ in range(_READS_PER_MOVE):
+                has_more = not self._is_closed and self._read()
+                if not has_more:
                     break
         except BlockingIOError:
-            pass
+            has_more = False
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
         except Exception as error:  # the boundary to the sink: whoever waits for a frame must fail
             logger.exception("a bulk stream ends")
             self._lose(repr(error))
-        finally:
-            self._is_reading = False
-        if self._is_closed:
-            return
-        self._set_low_water()
-        if self._outbox and not self._awaits_room:
-            self._send_some()
+        self._is_receiving = has_more and not self._is_closed
+        if not self._is_closed and not has_more:
+            self._set_low_water()
+        return self._is_receiving
 
     def _set_low_water(self) -> None:
         """Safe because the socket never blocks: a blocking read may have taken some of the bytes
@@ -268,26 +274,37 @@ class FrameStream:
         """Not while anything else is unsent: then the peer does not read, and sees us alive."""
         if not (self._is_closed or self._unsent or self._outbox):
             self._unsent.append(memoryview(command(body)))
-            self._send_some()
+            self._send_soon()
 
-    def _send_some(self) -> None:
-        """Sends what the kernel takes, for one turn of the event loop."""
+    def _send_soon(self) -> None:
+        if not self._is_sending and not self._awaits_room:
+            self._is_sending = True
+            self._turns.ask(self._send_some)
+
+    def _send_some(self) -> bool:
+        """Gives the kernel about a frame; tells whether it may take more."""
+        has_room = True
         try:
-            for _ in range(SENDS_PER_TURN):
-                self._make_frames()
-                if not self._unsent:
-                    break
-                num_bytes = self._socket.sendmsg(islice(self._unsent, _MAX_PLACES))
+            self._make_frames()
+            if self._unsent:
+                num_parts = min(len(self._unsent), _MAX_PLACES)
+                num_left = len(self._unsent) - num_parts
+                num_bytes = self._socket.sendmsg(islice(self._unsent, num_parts))
                 self.moved_bytes += num_bytes
                 _advance(self._unsent, num_bytes)
+                has_room = len(self._unsent) == num_left
         except BlockingIOError:
-            pass
+            has_room = False
         except OSError as error:
-            self._loop.call_soon(self._lose, str(error))
+            self._lose_soon(str(error))
         except Exception as error:  # the boundary to who makes the frames: the peer must not wait
             logger.exception("a bulk stream ends")
-            self._loop.call_soon(self._lose, repr(error))
-        self._await_room(bool(self._unsent or self._outbox))
+            self._lose_soon(repr(error))
+        has_more = bool(self._unsent or self._outbox) and not self._is_closed
+        self._is_sending = has_more and has_room
+        if not self._is_sending:
+            self._await_room(has_more)
+        return self._is_sending
 
     def _make_frames(self) -> None:
         """Adds frames to what is unsent until it is worth a system call."""
@@ -307,13 +324,24 @@ class FrameStream:
             num_bytes += len(head) + size
 
     def _await_room(self, is_needed: bool) -> None:
-        if is_needed == self._awaits_room:
+        if is_needed == self._awaits_room or self._is_closed:
             return
         self._awaits_room = is_needed
         if is_needed:
-            self._loop.add_writer(self._socket, self._send_some)
+            self._loop.add_writer(self._socket, self._on_writable)
         else:
             self._loop.remove_writer(self._socket)
+
+    def _on_writable(self) -> None:
+        if not self._is_sending:
+            self._is_sending = True
+            self._turns.ask(self._send_some)
+
+    def _lose_soon(self, reason: str) -> None:
+        """Not at once: whoever sends does not expect to hear of the end meanwhile."""
+        self._outbox.clear()
+        self._unsent.clear()
+        self._loop.call_soon(self._lose, reason)
 
     def _lose(self, reason: str) -> None:
         if not self._is_closed:

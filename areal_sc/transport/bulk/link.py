@@ -37,6 +37,7 @@ from areal_sc.transport.bulk.jobs import BulkOptions, Description, FetchJob
 from areal_sc.transport.bulk.reader import DESCRIBE, READ
 from areal_sc.transport.bulk.replies import Reply, ReplyReader
 from areal_sc.transport.bulk.server import OPEN_SESSION
+from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.bulk.wire import (
     MAX_REQUEST_ROWS,
     Sealer,
@@ -50,6 +51,12 @@ from areal_sc.transport.rpc.transport import Transport
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S: Final = 30.0
+MAX_OPENINGS: Final = 4
+"""In a row, without a reply to anything: then the owner counts as gone."""
+
+REOPEN_DELAY_S: Final = 0.2
+"""More before each opening from the third on: the owner may have more callers than it can take."""
+
 MAX_REQUESTS: Final = 8
 """Outstanding at one owner: small pulls beyond share a request."""
 
@@ -69,6 +76,7 @@ class OwnerLink:
         options: how.
         transport: gives the control connection, which hands over the session.
         pool: gives buffers.
+        turns: those of all bulk connections on the event loop.
         refused: counts replies that the owner cannot have sent.
         on_ended: called when nothing more comes from this owner.
     """
@@ -80,6 +88,7 @@ class OwnerLink:
         transport: Transport,
         *,
         pool: BufferPool,
+        turns: Turns,
         refused: Refusals,
         on_ended: Callable[[OwnerLink], None],
     ) -> None:
@@ -87,6 +96,7 @@ class OwnerLink:
         self._options = options
         self._transport = transport
         self._pool = pool
+        self._turns = turns
         self._refused = refused
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
@@ -102,7 +112,8 @@ class OwnerLink:
         self._requests: Sealer | None = None
         self._ended_bytes = 0
         self._silent_bytes = 0  # received before requests were last sent into silence
-        self._is_second_try = False
+        self._num_openings = 0  # since the last reply
+        self._is_closed = False
         self._opening = self._begin_opening()
 
     @property
@@ -119,24 +130,25 @@ class OwnerLink:
         """Nobody waits for the job any more; what it still wants is not asked for.
 
         Args:
-            is_late: it passed its deadline. An owner that answers nothing may have forgotten the
-                session: later pulls get a new one.
+            is_late: it passed its deadline. The connection to an owner that answers nothing may
+                be dead: what others wait for is asked for in a new session.
         """
         job.returned.clear()
         job.cursor.clear()
         if job in self._queue:
             self._queue.remove(job)
         if is_late and self._inflight and self._is_silent:
-            self._end("it did not answer in time")
+            self._open_again("it did not answer in time")
 
     def submit_description(self, description: Description) -> None:
         self._descriptions.append(description)
         self._pump_soon()
 
     async def close(self) -> None:
-        self._opening.cancel()
-        await asyncio.gather(self._opening, return_exceptions=True)
+        """Ends the session; what waits fails."""
+        self._is_closed = True
         self._end("the connection was closed here")
+        await asyncio.gather(self._opening, return_exceptions=True)
 
     @property
     def _is_silent(self) -> bool:
@@ -146,18 +158,20 @@ class OwnerLink:
     def _on_lost(self, reason: str) -> None:
         """Fails what waits; at once, if it was being answered.
 
-        A connection that had been silent may have been given up by an owner that is well: what was
-        sent into it is asked for once more, in a new session.
+        A connection that had been silent may have been given up by an owner that is well.
         """
-        assert self._replies is not None
         self._stream = None
-        was_silent = not self._inflight or self._is_silent
-        was_second_try = self._is_second_try and not self._replies.received_bytes
-        is_wanted = bool(self._inflight or self._queue or self._descriptions)
-        if not (was_silent and is_wanted) or was_second_try:
+        if self._inflight and not self._is_silent:
             self._end(reason)
-            return
-        self._is_second_try = True
+        else:
+            self._open_again(reason)
+
+    def _open_again(self, reason: str) -> None:
+        """What was sent into silence is asked for once more, in a new session, if somebody waits.
+
+        Whether the owner lives shows when its control socket is asked for the session.
+        """
+        self._close_stream()
         lost = list(self._inflight.values())
         self._forget_inflight()
         for asked in lost:
@@ -165,7 +179,11 @@ class OwnerLink:
                 self._descriptions.append(asked)
             else:
                 self._put_back(asked)
-        self._opening = self._begin_opening()
+        is_wanted = bool(self._queue or self._descriptions)
+        if not is_wanted or self._num_openings >= MAX_OPENINGS or self._is_closed:
+            self._end(reason)
+        else:
+            self._opening = self._begin_opening()
 
     def _destinations(self, sequence: int) -> list[memoryview]:
         """Where the payload of a reply goes. Raises: ProtocolError: nothing was asked so."""
@@ -178,13 +196,18 @@ class OwnerLink:
 
     def _on_reply(self, reply: Reply) -> None:
         """All of it was checked; only now it counts."""
+        self._num_openings = 0
         asked = self._inflight.pop(reply.sequence, None)
-        if asked is not None:
-            self._count(asked, -1)
+        if asked is None:
+            assert reply.error is not None
+            self._refused.add(reply.error)
+            self._fail_all(reply.error)  # one of them was answered so: nobody knows which
+            self._end(str(reply.error))
+            return
+        self._count(asked, -1)
         try:
             if reply.error is not None:
                 raise reply.error
-            assert asked is not None
             if isinstance(asked, Description):
                 self._on_description(asked, reply.body)
             elif isinstance(reply.body, list) and reply.body[:1] == [0]:
@@ -193,11 +216,11 @@ class OwnerLink:
                 self._on_failure(asked, reply.body)
         except ProtocolError as error:
             self._refused.add(error)
-            if asked is not None:
-                self._fail_asked(asked, error)
+            self._fail_asked(asked, error)
         self._pump_soon()
 
     def _begin_opening(self) -> asyncio.Task[None]:
+        self._num_openings += 1
         opening = asyncio.create_task(self._open(), name=f"session with {self.owner.node_id}")
         opening.add_done_callback(self._on_opened)
         return opening
@@ -205,6 +228,7 @@ class OwnerLink:
     async def _open(self) -> None:
         """Gets a session from the owner's control socket, and connects to its bulk socket."""
         owner, options = self.owner, self._options
+        await asyncio.sleep(REOPEN_DELAY_S * max(0, self._num_openings - 2))
         try:
             control = self._transport.connect(owner.node_addr, owner.node_id, owner.incarnation)
             try:
@@ -229,15 +253,19 @@ class OwnerLink:
                 on_reply=self._on_reply,
                 on_lost=self._on_lost,
             )
-            connection = await connect(grant.address, grant.ticket)
-            self._stream = FrameStream(connection, self._replies)
         except (PeerLost, IncarnationMismatch) as error:
             self._end(str(error))
             return
         except ArealError as error:
             self._fail_all(error)
-            self._on_ended(self)
+            self._end(str(error))
             return
+        try:
+            connection = await connect(grant.address, grant.ticket)
+        except ArealError as error:  # it lives: its control socket has just answered
+            self._loop.call_soon(self._open_again, str(error))
+            return
+        self._stream = FrameStream(connection, self._replies, self._turns)
         self._pump_soon()
 
     def _on_opened(self, opening: asyncio.Task[None]) -> None:
@@ -372,9 +400,9 @@ class OwnerLink:
     def _end(self, reason: str) -> None:
         """Nothing more comes from this owner; what waits fails, each naming its own shard."""
         self._on_ended(self)
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._close_stream()
+        if self._opening is not asyncio.current_task():
+            self._opening.cancel()
         jobs = [*self._queue]
         for asked in [*self._inflight.values(), *self._descriptions]:
             if isinstance(asked, Description):
@@ -386,6 +414,11 @@ class OwnerLink:
         self._forget_inflight()
         self._descriptions.clear()
         self._queue.clear()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def _forget_inflight(self) -> None:
         self._inflight.clear()

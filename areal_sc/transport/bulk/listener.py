@@ -21,10 +21,11 @@ from areal_sc.transport.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
-MAX_CALLERS: Final = 256
+MAX_CALLERS: Final = 512
 """In the middle of a handshake at one time."""
 
 _BACKLOG: Final = 1024
+_ACCEPTS_PER_TURN: Final = 64
 _ACCEPT_RETRY_S: Final = 0.2
 """After the system had no file descriptor or memory left for another connection."""
 
@@ -52,63 +53,77 @@ class Listener:
     ) -> None:
         self._let_in = let_in
         self._refused = refused
+        self._loop = asyncio.get_running_loop()
         self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
         self._callers: dict[asyncio.Task[None], None] = {}  # in the order of their coming
-        self._accepting = asyncio.create_task(self._accept(), name=f"bulk port {self.port}")
-        self._accepting.add_done_callback(_report_failure)
+        self._connections: dict[asyncio.Task[None], tuple[socket.socket, str]] = {}
+        self._retry: asyncio.TimerHandle | None = None
+        self._listen()
 
     async def close(self) -> None:
         """Lets nobody in any more; connections that were let in stay."""
-        tasks = [self._accepting, *self._callers]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # `_report_failure` has told of them
+        if self._socket.fileno() < 0:  # closed before
+            return
+        self._loop.remove_reader(self._socket)
+        if self._retry is not None:
+            self._retry.cancel()
+        while self._callers:
+            self._send_away(next(iter(self._callers)))
+        # what became of each is for `_on_end` to tell
+        await asyncio.gather(*self._connections, return_exceptions=True)
         self._socket.close()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    def _listen(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
             try:
-                connection, (host, *_) = await loop.sock_accept(self._socket)
+                connection, (host, *_) = self._socket.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:  # the caller has left already
+                continue
             except OSError as error:
                 self._refused.add(f"a connection could not be taken: {error}")
-                await asyncio.sleep(_ACCEPT_RETRY_S)
-                continue
+                self._loop.remove_reader(self._socket)
+                self._retry = self._loop.call_later(_ACCEPT_RETRY_S, self._listen)
+                return
             if len(self._callers) == MAX_CALLERS:
-                longest = next(iter(self._callers))
-                longest.cancel()
-                await asyncio.wait([longest])
-            caller = asyncio.create_task(self._shake_hands(connection, host))
+                self._send_away(next(iter(self._callers)))
+            caller = asyncio.create_task(self._shake_hands(connection), name=f"caller {host}")
             self._callers[caller] = None
+            self._connections[caller] = connection, host
             caller.add_done_callback(self._on_end)
-            await asyncio.sleep(0)  # a flood of connections must not starve the event loop
 
-    async def _shake_hands(self, connection: socket.socket, host: str) -> None:
-        try:
-            connection.setblocking(False)
-            configure(connection)
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_MS / 1000):
-                await self._let_in(connection)
-        except TimeoutError:
-            self._refuse(connection, f"{host}: it did not finish the handshake in time")
-        except (OSError, ProtocolError) as error:
-            self._refuse(connection, f"{host}: {error}")
-        except BaseException as error:
-            self._refuse(connection, f"{host}: {error!r}")
-            raise
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        configure(connection)
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_MS / 1000):
+            await self._let_in(connection)
 
-    def _refuse(self, connection: socket.socket, reason: str) -> None:
-        connection.close()
-        self._refused.add(reason)
+    def _send_away(self, caller: asyncio.Task[None]) -> None:
+        del self._callers[caller]
+        caller.cancel()
 
     def _on_end(self, caller: asyncio.Task[None]) -> None:
-        del self._callers[caller]
-        _report_failure(caller)
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    """Nobody awaits these tasks before the end of the listener."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("bulk_listener task=%s failed", task.get_name(), exc_info=error)
+        self._callers.pop(caller, None)
+        connection, host = self._connections.pop(caller)
+        error = None if caller.cancelled() else caller.exception()
+        match error:
+            case None if not caller.cancelled():
+                return  # it was let in
+            case None:
+                reason = "it had to make room for others, or this side closed"
+            case TimeoutError():
+                reason = "it did not finish the handshake in time"
+            case OSError() | ProtocolError():
+                reason = str(error)
+            case _:
+                reason = repr(error)
+                logger.error("a handshake failed: %s", reason, exc_info=error)
+        connection.close()
+        self._refused.add(f"{host}: {reason}")

@@ -1,8 +1,6 @@
-"""What an owner answers to a request: the bytes asked for, as they are to be cut into frames.
+"""What an owner answers to a request: the bytes asked for, where they lie, cut into frames.
 
-A frame costs as much as copying some 200 KiB, and its tag needs its bytes read in any case, from
-the cache if they have just been copied. So small neighbours share a frame, and what is large is
-sent from where it lies.
+Every frame but the last of a reply is full: one costs each side as much as copying some 200 KiB.
 """
 
 from __future__ import annotations
@@ -16,9 +14,6 @@ from areal_sc.transport.shard_layout import SealedField
 
 READ: Final = 0
 DESCRIBE: Final = 1
-
-JOINED_BYTES: Final = 256 << 10
-"""Smaller shares of a reply are joined with their neighbours."""
 
 Parts = list[memoryview]
 """The payload of one frame, where it lies."""
@@ -117,23 +112,14 @@ class ShardReader:
 
     def _frames(self, slices: Iterable[memoryview]) -> list[Parts]:
         frames: list[Parts] = []
-        small: list[memoryview] = []
-        num_small = 0
+        room = 0
         for part in slices:
-            is_small = len(part) < min(JOINED_BYTES, self._frame_bytes)
-            if small and not (is_small and num_small + len(part) <= self._frame_bytes):
-                frames.append(small)
-                small, num_small = [], 0
-            if is_small:
-                small.append(part)
-                num_small += len(part)
-                continue
-            frames += [
-                [part[start : start + self._frame_bytes]]
-                for start in range(0, len(part), self._frame_bytes)
-            ]
-        if small:
-            frames.append(small)
+            while len(part):
+                if not room:
+                    frames.append([])
+                    room = self._frame_bytes
+                frames[-1].append(part[:room])
+                part, room = part[room:], max(room - len(part), 0)
         return frames
 
 

@@ -23,6 +23,7 @@ from areal_sc.transport.bulk.handshake import receive_ticket, welcome
 from areal_sc.transport.bulk.listener import Listener
 from areal_sc.transport.bulk.reader import ShardReader, ShardSource
 from areal_sc.transport.bulk.session import PullerSession
+from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.bulk.wire import SessionGrant
 from areal_sc.transport.interface import LOOPBACK, Interface
 from areal_sc.transport.refusals import Refusals
@@ -48,6 +49,7 @@ class BulkServer:
         frame_bytes: of payload under one tag; the puller checks it while it is in the cache.
         max_sessions: pullers at one time, and tickets not shown yet; the oldest is forgotten.
         reply_timeout_s: how long a puller may neither read nor answer.
+        turns: those of all bulk connections on the event loop.
 
     Attributes:
         num_dropped_sessions: pullers that were given up because they did not read.
@@ -62,6 +64,7 @@ class BulkServer:
         frame_bytes: int = 1 << 20,
         max_sessions: int = 16_384,
         reply_timeout_s: float = 30.0,
+        turns: Turns | None = None,
     ) -> None:
         self.num_dropped_sessions = 0
         self._refused = Refusals(logger, "bulk_refused", source.node_id)
@@ -70,6 +73,7 @@ class BulkServer:
         self._is_encrypted = is_encrypted
         self._max_sessions = max_sessions
         self._reply_timeout_s = reply_timeout_s
+        self._turns = turns or Turns()
         self._pool = BufferPool(IDLE_BUFFER_BYTES)
         self._reader = ShardReader(source, frame_bytes)
         self._grants: OrderedDict[bytes, tuple[str, SessionGrant]] = OrderedDict()
@@ -158,7 +162,7 @@ class BulkServer:
             refused=self._refused,
             on_ended=self._forget,
         )
-        session.begin(connection)
+        session.begin(connection, self._turns)
         self._sessions[session] = None
         if len(self._sessions) > self._max_sessions:
             self._drop(next(iter(self._sessions)), "too many pullers")

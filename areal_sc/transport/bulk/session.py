@@ -15,6 +15,7 @@ from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.frame_stream import FrameStream, Outgoing
 from areal_sc.transport.bulk.reader import Parts
+from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, SessionGrant, parse_head
 from areal_sc.transport.refusals import Refusals
 
@@ -57,19 +58,17 @@ class PullerSession:
         self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
         self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted, pool)
         self._answer = answer
-        self._pool = pool
         self._refused = refused
         self._on_ended = on_ended
         self._last_sequence = 0  # of the newest request; older ones are replays
         self._request = memoryview(b"")
-        self._num_frames = 0
         self._stream: FrameStream | None = None
         self._seen_bytes = 0
         self._num_silent_checks = 0
 
-    def begin(self, connection: socket.socket) -> None:
+    def begin(self, connection: socket.socket, turns: Turns) -> None:
         """Serves the puller, which has shown its ticket on this connection."""
-        self._stream = FrameStream(connection, self)
+        self._stream = FrameStream(connection, self, turns)
 
     def close(self) -> None:
         """Ends the connection; what was not sent yet is dropped."""
@@ -96,18 +95,17 @@ class PullerSession:
         return [self._request] if num_bytes else []
 
     def on_frame(self, *, has_more: bool) -> None:
-        """Answers a request; raises as `FrameSink.on_frame`."""
-        self._num_frames += 1
+        """Answers a request; raises as `FrameSink.on_frame`.
+
+        What the puller did not send so came from elsewhere, or was changed: nobody would ever get
+        the answer that the puller may wait for, so the connection ends, and the puller knows.
+        """
         if has_more:
-            return
-        num_frames, self._num_frames = self._num_frames, 0
+            raise self._refusal(f"a request of {self.puller} has more than one frame")
         try:
-            if num_frames != 1:
-                raise ProtocolError(f"a request has one frame, not {num_frames}")
             sequence, body = self._opened(self._request)
         except ProtocolError as error:
-            self._refused.add(error)
-            return
+            raise self._refusal(str(error)) from None
         assert self._stream is not None
         if self._stream.num_waiting == MAX_WAITING_REPLIES:
             raise self._refusal(f"{self.puller} asks for more than it reads")
@@ -140,6 +138,6 @@ class PullerSession:
         self.sent_bytes += len(header)
         yield [header], bool(frames)
         for number, payload in enumerate(frames, 1):
-            parts = self._replies.seal_frame(sequence, number, self._pool.joined(payload))
+            parts = self._replies.seal_frame(sequence, number, payload)
             self.sent_bytes += sum(map(len, parts))
             yield parts, number < len(frames)

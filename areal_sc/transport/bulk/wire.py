@@ -21,6 +21,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Final
 
 import msgpack
@@ -44,6 +45,9 @@ MAX_REQUEST_BYTES: Final = 256 << 10
 MAX_REPLY_HEADER_BYTES: Final = 4 << 20
 MAX_REPLY_BYTES: Final = 16 << 20
 """Payload of one reply."""
+
+JOINED_BYTES: Final = 16 << 10
+"""Smaller neighbours of a frame are joined: each part of one costs as much as copying so much."""
 
 MAX_REQUEST_ROWS: Final = 16_384
 """Asked for in one request, those of each field counted: an owner looks up each of them."""
@@ -169,18 +173,27 @@ class Sealer:
             raise ProtocolError("the header's tag is wrong") from None
         return unpack(packed, MAX_ELEMENTS)
 
-    def seal_frame(self, sequence: int, number: int, payload: Buffer) -> list[Buffer]:
+    def seal_frame(self, sequence: int, number: int, parts: Sequence[memoryview]) -> list[Buffer]:
         """The parts of a payload frame: the very same memory and its tag, or the ciphertext.
 
         Args:
             number: of the frame within the reply, from 1.
+            parts: the payload, wherever its bytes lie; small ones are copied.
         """
         nonce = _NONCE.pack(sequence, number)
-        if not self.is_encrypted:
-            return [payload, self._aead.encrypt(nonce, b"", payload)]
-        sealed = self._pool.take(len(payload) + TAG_BYTES)
-        self._aead.encrypt_into(nonce, payload, None, sealed.data)
-        return [sealed.data]
+        if self.is_encrypted:
+            payload = self._pool.joined(parts)
+            sealed = self._pool.take(len(payload) + TAG_BYTES)
+            self._aead.encrypt_into(nonce, payload, None, sealed.data)
+            return [sealed.data]
+        sent = self._with_small_joined(parts)
+        if len(sent) == 1:
+            return [sent[0], self._aead.encrypt(nonce, b"", sent[0])]
+        tag = Cipher(self._cipher, GCM(nonce)).encryptor()
+        for part in sent:
+            tag.authenticate_additional_data(part)
+        tag.finalize()
+        return [*sent, tag.tag]
 
     def check_frame(self, sequence: int, number: int, parts: Sequence[Buffer], tag: bytes) -> None:
         """Compares the payload of a frame that is not encrypted with the tag at its end.
@@ -217,6 +230,13 @@ class Sealer:
             self._aead.decrypt_into(_NONCE.pack(sequence, number), frame, None, into)
         except InvalidTag:
             raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
+
+    def _with_small_joined(self, parts: Sequence[memoryview]) -> list[memoryview]:
+        joined: list[memoryview] = []
+        for is_small, neighbours in groupby(parts, lambda part: len(part) < JOINED_BYTES):
+            run = list(neighbours)
+            joined += [self._pool.joined(run)] if is_small else run
+        return joined
 
 
 def parse_head(frame: Frame, max_bytes: int) -> tuple[bytes, int]:

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from areal_sc.errors import PeerLost, TransportError
+from areal_sc.transport import hub as hub_module
 from areal_sc.transport.hub import Link, PeerHub
 from areal_sc.transport.socket import Frame
 
@@ -297,6 +298,18 @@ async def test_a_closed_hub_connects_no_more() -> None:
             link.send_nowait([b"text"])
         with pytest.raises(TransportError, match="this side is closed"):
             hub.connect("tcp://127.0.0.1:9", Recorder())
+
+
+async def test_more_connections_to_one_address_than_can_be_told_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub_module, "MAX_PORT_DIGITS", 4)
+    async with hub_of() as hub:
+        links = [hub.connect("tcp://127.0.0.1:9", Recorder()) for _ in range(3)]
+        with pytest.raises(TransportError, match="this process has 3 connections to it already"):
+            hub.connect("tcp://127.0.0.1:9", Recorder())
+        links[0].close()
+        hub.connect("tcp://127.0.0.1:9", Recorder())
 
 
 @pytest.mark.parametrize(

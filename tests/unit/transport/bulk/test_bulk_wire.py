@@ -48,7 +48,7 @@ def test_headers_and_payload_come_through(sealer: Sealer) -> None:
 def sealed(sealer: Sealer, sequence: int, payloads: Sequence[Any]) -> list[bytes]:
     """Payload frames as they are sent."""
     return [
-        b"".join(sealer.seal_frame(sequence, number, payload))
+        b"".join(sealer.seal_frame(sequence, number, [memoryview(payload)]))
         for number, payload in enumerate(payloads, 1)
     ]
 
@@ -112,7 +112,7 @@ def test_the_tag_is_gmac_as_the_library_computes_it() -> None:
 
 def test_without_encryption_payload_is_the_very_same_memory() -> None:
     payload = memoryview(bytearray(1000))
-    sent, tag = Sealer(SESSION, KEY, False).seal_frame(1, 1, payload)
+    sent, tag = Sealer(SESSION, KEY, False).seal_frame(1, 1, [payload])
     assert sent is payload
     nonce = (1).to_bytes(8, "little") + (1).to_bytes(4, "little")
     assert tag == AESGCM(KEY).encrypt(nonce, b"", payload)

@@ -12,6 +12,7 @@ import pytest
 from unit.transport.bulk.keeping_sink import LARGE, Sink, until
 
 from areal_sc.transport.bulk.frame_stream import FrameStream, Outgoing
+from areal_sc.transport.bulk.turns import Turns
 
 
 @asynccontextmanager
@@ -20,7 +21,7 @@ async def stream_of(sink: Sink) -> AsyncIterator[tuple[FrameStream, socket.socke
     mine, peers = socket.socketpair()
     mine.setblocking(False)
     peers.setblocking(False)
-    stream = FrameStream(mine, sink)
+    stream = FrameStream(mine, sink, Turns())
     try:
         yield stream, peers
     finally:

@@ -16,6 +16,7 @@ from unit.transport.bulk.keeping_sink import LARGE, Sink, until
 from areal_sc.errors import PeerLost, ProtocolError, TransportError
 from areal_sc.transport.bulk.frame_stream import FrameStream
 from areal_sc.transport.bulk.handshake import connect, receive_ticket, welcome
+from areal_sc.transport.bulk.turns import Turns
 
 
 @asynccontextmanager
@@ -43,7 +44,7 @@ async def router_of(passwords: dict[str, str]) -> AsyncIterator[tuple[zmq.Socket
 async def test_it_speaks_with_zmq_and_answers_its_pings() -> None:
     async with router_of({"me": "secret"}) as (router, address):
         sink = Sink()
-        stream = FrameStream(await connect(address, ("me", "secret")), sink)
+        stream = FrameStream(await connect(address, ("me", "secret")), sink, Turns())
         for size in (0, 1, 255, 256, LARGE):
             stream.send([([bytes(size)], False)])
             peer, request = await asyncio.to_thread(router.recv_multipart)
@@ -123,7 +124,7 @@ async def shown_by(options: dict[str, bytes]) -> tuple[bytes, bytes]:
                     ticket = await receive_ticket(connection)
                     await welcome(connection)
                     sink = Sink()
-                    stream = FrameStream(connection, sink)
+                    stream = FrameStream(connection, sink, Turns())
                     await until(lambda: len(sink.messages) == 2)
                     stream.send([([b"large ", bytes(LARGE)], True), ([b""], False)])
                     answer = await asyncio.to_thread(dealer.recv_multipart)
