@@ -47,6 +47,10 @@ _MAX_LOW_WATER_BYTES: Final = 1 << 20
 """Within a large frame the kernel reports no readiness before so much of it, or its rest, is there:
 every wake-up costs both ends as much as moving some 20 KiB."""
 
+_WINDOW_LOW_WATERS: Final = 4
+"""The window must hold the low water mark and more: a sender that finds less room than a segment
+sends nothing, and a reader that waits for more than is there makes none, until a timer fires."""
+
 _MAX_PLACES: Final = 64
 """Of one read or write; the kernel allows 1,024."""
 
@@ -93,12 +97,15 @@ class FrameStream:
         connection: non-blocking; the handshake is over; owned from here on.
         sink: takes what arrives, from the next turn of the event loop on.
         turns: those of all connections on the event loop.
+        window_bytes: that may be on their way to us at one time.
 
     Attributes:
         moved_bytes: received, or taken by the kernel to be sent.
     """
 
-    def __init__(self, connection: socket.socket, sink: FrameSink, turns: Turns) -> None:
+    def __init__(
+        self, connection: socket.socket, sink: FrameSink, turns: Turns, window_bytes: int = 0
+    ) -> None:
         self.moved_bytes = 0
         self._socket = connection
         self._sink = sink
@@ -114,6 +121,7 @@ class FrameStream:
         self._missing = 0
         self._command = _NOTHING
         self._low_water = 1
+        self._max_low_water = _grown_window(connection, window_bytes) // _WINDOW_LOW_WATERS
         self._outbox: deque[Iterator[Outgoing]] = deque()  # messages, the first one perhaps begun
         self._unsent: deque[memoryview] = deque()  # of frames that were made
         self._awaits_room = False
@@ -180,7 +188,7 @@ class FrameStream:
         that the kernel still waits for."""
         low_water = 1
         if self._missing > _STAGING_BYTES:
-            low_water = min(self._missing, _MAX_LOW_WATER_BYTES)
+            low_water = max(1, min(self._missing, self._max_low_water, _MAX_LOW_WATER_BYTES))
         if low_water != self._low_water:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water
@@ -356,3 +364,16 @@ def _advance(views: deque[memoryview], num_bytes: int) -> None:
         if num_bytes < len(view):
             views.appendleft(view[num_bytes:])
         num_bytes -= min(num_bytes, len(view))
+
+
+def _grown_window(connection: socket.socket, num_bytes: int) -> int:
+    """Makes the receive window so large, as far as the system allows; returns how large it is.
+
+    Linux makes room for its low water mark in the receive buffer; asking for the room itself
+    (SO_RCVBUF) allows less by default, and ends the buffer's own growth.
+    """
+    if num_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+        num_bytes = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    return num_bytes

@@ -265,7 +265,9 @@ class OwnerLink:
         except ArealError as error:  # it lives: its control socket has just answered
             self._loop.call_soon(self._open_again, str(error))
             return
-        self._stream = FrameStream(connection, self._replies, self._turns)
+        self._stream = FrameStream(
+            connection, self._replies, self._turns, window_bytes=options.inflight_bytes
+        )
         self._pump_soon()
 
     def _on_opened(self, opening: asyncio.Task[None]) -> None:
