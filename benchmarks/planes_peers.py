@@ -75,7 +75,7 @@ def compare(data: DataSides, rounds: int) -> Comparison:
     """All sides hand each payload over in turn, `rounds` times after a first one to warm up."""
     found = Comparison()
     with ExitStack() as stack:
-        sides = _our_sides(data)
+        sides = _our_sides(data) | {"fresh": _fresh_memory(data)}
         for name, start in (("areal", _areal), ("transferqueue", _transferqueue), ("ray", _ray)):
             try:
                 sides |= start(stack)
@@ -146,6 +146,16 @@ def _our_sides(data: DataSides) -> dict[str, Side]:
         "tcp": side("tcp", "pull over TCP, pooled"),
         "map": side("map", "pull on the same host, joined in a pooled place"),
     }
+
+
+def _fresh_memory(data: DataSides) -> Side:
+    """No transfer at all: what bounds every side that is given a fresh place."""
+
+    def cycle(payload: str) -> dict[str, float]:
+        num_bytes = PAYLOADS[payload]().num_bytes
+        return {"get_s": data.limits["memcpy"].call("touch_fresh", num_bytes=num_bytes)}
+
+    return Side("nothing: fresh memory, written once", cycle)
 
 
 def _areal(stack: ExitStack) -> dict[str, Side]:
@@ -225,11 +235,16 @@ def _call(role: Role, method: str, **args: Any) -> Any:
 
 
 def metrics(found: Comparison) -> dict[str, tuple[float, str]]:
-    """The ratio to a peer is that of the less favourable payload, with destinations alike."""
+    """The ratio to a peer is that of the less favourable payload, with destinations alike.
+
+    Except `tcp_pooled_...`: there only ours are used again, as they are by default.
+    """
     measured: dict[str, tuple[float, str]] = {}
     for name, peer, ours, what, rates in (
         ("tcp_vs_areal", "areal", "tcp-fresh", MEASURED, found.get_rates),
         ("tcp_vs_transferqueue", "transferqueue", "tcp-fresh", MEASURED, found.get_rates),
+        ("tcp_pooled_vs_areal", "areal", "tcp", MEASURED, found.get_rates),
+        ("tcp_pooled_vs_transferqueue", "transferqueue", "tcp", MEASURED, found.get_rates),
         ("same_host_vs_ray", "ray", "map", MEASURED, found.get_rates),
         ("put_vs_transferqueue", "transferqueue", "map", MEASURED, found.put_rates),
         ("put_vs_ray", "ray", "map", MEASURED, found.put_rates),
