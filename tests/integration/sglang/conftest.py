@@ -99,3 +99,20 @@ def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
             await asyncio.sleep(0.02)
 
     return wait
+
+
+@pytest.fixture
+def generating(engine: SGLangServerEngine) -> Callable[[int], Awaitable[None]]:
+    """Waits until the servers themselves run so many answers, each past its first token."""
+
+    async def wait(number: int) -> None:
+        while True:
+            num_running = 0
+            for replica in engine._replicas.replicas:
+                answer = await replica.client._get("/v1/loads?include=core", None)
+                num_running += sum(load["num_running_reqs"] for load in answer["loads"])
+            if num_running >= number:
+                return
+            await asyncio.sleep(0.02)
+
+    return wait

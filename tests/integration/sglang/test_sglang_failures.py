@@ -24,6 +24,7 @@ from areal_sc.engines.weight_group import NamedTensor
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
+Generating = Callable[[int], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
 PROMPTS = [[5 + i, 6, 7 + i] for i in range(16)]
 
@@ -44,12 +45,14 @@ class Scene:
     server: SGLangServer
 
 
-async def set_scene(engine: SGLangServerEngine, until: Until, victim: int = 0) -> Scene:
+async def set_scene(
+    engine: SGLangServerEngine, until: Until, generating: Generating, victim: int = 0
+) -> Scene:
     """Starts the answers; the server of that number is the one to fail."""
     both = engine._replicas.replicas
     tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
     await until(lambda: all(replica.load.num_running > 0 for replica in both))
-    await asyncio.sleep(0.1)
+    await generating(len(tasks))
     server = both[victim].server
     assert server
     return Scene(tasks, engine.stats(), both[victim], both[1 - victim], server)
@@ -90,9 +93,9 @@ async def check_after_loss(
 
 
 async def test_a_killed_server(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
-    scene = await set_scene(engine, until)
+    scene = await set_scene(engine, until, generating)
     processes = session_members(scene.server.pid)
     running = scene.victim.load.num_running
     os.kill(scene.server.pid, signal.SIGKILL)
@@ -107,10 +110,14 @@ async def test_a_killed_server(
 
 
 async def test_a_server_that_dies_between_two_buckets(
-    engine: SGLangServerEngine, policies: Policies, until: Until, monkeypatch: pytest.MonkeyPatch
+    engine: SGLangServerEngine,
+    policies: Policies,
+    until: Until,
+    generating: Generating,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other one gets its weights all the same, and goes on with all answers."""
-    scene = await set_scene(engine, until)
+    scene = await set_scene(engine, until, generating)
     fill = engine._buckets._fill
 
     def kill_and_fill(bucket: Sequence[NamedTensor], number: int) -> Any:
@@ -133,10 +140,10 @@ async def test_a_server_that_dies_between_two_buckets(
 
 
 async def test_a_stopped_scheduler(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     """Its HTTP process goes on answering; only the scheduler is silent."""
-    scene = await set_scene(engine, until, victim=1)
+    scene = await set_scene(engine, until, generating, victim=1)
     (scheduler,) = scene.server.schedulers
     os.kill(scheduler, signal.SIGSTOP)
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)

@@ -16,6 +16,7 @@ from areal_sc.errors import ConfigError, WorkflowError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
+Generating = Callable[[int], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
 
 
@@ -134,7 +135,7 @@ async def test_rows_of_a_group_share_their_prompt(
 
 
 async def test_a_cancelled_group_returns_what_it_has(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     prompt = [6, 7]
     before = engine.stats()["running_requests"]
@@ -143,7 +144,7 @@ async def test_a_cancelled_group_returns_what_it_has(
     ]
     other = asyncio.create_task(engine.generate(prompt, tokens(30), prefix_group="other"))
     await until(lambda: engine.stats()["running_requests"] == before + 4)
-    await asyncio.sleep(0.3)
+    await generating(3)  # the short one may have ended
     engine.cancel_group("ours")
     engine.cancel_group("nobody")
     answers = await asyncio.gather(*ours)
@@ -155,11 +156,10 @@ async def test_a_cancelled_group_returns_what_it_has(
 
 
 async def test_a_cancelled_task_is_ended_on_its_server(
-    engine: SGLangServerEngine, until: Until
+    engine: SGLangServerEngine, until: Until, generating: Generating
 ) -> None:
     tasks = [asyncio.create_task(engine.generate([6, 7], LONG)) for _ in range(4)]
-    await until(lambda: engine.stats()["running_requests"] == 4)
-    await asyncio.sleep(0.2)
+    await generating(4)
     cancelled = engine.stats()["cancelled_tokens"]
     for task in tasks:
         task.cancel()
@@ -170,12 +170,11 @@ async def test_a_cancelled_task_is_ended_on_its_server(
 
 
 async def test_a_pause_holds_answers_and_requests(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     prompt = [8, 9]
     running = asyncio.create_task(engine.generate(prompt, LONG))
-    await until(lambda: engine.stats()["running_requests"] == 1)
-    await asyncio.sleep(0.1)
+    await generating(1)
     await engine.pause()
     late = asyncio.create_task(engine.generate(prompt, tokens(5)))
     held = asyncio.create_task(engine.generate(prompt, LONG, prefix_group="held"))

@@ -114,7 +114,7 @@ async def test_servers_that_run_already_get_the_trainers_weights(
     servers = running_servers(engine, num_servers=2)
     overrides = (
         *("--config", str(TINY_YAML), f"run_dir={tmp_path / 'run'}", "task.gate=unused"),
-        *(f"actor.path={policies.folder}", "actor.optimizer.lr=1e-2", "rollout.num_workers=2"),
+        *(f"actor.path={policies.folder}", "actor.optimizer.lr=2e-3", "rollout.num_workers=2"),
         *("rollout.engine=sglang", f"sglang.urls=[{','.join(servers.urls)}]"),
         *(f"sglang.api_key_env={KEY_VARIABLE}", f"weight_update.method={method}"),
         "weight_update.bucket_bytes=50000",

@@ -27,6 +27,7 @@ from areal_sc.errors import EngineFailed, ModelError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
+Generating = Callable[[int], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
 NUM_UPDATES = 20
@@ -40,24 +41,18 @@ def start_answers(
     return [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in prompts]
 
 
-async def running(engine: SGLangServerEngine, until: Until, number: int) -> None:
-    """Waits until so many answers run, and have some tokens."""
-    await until(lambda: engine.stats()["running_requests"] == number)
-    await asyncio.sleep(0.15)
-
-
 def check_span_both(answers: Sequence[Completion], old: int, new: int) -> None:
     assert all(set(answer.versions) == {old, new} for answer in answers)
     assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
 
 
 async def test_tensors_replace_weights_in_the_middle_of_answers(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, generating: Generating
 ) -> None:
     old, new = engine.version, policies.add()
     before = engine.stats()
     tasks = start_answers(engine)
-    await running(engine, until, len(tasks))
+    await generating(len(tasks))
     flat = [(name, tensor.flatten()) for name, tensor in policies.named_tensors(new)]
     await engine.update_weights(new, at_hand(flat))
     assert engine.version == new
@@ -71,12 +66,12 @@ async def test_tensors_replace_weights_in_the_middle_of_answers(
 
 
 async def test_a_folder_replaces_weights_in_the_middle_of_answers(
-    engine: SGLangServerEngine, policies: Policies, until: Until, tmp_path: Path
+    engine: SGLangServerEngine, policies: Policies, generating: Generating, tmp_path: Path
 ) -> None:
     old, new = engine.version, policies.add()
     folder = policies.save(new, tmp_path / "new")
     tasks = start_answers(engine)
-    await running(engine, until, len(tasks))
+    await generating(len(tasks))
     await engine.update_weights_from_disk(new, folder)
     answers = await asyncio.gather(*tasks)
     check_span_both(answers, old, new)
@@ -134,7 +129,7 @@ class Trainer:
 
 
 async def test_a_broadcast_replaces_weights_in_the_middle_of_answers(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, generating: Generating
 ) -> None:
     trainer = Trainer(policies, "group-a", num_ranks=1 + engine.count_ranks())
     await trainer.meet(engine)
@@ -142,7 +137,7 @@ async def test_a_broadcast_replaces_weights_in_the_middle_of_answers(
     for _ in range(2):  # a group serves more than one update
         old, new = engine.version, policies.add()
         tasks = start_answers(engine)
-        await running(engine, until, len(tasks))
+        await generating(len(tasks))
         num_bytes, _ = await asyncio.gather(
             trainer.send(new),
             trainer.receive(engine, new),
@@ -199,12 +194,12 @@ async def test_a_broadcast_of_other_parameters_is_refused_beforehand(
 
 
 async def test_32_answers_across_many_updates(
-    engine: SGLangServerEngine, policies: Policies, until: Until, tmp_path: Path
+    engine: SGLangServerEngine, policies: Policies, generating: Generating, tmp_path: Path
 ) -> None:
     prompts = [[3 + i, 7, 9 + i] for i in range(32)]
     before = engine.stats()
     tasks = start_answers(engine, prompts)
-    await running(engine, until, len(tasks))
+    await generating(len(tasks))
     first = engine.version
     while engine.version - first < NUM_UPDATES:
         version = policies.add()
@@ -228,14 +223,14 @@ async def test_32_answers_across_many_updates(
 
 
 async def test_servers_without_version_spans_are_interrupted_by_aborting(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, generating: Generating
 ) -> None:
     """As older ones are: partial answers go on as prompt and partial answer."""
     with without_spans(engine):
         old, new = engine.version, policies.add()
         continued = engine.stats()["continued_requests"]
         tasks = start_answers(engine)
-        await running(engine, until, len(tasks))
+        await generating(len(tasks))
         await engine.update_weights(new, policies.source(new))
         answers = await asyncio.gather(*tasks)
         assert engine.stats()["continued_requests"] - continued >= len(tasks)
@@ -244,12 +239,12 @@ async def test_servers_without_version_spans_are_interrupted_by_aborting(
 
 
 async def test_running_answers_may_finish_first(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, generating: Generating
 ) -> None:
     old, new = engine.version, policies.add()
     with settings(engine, on_weight_update=OnWeightUpdate.finish_running):
         tasks = start_answers(engine)
-        await running(engine, until, len(tasks))
+        await generating(len(tasks))
         update = asyncio.create_task(engine.update_weights(new, policies.source(new)))
         await asyncio.sleep(0.05)
         late = asyncio.create_task(engine.generate([7, 7], GenerationConfig(max_new_tokens=9)))
@@ -316,11 +311,11 @@ async def test_weights_that_do_not_fit_change_nothing(
 
 
 async def test_weights_may_change_while_paused(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: SGLangServerEngine, policies: Policies, generating: Generating
 ) -> None:
     old, new = engine.version, policies.add()
     tasks = start_answers(engine)
-    await running(engine, until, len(tasks))
+    await generating(len(tasks))
     await engine.pause()
     await engine.update_weights(new, policies.source(new))
     assert set(engine.server_health().values()) == {"paused"}
