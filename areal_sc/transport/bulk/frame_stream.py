@@ -100,7 +100,8 @@ class FrameStream:
         window_bytes: that may be on their way to us at one time.
 
     Attributes:
-        moved_bytes: received, or taken by the kernel to be sent.
+        moved_bytes: received, or taken by the kernel to be sent; without our own commands, which it
+            takes also when the peer is gone.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class FrameStream:
         self._max_low_water = _grown_window(connection, window_bytes) // _WINDOW_LOW_WATERS
         self._outbox: deque[Iterator[Outgoing]] = deque()  # messages, the first one perhaps begun
         self._unsent: deque[memoryview] = deque()  # of frames that were made
+        self._command_bytes = 0  # at the beginning of what is unsent
         self._awaits_room = False
         self._loop.add_reader(connection, self._on_readable)
 
@@ -282,6 +284,7 @@ class FrameStream:
         """Not while anything else is unsent: then the peer does not read, and sees us alive."""
         if not (self._is_closed or self._unsent or self._outbox):
             self._unsent.append(memoryview(command(body)))
+            self._command_bytes = len(self._unsent[0])
             self._send_soon()
 
     def _send_soon(self) -> None:
@@ -298,7 +301,8 @@ class FrameStream:
                 num_parts = min(len(self._unsent), _MAX_PLACES)
                 num_left = len(self._unsent) - num_parts
                 num_bytes = self._socket.sendmsg(islice(self._unsent, num_parts))
-                self.moved_bytes += num_bytes
+                self.moved_bytes += max(num_bytes - self._command_bytes, 0)
+                self._command_bytes = max(self._command_bytes - num_bytes, 0)
                 _advance(self._unsent, num_bytes)
                 has_room = len(self._unsent) == num_left
         except BlockingIOError:

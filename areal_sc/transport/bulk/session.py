@@ -83,8 +83,8 @@ class PullerSession:
         assert self._stream is not None
         has_moved = self._stream.moved_bytes != self._seen_bytes
         self._num_silent_checks = 0 if has_moved else self._num_silent_checks + 1
-        self._stream.ping()
         self._seen_bytes = self._stream.moved_bytes
+        self._stream.ping()
         return self._num_silent_checks
 
     def places(self, num_bytes: int) -> list[memoryview]:

@@ -239,10 +239,15 @@ async def test_what_the_sink_sends_in_answer_leaves_in_the_same_turn() -> None:
         assert peer.recv(100) == frame(b"to one") + frame(b"to two")
 
 
-async def test_a_ping_asks_for_an_answer_that_counts_as_movement() -> None:
+async def test_a_ping_asks_for_an_answer_that_alone_counts_as_movement() -> None:
     async with stream_of(Sink()) as (stream, peer):
         stream.ping()
-        assert await received_by(peer, 9) == b"\x04\x07\x04PING\x00\x00"
-        before = stream.moved_bytes
+        stream.send([([b"message"], False)])
+        ping = b"\x04\x07\x04PING\x00\x00"
+        assert await received_by(peer, len(ping) + 9) == ping + frame(b"message")
+        assert stream.moved_bytes == 9
+        stream.ping()
+        assert await received_by(peer, len(ping)) == ping
+        assert stream.moved_bytes == 9
         peer.send(b"\x04\x05\x04PONG")
-        await until(lambda: stream.moved_bytes == before + 7)
+        await until(lambda: stream.moved_bytes == 9 + 7)
