@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from contextlib import ExitStack
 from typing import Final
 
 from areal_sc.errors import PeerLost, ProtocolError
@@ -48,23 +49,20 @@ async def connect(address: str, ticket: tuple[str, str]) -> socket.socket:
         TransportError: the address is malformed.
     """
     host, port = parsed_address(address)
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
+    with ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         connection.setblocking(False)
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_MS / 1000):
-            await asyncio.get_running_loop().sock_connect(connection, (host, port))
-            configure(connection)
-            await _show_ticket(connection, ticket)
-        return connection
-    except TimeoutError:
-        connection.close()
-        raise PeerLost("it did not answer the handshake") from None
-    except (OSError, ProtocolError) as error:
-        connection.close()
-        raise PeerLost(f"no connection to {address}: {error}") from error
-    except BaseException:
-        connection.close()
-        raise
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_MS / 1000):
+                await asyncio.get_running_loop().sock_connect(connection, (host, port))
+                configure(connection)
+                await _show_ticket(connection, ticket)
+        except TimeoutError:
+            raise PeerLost("it did not answer the handshake") from None
+        except (OSError, ProtocolError) as error:
+            raise PeerLost(f"no connection to {address}: {error}") from error
+        undo.pop_all()
+    return connection
 
 
 def configure(connection: socket.socket) -> None:
