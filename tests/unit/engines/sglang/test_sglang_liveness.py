@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,9 +127,11 @@ def test_a_server_elsewhere_is_judged_by_its_silence() -> None:
 def test_a_session_is_found_and_killed_whole(start: Callable[[str], int]) -> None:
     leader = start(f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{SLEEP}'])")
     until(lambda: len(session_members(leader)) == 2)
-    # by its argument, which the child has, too, between its fork and the program that it becomes
-    until(lambda: find_schedulers(leader) == [leader])
     members = session_members(leader)
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in members]
+    # between its fork and the program that it becomes the child has the leader's arguments
+    until(lambda: len({command.read_bytes() for command in commands}) == 2)
+    assert find_schedulers(leader) == [leader]  # by its argument
     kill_session(leader)
     until(lambda: not any(read_process(pid) for pid in members))
 
