@@ -15,16 +15,16 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
-import numpy as np
 import torch
 
-from areal_sc.errors import MetadataError, ProtocolError, ShardGone
+from areal_sc.errors import ProtocolError, ShardGone
 from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, WeightsReference
 from areal_sc.transport.arena.map import ArenaMap, MappedShard
 from areal_sc.transport.bulk.buffer_pool import BufferPool, Bytes
 from areal_sc.transport.bulk.client import BulkClient
+from areal_sc.transport.copies import Copy, field_of, plan_copy, run_copies
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull_plan import (
     Owner,
@@ -37,12 +37,6 @@ from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.tensor_bytes import dtype_named
 from areal_sc.transport.tensor_store import TensorStore
-
-THREAD_COPY_BYTES: Final = 32 << 20
-"""Larger copies run in a thread: the event loop must not wait for memory."""
-
-NUMPY_COPY_BYTES: Final = 1 << 20
-"""Making arrays costs a microsecond, which is nothing beside larger copies."""
 
 _ALIGNMENT: Final = 64
 
@@ -69,14 +63,6 @@ class _Source(Generic[K]):
     piece: Piece
     keys: Mapping[str, K]
     first: int = 0
-
-
-class _Copy(NamedTuple):
-    """`keeper` keeps the source's memory from being used again."""
-
-    source: memoryview
-    destination: memoryview
-    keeper: object
 
 
 class Puller:
@@ -238,7 +224,7 @@ class Puller:
         first, stop = piece.rows[0], piece.rows[-1] + 1
         views = {}
         for name, key in keys.items():
-            held = _field(shard.fields, piece, name)
+            held = field_of(shard.fields, piece, name)
             piece.check(name, held.dtype, held.row_lengths[first:stop])
             start = sum(held.row_lengths[:first])
             view = views[key] = shard.tensor(name)[start : start + piece.num_values]
@@ -247,7 +233,7 @@ class Puller:
 
     async def _fill(self, segments: Mapping[Owner, Sequence[Segment]], deadline: float) -> None:
         """Fills all destinations or raises the first failure; the rest is then cancelled."""
-        copies: list[_Copy] = []
+        copies: list[Copy] = []
         fetches = []
         for owner, wanted in segments.items():
             if self._is_own(owner):
@@ -255,20 +241,17 @@ class Puller:
                 for shard_id, of_shard in _by_shard(wanted):
                     fields: Mapping[str, SealedField] = self._local_store.describe(shard_id)
                     for segment in of_shard:
-                        self.local_bytes += _plan_copy(segment, fields, None, copies)
+                        self.local_bytes += plan_copy(segment, fields, None, copies)
             elif self._is_mapped(owner):
                 for shard_id, of_shard in _by_shard(wanted):
                     shard = self._open_mapped(owner, shard_id)
                     fields = shard.fields
                     for segment in of_shard:
-                        self.mapped_bytes += _plan_copy(segment, fields, shard, copies)
+                        self.mapped_bytes += plan_copy(segment, fields, shard, copies)
             else:
                 fetches.append((owner, wanted))
                 self.pulled_bytes += sum(segment.num_bytes for segment in wanted)
-        if sum(len(copy.source) for copy in copies) > THREAD_COPY_BYTES:
-            await asyncio.to_thread(_run_copies, copies)
-        else:
-            _run_copies(copies)
+        await run_copies(copies)
         if len(fetches) == 1:
             await self._bulk.fetch(*fetches[0], deadline)
         elif fetches:
@@ -349,49 +332,6 @@ def _by_shard(segments: Iterable[Segment]) -> Iterable[tuple[str, list[Segment]]
     for segment in segments:
         found.setdefault(segment.piece.shard_id, []).append(segment)
     return found.items()
-
-
-def _plan_copy(
-    segment: Segment, fields: Mapping[str, SealedField], keeper: object, copies: list[_Copy]
-) -> int:
-    """Adds what has to be copied for a segment; returns its bytes."""
-    piece = segment.piece
-    num_bytes = 0
-    is_whole = piece.is_run and piece.rows[0] == 0
-    for name, destination in zip(piece.fields, segment.destinations, strict=True):
-        field = _field(fields, piece, name)
-        if is_whole and len(field.row_lengths) == len(piece.rows):  # as is most common
-            piece.check(name, field.dtype, field.row_lengths)
-            copies.append(_Copy(field.values, destination, keeper))
-            num_bytes += len(destination)
-            continue
-        slices = field.slices(piece.rows)
-        piece.check(name, field.dtype, [field.row_lengths[row] for row in piece.rows])
-        position = 0
-        for source in slices:
-            end = position + len(source)
-            copies.append(_Copy(source, destination[position:end], keeper))
-            position = end
-        num_bytes += position
-    return num_bytes
-
-
-def _run_copies(copies: Iterable[_Copy]) -> None:
-    for copy in copies:
-        if len(copy.source) < NUMPY_COPY_BYTES:
-            copy.destination[:] = copy.source
-        else:  # without the GIL
-            target = np.frombuffer(copy.destination, dtype=np.uint8)
-            target[:] = np.frombuffer(copy.source, dtype=np.uint8)
-
-
-def _field(fields: Mapping[str, SealedField], piece: Piece, name: str) -> SealedField:
-    if name not in fields:
-        raise MetadataError(
-            f"shard {piece.shard_id} on {piece.owner.node_id} has fields {list(fields)}, "
-            f"not {name!r}"
-        )
-    return fields[name]
 
 
 def _tensor(buffer: Bytes, start: int, wanted: _Wanted) -> torch.Tensor:

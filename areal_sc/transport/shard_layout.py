@@ -22,6 +22,9 @@ TICKET_VERSION: Final = 1
 MAX_NAME_BYTES: Final = 256
 """Of a field, in UTF-8: requests name many."""
 
+_FIELD_TYPES: Final = (str, str, int, int)
+"""Of a field of a ticket: name, dtype, first byte within the shard, which of the row lengths."""
+
 
 @dataclass(frozen=True, slots=True)
 class SealedField:
@@ -192,8 +195,8 @@ class Ticket:
             case [_, int(segment), int(start), int(span), int(num_bytes), [*rows], [*fields]] if (
                 min(segment, start, num_bytes) >= 0 and num_bytes <= span
             ):
-                bounds = _RowBounds([_row_lengths(row) for row in rows])
-                found = dict(_field_layout(entry, bounds, num_bytes) for entry in fields)
+                lengths = [_row_lengths(row) for row in rows]
+                found = _field_layouts(fields, lengths, num_bytes)
                 return cls(segment, start, span, ShardLayout(num_bytes, found))
         raise ProtocolError(f"a ticket of {len(content)} bytes is malformed")
 
@@ -210,30 +213,36 @@ def check_field_name(name: str) -> None:
         )
 
 
-class _RowBounds:
-    """First byte of each row, which fields of like rows and dtypes have in common."""
+def _field_layouts(
+    entries: Sequence[Any], rows: Sequence[tuple[int, ...]], num_bytes: int
+) -> dict[str, FieldLayout]:
+    """The fields of a ticket, all within its shard. Raises: ProtocolError.
 
-    def __init__(self, lengths: Sequence[tuple[int, ...]]) -> None:
-        self.lengths = lengths
-        self._found: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    def of(self, row: int, dtype: str) -> tuple[int, ...]:
-        key = row, dtype_named(dtype).itemsize
-        if key not in self._found:
-            self._found[key] = _row_bounds(dtype, self.lengths[row])
-        return self._found[key]
-
-
-def _field_layout(entry: Any, bounds: _RowBounds, num_bytes: int) -> tuple[str, FieldLayout]:
-    match entry:
-        case [str(name), str(dtype), int(start), int(row)] if 0 <= row < len(bounds.lengths):
+    Written out: a pull reads many tickets. Fields of like rows and dtypes share their bounds.
+    """
+    found = {}
+    shared: dict[tuple[int, str], tuple[int, ...]] = {}
+    for entry in entries:
+        if type(entry) is not list or len(entry) != 4:
+            raise ProtocolError(f"not a field of a ticket: {entry!r:.200}")
+        name, dtype, start, row = entry
+        if (
+            (type(name), type(dtype), type(start), type(row)) != _FIELD_TYPES
+            or not 0 <= row < len(rows)
+            or start < 0
+            or start % FIELD_ALIGNMENT_BYTES
+        ):
+            raise ProtocolError(f"not a field of a ticket: {entry!r:.200}")
+        bounds = shared.get((row, dtype))
+        if bounds is None:
             try:
-                field = FieldLayout(dtype, bounds.lengths[row], bounds.of(row, dtype), start)
+                bounds = shared[row, dtype] = _row_bounds(dtype, rows[row])
             except MetadataError as error:
                 raise ProtocolError(f"field {name!r} of a ticket: {error}") from error
-            if start >= 0 and start % FIELD_ALIGNMENT_BYTES == 0 and field.stop <= num_bytes:
-                return name, field
-    raise ProtocolError(f"a field of a ticket lies outside its shard of {num_bytes} bytes")
+        if start + bounds[-1] > num_bytes:
+            raise ProtocolError(f"a field of a ticket lies outside its shard of {num_bytes} bytes")
+        found[name] = FieldLayout(dtype, rows[row], bounds, start)
+    return found
 
 
 def _runs(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -248,13 +257,9 @@ def _runs(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def _row_lengths(row: Any) -> tuple[int, ...]:
-    if not isinstance(row, list) or not all(map(_is_count, row)):
+    if type(row) is not list or not {int}.issuperset(map(type, row)) or min(row, default=0) < 0:
         raise ProtocolError("the row lengths of a ticket are not counts")
     return tuple(row)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
 
 
 def _row_bounds(dtype: str, lengths: Sequence[int]) -> tuple[int, ...]:

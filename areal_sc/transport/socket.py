@@ -107,8 +107,9 @@ class AsyncSocket:
                 raise PeerLost("the peer has disconnected") from None
             raise
         finally:
-            # sent or not, the attempt may have swallowed the signal of a message that came in
-            if not self._is_looking and not self._is_look_scheduled and self._has_arrived():
+            # sent or not, the attempt may have swallowed the signal of a message that came in; many
+            # sends in one turn are followed by one look
+            if not self._is_looking and not self._is_look_scheduled:
                 self._look_soon()
         return True
 
@@ -140,7 +141,8 @@ class AsyncSocket:
 
     def _scheduled_look(self) -> None:
         self._is_look_scheduled = False
-        self._look()
+        if not self._is_closed and self._has_arrived():
+            self._look()
 
     def _look(self) -> None:
         """Takes what is there, within the turn's limit; goes on in the next turn if it is more."""

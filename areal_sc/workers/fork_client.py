@@ -238,7 +238,8 @@ def start_fork_server(
     Requests sent meanwhile wait in the socket; `wait_ready` waits for the preload to end.
 
     Args:
-        socket_dir: folder of the socket, made if needed, open to this user alone (0700).
+        socket_dir: folder of the socket, made if needed, open to this user alone (0700). The server
+            deletes it when it ends, if nothing else is in it.
         preload: modules that the server imports before it forks.
         orphan_timeout_s: so long the server and its children live without a client.
         log_path: the server's log, appended to.
@@ -261,7 +262,7 @@ def start_fork_server(
             [
                 # -P: the working directory must not shadow installed modules
                 *(sys.executable, "-P", "-m", "areal_sc.workers.fork_server"),
-                *("--listen-fd", str(listening.fileno())),
+                *("--listen-fd", str(listening.fileno()), "--socket", str(path.absolute())),
                 *("--orphan-timeout", str(orphan_timeout_s)),
                 *("--preload", *preload),
                 *("--entry", *(f"{name}={target}" for name, target in entries.items())),

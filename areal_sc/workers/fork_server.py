@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import ctypes
-import faulthandler
+import contextlib
 import gc
 import importlib
 import logging
@@ -33,12 +32,13 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgpack
 
-from areal_sc.errors import ArealError
 from areal_sc.log import setup_logging
+from areal_sc.workers.forked_child import die_with_parent, run_child
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,6 @@ TERMINATE_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL of the children when the server ends."""
 
 _MAX_REMEMBERED_EXITS = 4096
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(eq=False)
@@ -254,12 +252,12 @@ class ForkServer:
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_child(
-                    server_pid,
-                    output,
+                run_child(
                     self._entries[name],
                     {**request["spec"], "fds": fds} if fds else request["spec"],
-                    bool(request["die_with_server"]),
+                    output,
+                    parent_pid=server_pid if request["die_with_server"] else None,
+                    close_sockets=self._close_sockets,
                 )
         finally:
             os.close(output)
@@ -267,52 +265,6 @@ class ForkServer:
         self._returncodes.pop(pid, None)
         log.info("spawned entry=%s pid=%d", name, pid)
         return pid
-
-    def _become_child(
-        self,
-        server_pid: int,
-        output: int,
-        target: str,
-        spec: dict[str, Any],
-        die_with_server: bool,
-    ) -> NoReturn:
-        """What a fresh fork does; never returns into the server's loop."""
-        returncode = 1
-        try:
-            os.setsid()
-            if die_with_server:
-                _die_with_parent(server_pid)
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._close_sockets()
-            null = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(null, 0)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.close(null)
-            # whatever stood in their place here, the child writes to its own log, line by line
-            sys.stdout, sys.stderr = (
-                open(fd, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-                for fd in (1, 2)
-            )
-            faulthandler.enable(sys.stderr)
-            logging.getLogger().handlers.clear()
-            returncode = _run_entry(target, spec)
-        except SystemExit as request_to_end:
-            code = request_to_end.code
-            returncode = code if isinstance(code, int) else int(code is not None)
-        except ArealError as error:
-            traceback.print_exc()
-            returncode = error.exit_code
-        except BaseException:  # the process's main: what ends it is in its log
-            traceback.print_exc()
-        finally:
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(returncode)
 
     def _close_sockets(self) -> None:
         """A client must see the end of its connection when the server dies: no child keeps it."""
@@ -339,19 +291,6 @@ class ForkServer:
             log.error("pids=%s did not die of SIGKILL", sorted(self._children))
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before the request was made
-        os._exit(1)
-
-
-def _run_entry(target: str, spec: dict[str, Any]) -> int:
-    module_name, _, function_name = target.partition(":")
-    function = getattr(importlib.import_module(module_name), function_name)
-    return int(function(spec) or 0)
-
-
 def serve_connection(
     connection: socket.socket, parent_pid: int, entries: Mapping[str, str] = ENTRIES
 ) -> NoReturn:
@@ -360,7 +299,7 @@ def serve_connection(
     try:
         # not in the parent's process group: a SIGTERM to that is the parent's to answer
         os.setpgid(0, 0)
-        _die_with_parent(parent_pid)
+        die_with_parent(parent_pid)
         ForkServer(
             listening=None, connections=[connection], orphan_timeout_s=0.0, entries=entries
         ).serve()
@@ -376,6 +315,9 @@ def serve_connection(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_sc.workers.fork_server")
     parser.add_argument("--listen-fd", type=int, required=True, help="inherited listening socket")
+    parser.add_argument(
+        "--socket", type=Path, required=True, help="its path, deleted at the end with its folder"
+    )
     parser.add_argument("--orphan-timeout", type=float, required=True, metavar="SECONDS")
     parser.add_argument("--preload", nargs="*", default=[], metavar="MODULE")
     parser.add_argument("--entry", nargs="*", default=[], metavar="NAME=MODULE:FUNCTION")
@@ -394,9 +336,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.freeze()
     log.info("ready preload_s=%.2f modules=%d", time.monotonic() - started, len(sys.modules))
     entries = dict(entry.split("=", 1) for entry in arguments.entry) or ENTRIES
-    ForkServer(
-        listening=listening, orphan_timeout_s=arguments.orphan_timeout, entries=entries
-    ).serve()
+    try:
+        ForkServer(
+            listening=listening, orphan_timeout_s=arguments.orphan_timeout, entries=entries
+        ).serve()
+    finally:  # the script that made it may have been killed
+        with contextlib.suppress(OSError):
+            arguments.socket.unlink()
+            arguments.socket.parent.rmdir()
     return 0
 
 

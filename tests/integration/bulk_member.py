@@ -14,7 +14,8 @@ import zmq
 
 from areal_sc.transport.bulk.arrival import Arrival
 from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.bulk.wire import TAG_BYTES, Sealer, SessionGrant
+from areal_sc.transport.bulk.grant import SessionGrant
+from areal_sc.transport.bulk.wire import TAG_BYTES, Sealer
 
 TIMEOUT_MS = 20_000
 

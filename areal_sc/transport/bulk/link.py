@@ -4,12 +4,6 @@ consumes     the segments of pulls; replies of the owner's bulk socket
 waits for    credit: at most `max_inflight_chunks` chunks are outstanding, so nothing is queued
              anywhere that was not asked for
 unblocked by the owner's replies, or the end of its connection
-
-Pulls take turns, a request each, so a small pull does not wait for the end of a large one. What is
-small shares a request: requests are cut when a credit is free, not when a pull begins.
-
-    pulls        [ A A A A ... ]   [ b ]   [ c ]
-    requests     [ A ] [ b c A ] [ A ] ...
 """
 
 from __future__ import annotations
@@ -32,25 +26,23 @@ from areal_sc.errors import (
 )
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.frame_stream import FrameStream
+from areal_sc.transport.bulk.grant import request_grant
 from areal_sc.transport.bulk.handshake import connect
 from areal_sc.transport.bulk.jobs import BulkOptions, Description, FetchJob
 from areal_sc.transport.bulk.reader import DESCRIBE, READ
 from areal_sc.transport.bulk.replies import Reply, ReplyReader
-from areal_sc.transport.bulk.server import OPEN_SESSION
+from areal_sc.transport.bulk.request_queue import Asked, RequestQueue
 from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.bulk.wire import (
-    MAX_REQUEST_ROWS,
     Sealer,
-    SessionGrant,
     failure_of_body,
 )
-from areal_sc.transport.pull_plan import Owner, Part
+from areal_sc.transport.pull_plan import Owner
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S: Final = 30.0
 MAX_OPENINGS: Final = 4
 """In a row, without a reply to anything: then the owner counts as gone."""
 
@@ -60,12 +52,7 @@ REOPEN_DELAY_S: Final = 0.2
 MAX_REQUESTS: Final = 8
 """Outstanding at one owner: small pulls beyond share a request."""
 
-MAX_REQUEST_FIELDS: Final = 256
-"""With names of at most `MAX_NAME_BYTES` a request stays below `wire.MAX_REQUEST_BYTES`."""
-
 _UNNAMED_ERRORS: Final = (ProtocolError, RpcTimeout, TransportError)
-
-Asked = list[tuple[FetchJob, Part]]
 
 
 class OwnerLink:
@@ -100,7 +87,7 @@ class OwnerLink:
         self._refused = refused
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[FetchJob] = deque()
+        self._queue = RequestQueue(options.request_bytes)
         self._descriptions: deque[Description] = deque()
         self._inflight: dict[int, Asked | Description] = {}
         self._num_reads = 0
@@ -123,7 +110,7 @@ class OwnerLink:
 
     def submit(self, job: FetchJob) -> None:
         """Its parts are asked for as credits allow."""
-        self._queue.append(job)
+        self._queue.add(job)
         self._pump_soon()
 
     def abandon(self, job: FetchJob, *, is_late: bool) -> None:
@@ -133,10 +120,7 @@ class OwnerLink:
             is_late: it passed its deadline. The connection to an owner that answers nothing may
                 be dead: what others wait for is asked for in a new session.
         """
-        job.returned.clear()
-        job.cursor.clear()
-        if job in self._queue:
-            self._queue.remove(job)
+        self._queue.forget(job)
         if is_late and self._inflight and self._is_silent:
             self._open_again("it did not answer in time")
 
@@ -178,7 +162,7 @@ class OwnerLink:
             if isinstance(asked, Description):
                 self._descriptions.append(asked)
             else:
-                self._put_back(asked)
+                self._queue.put_back(asked)
         is_wanted = bool(self._queue or self._descriptions)
         if not is_wanted or self._num_openings >= MAX_OPENINGS or self._is_closed:
             self._end(reason)
@@ -230,19 +214,7 @@ class OwnerLink:
         owner, options = self.owner, self._options
         await asyncio.sleep(REOPEN_DELAY_S * max(0, self._num_openings - 2))
         try:
-            control = self._transport.connect(owner.node_addr, owner.node_id, owner.incarnation)
-            try:
-                reply = await control.call(
-                    OPEN_SESSION, {"puller": options.puller}, timeout_s=OPEN_TIMEOUT_S
-                )
-            finally:
-                await control.close()
-            grant = SessionGrant.from_wire(reply)
-            if grant.is_encrypted != options.is_encrypted:
-                raise ProtocolError(
-                    f"transport.encrypt is {options.is_encrypted} here and {grant.is_encrypted} on "
-                    f"{owner.node_id}: it has to be the same in the whole run"
-                )
+            grant = await request_grant(self._transport, owner, options)
             self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
             self._ended_bytes = self.received_bytes
             self._replies = ReplyReader(
@@ -294,7 +266,7 @@ class OwnerLink:
             description = self._descriptions.popleft()
             self._send([DESCRIBE, description.shard_id], description)
         while self._queue and self._has_credit and self._stream is not None:
-            if chunk := self._next_request():
+            if chunk := self._queue.next_request():
                 self._send([READ, [part.to_wire() for _, part in chunk]], chunk)
 
     @property
@@ -308,25 +280,6 @@ class OwnerLink:
         if not isinstance(asked, Description):
             self._num_reads += sign
             self._inflight_bytes += sign * sum(part.num_bytes for _, part in asked)
-
-    def _next_request(self) -> Asked:
-        """Parts of the pulls whose turn it is, up to the size of a request."""
-        asked: Asked = []
-        room, rows, fields = self._options.request_bytes, MAX_REQUEST_ROWS, MAX_REQUEST_FIELDS
-        while room and rows and fields and self._queue:
-            job = self._queue.popleft()
-            if job.done.done():  # it failed, or nobody waits for it any more
-                continue
-            parts = job.take(room, rows, fields)
-            asked += [(job, part) for part in parts]
-            room -= sum(part.num_bytes for part in parts)
-            rows -= sum(part.num_rows for part in parts)
-            fields -= sum(len(part.fields) for part in parts)
-            if job.has_more:
-                self._queue.append(job)
-                if not parts:
-                    break
-        return asked
 
     def _send(self, body: Any, asked: Asked | Description) -> None:
         assert self._stream is not None
@@ -371,16 +324,9 @@ class OwnerLink:
             case [1, int(number), str(name), str(message)] if 0 <= number < len(chunk):
                 # only the pull that asked for it fails; the others ask again
                 chunk[number][0].fail(failure_of_body(name, message))
-                self._put_back(chunk)
+                self._queue.put_back(chunk)
             case _:
                 raise ProtocolError(f"not an answer to {len(chunk)} segments: {body!r:.200}")
-
-    def _put_back(self, chunk: Asked) -> None:
-        for job, part in chunk:
-            if not job.done.done():
-                job.returned.append(part)
-                if job not in self._queue:
-                    self._queue.append(job)
 
     def _fail_asked(self, asked: Asked | Description, error: ArealError) -> None:
         if not isinstance(asked, Description):
@@ -393,11 +339,10 @@ class OwnerLink:
         waiting: list[Asked | Description] = [*self._inflight.values(), *self._descriptions]
         for asked in waiting:
             self._fail_asked(asked, error)
-        for job in self._queue:
+        for job in self._queue.drain():
             job.fail(self._named(error, job.shard_id))
         self._forget_inflight()
         self._descriptions.clear()
-        self._queue.clear()
 
     def _end(self, reason: str) -> None:
         """Nothing more comes from this owner; what waits fails, each naming its own shard."""
@@ -405,7 +350,7 @@ class OwnerLink:
         self._close_stream()
         if self._opening is not asyncio.current_task():
             self._opening.cancel()
-        jobs = [*self._queue]
+        jobs = self._queue.drain()
         for asked in [*self._inflight.values(), *self._descriptions]:
             if isinstance(asked, Description):
                 self._fail_asked(asked, self._gone(asked.shard_id, reason))
@@ -415,7 +360,6 @@ class OwnerLink:
             job.fail(self._gone(job.shard_id, reason))
         self._forget_inflight()
         self._descriptions.clear()
-        self._queue.clear()
 
     def _close_stream(self) -> None:
         if self._stream is not None:

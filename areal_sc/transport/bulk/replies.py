@@ -16,11 +16,11 @@ from typing import Any
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.arrival import Arrival
 from areal_sc.transport.bulk.buffer_pool import BufferPool
+from areal_sc.transport.bulk.grant import SessionGrant
 from areal_sc.transport.bulk.wire import (
     MAX_REPLY_HEADER_BYTES,
     TAG_BYTES,
     Sealer,
-    SessionGrant,
     parse_head,
 )
 

@@ -19,19 +19,18 @@ from typing import Any, Final
 
 from areal_sc.errors import ProtocolError, TransportError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
+from areal_sc.transport.bulk.grant import OPEN_SESSION, SessionGrant
 from areal_sc.transport.bulk.handshake import receive_ticket, welcome
 from areal_sc.transport.bulk.listener import Listener
 from areal_sc.transport.bulk.reader import ShardReader, ShardSource
 from areal_sc.transport.bulk.session import PullerSession
 from areal_sc.transport.bulk.turns import Turns
-from areal_sc.transport.bulk.wire import SessionGrant
 from areal_sc.transport.interface import LOOPBACK, Interface
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Handler
 
 logger = logging.getLogger(__name__)
 
-OPEN_SESSION: Final = "bulk.open"
 IDLE_BUFFER_BYTES: Final = 64 << 20
 """Memory kept for payload that is not sent from where it lies: joined or encrypted."""
 

@@ -14,9 +14,10 @@ from typing import Any, Final
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.frame_stream import FrameStream, Outgoing
+from areal_sc.transport.bulk.grant import SessionGrant
 from areal_sc.transport.bulk.reader import Parts
 from areal_sc.transport.bulk.turns import Turns
-from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, SessionGrant, parse_head
+from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, parse_head
 from areal_sc.transport.refusals import Refusals
 
 MAX_WAITING_REPLIES: Final = 64

@@ -17,10 +17,8 @@ the last one is a replay.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
 
@@ -59,65 +57,6 @@ _PREFIX: Final = MAGIC + bytes([PROTOCOL_VERSION])
 _HEAD: Final = struct.Struct("<4s16sQ")
 _NONCE: Final = struct.Struct("<QI")
 _FAILURES: Final = {cls.__name__: cls for cls in (MetadataError, ProtocolError, ShardGone)}
-
-
-@dataclass(frozen=True, slots=True)
-class SessionGrant:
-    """What a puller gets from an owner's control socket.
-
-    Attributes:
-        address: the owner's bulk socket.
-        session_id: [16] names the session.
-        password: [16] admits one connection to the bulk socket, once.
-        request_key, reply_key: [32] AES-256 keys, one for each direction.
-        is_encrypted: payload and bodies are encrypted, not only authenticated.
-    """
-
-    address: str
-    session_id: bytes
-    password: bytes = field(repr=False)
-    request_key: bytes = field(repr=False)
-    reply_key: bytes = field(repr=False)
-    is_encrypted: bool
-
-    @classmethod
-    def create(cls, address: str, is_encrypted: bool) -> SessionGrant:
-        names = os.urandom(SESSION_ID_BYTES), os.urandom(SESSION_ID_BYTES)
-        return cls(address, *names, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES), is_encrypted)
-
-    @property
-    def ticket(self) -> tuple[str, str]:
-        """Name and password to connect with."""
-        return self.session_id.hex(), self.password.hex()
-
-    def to_wire(self) -> list[Any]:
-        return [
-            self.address,
-            self.session_id,
-            self.password,
-            self.request_key,
-            self.reply_key,
-            self.is_encrypted,
-        ]
-
-    @classmethod
-    def from_wire(cls, wire: Any) -> SessionGrant:
-        """Inverse of `to_wire`. Raises: ProtocolError: it is something else."""
-        match wire:
-            case [
-                str(address),
-                bytes(session_id),
-                bytes(password),
-                bytes(request_key),
-                bytes(reply_key),
-                bool(is_encrypted),
-            ] if (
-                len(session_id) == len(password) == SESSION_ID_BYTES
-                and len(request_key) == KEY_BYTES
-                and len(reply_key) == KEY_BYTES
-            ):
-                return cls(address, session_id, password, request_key, reply_key, is_encrypted)
-        raise ProtocolError("expected the grant of a pull session")
 
 
 class Sealer:

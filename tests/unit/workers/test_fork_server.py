@@ -274,6 +274,7 @@ def test_nothing_is_left_when_the_script_is_killed(tmp_path: Path) -> None:
     assert finished.returncode == -signal.SIGKILL, finished.stderr
     for pid in map(int, finished.stdout.split()):
         wait_until_ended(pid)
+    assert not (tmp_path / "sockets").exists()
 
 
 OWNER = """

@@ -1,0 +1,101 @@
+"""What admits a puller to an owner's bulk socket, and how it gets it.
+
+The call goes over the owner's CurveZMQ control socket, so only members of the run get a grant, and
+nobody else sees its keys.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from areal_sc.errors import ProtocolError
+from areal_sc.transport.bulk.jobs import BulkOptions
+from areal_sc.transport.bulk.wire import KEY_BYTES, SESSION_ID_BYTES
+from areal_sc.transport.pull_plan import Owner
+from areal_sc.transport.rpc.transport import Transport
+
+OPEN_SESSION: Final = "bulk.open"
+OPEN_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGrant:
+    """What a puller gets from an owner's control socket.
+
+    Attributes:
+        address: the owner's bulk socket.
+        session_id: [16] names the session.
+        password: [16] admits one connection to the bulk socket, once.
+        request_key, reply_key: [32] AES-256 keys, one for each direction.
+        is_encrypted: payload and bodies are encrypted, not only authenticated.
+    """
+
+    address: str
+    session_id: bytes
+    password: bytes = field(repr=False)
+    request_key: bytes = field(repr=False)
+    reply_key: bytes = field(repr=False)
+    is_encrypted: bool
+
+    @classmethod
+    def create(cls, address: str, is_encrypted: bool) -> SessionGrant:
+        names = os.urandom(SESSION_ID_BYTES), os.urandom(SESSION_ID_BYTES)
+        return cls(address, *names, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES), is_encrypted)
+
+    @property
+    def ticket(self) -> tuple[str, str]:
+        """Name and password to connect with."""
+        return self.session_id.hex(), self.password.hex()
+
+    def to_wire(self) -> list[Any]:
+        return [
+            self.address,
+            self.session_id,
+            self.password,
+            self.request_key,
+            self.reply_key,
+            self.is_encrypted,
+        ]
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> SessionGrant:
+        """Inverse of `to_wire`. Raises: ProtocolError: it is something else."""
+        match wire:
+            case [
+                str(address),
+                bytes(session_id),
+                bytes(password),
+                bytes(request_key),
+                bytes(reply_key),
+                bool(is_encrypted),
+            ] if (
+                len(session_id) == len(password) == SESSION_ID_BYTES
+                and len(request_key) == KEY_BYTES
+                and len(reply_key) == KEY_BYTES
+            ):
+                return cls(address, session_id, password, request_key, reply_key, is_encrypted)
+        raise ProtocolError("expected the grant of a pull session")
+
+
+async def request_grant(transport: Transport, owner: Owner, options: BulkOptions) -> SessionGrant:
+    """Asks an owner for a session.
+
+    Raises: PeerLost, IncarnationMismatch: the owner is gone. ProtocolError: it encrypts and this
+        side does not, or the other way round; ArealError: as `RpcClient.call`.
+    """
+    control = transport.connect(owner.node_addr, owner.node_id, owner.incarnation)
+    try:
+        reply = await control.call(
+            OPEN_SESSION, {"puller": options.puller}, timeout_s=OPEN_TIMEOUT_S
+        )
+    finally:
+        await control.close()
+    grant = SessionGrant.from_wire(reply)
+    if grant.is_encrypted != options.is_encrypted:
+        raise ProtocolError(
+            f"transport.encrypt is {options.is_encrypted} here and {grant.is_encrypted} on "
+            f"{owner.node_id}: it has to be the same in the whole run"
+        )
+    return grant

@@ -1,0 +1,72 @@
+"""Copies that are shared among threads: every byte once, to its place."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_sc.transport import copies
+from areal_sc.transport.copies import THREAD_COPY_BYTES, Copy, run_copies
+
+
+def copies_of(sizes: list[int]) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
+    """Random sources, destinations in reverse order, and the copies between them."""
+    total = sum(sizes)
+    source = np.random.default_rng(0).integers(0, 256, total, dtype=np.uint8)
+    destination = np.zeros(total, np.uint8)
+    found, position = [], 0
+    for size in sizes:
+        place = destination.data[total - position - size : total - position]
+        found.append(Copy(source.data[position : position + size].toreadonly(), place, None))
+        position += size
+    return source, destination, found
+
+
+def arrived(source: np.ndarray, destination: np.ndarray, sizes: list[int]) -> bool:
+    ends = np.cumsum([0, *sizes])
+    total = len(source)
+    return all(
+        np.array_equal(source[start:end], destination[total - end : total - start])
+        for start, end in itertools.pairwise(ends)
+    )
+
+
+@given(st.lists(st.integers(0, 40), max_size=20), st.integers(1, 50))
+def test_every_byte_goes_to_its_place_however_the_copies_are_shared(
+    sizes: list[int], max_bytes: int
+) -> None:
+    source, destination, found = copies_of(sizes)
+    shares = list(copies._shares(found, max_bytes))
+    lengths = [sum(len(copy.source) for copy in share) for share in shares]
+    assert all(length == max_bytes for length in lengths[:-1])
+    assert all(0 < length <= max_bytes for length in lengths)
+    for share in shares:
+        copies._copy_all(share)
+    assert arrived(source, destination, sizes)
+
+
+@pytest.mark.parametrize("num_bytes", [THREAD_COPY_BYTES, THREAD_COPY_BYTES + 1])
+async def test_large_copies_run_beside_the_event_loop(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def copy_all(share: list[Copy]) -> None:
+        threads.append(threading.current_thread())
+        plain(share)
+
+    plain = copies._copy_all
+    monkeypatch.setattr(copies, "_copy_all", copy_all)
+    sizes = [num_bytes - (9 << 20) - 5, 5, 0, 9 << 20]
+    source, destination, found = copies_of(sizes)
+    await asyncio.wait_for(run_copies(found), 60)
+    assert arrived(source, destination, sizes)
+    is_large = num_bytes > THREAD_COPY_BYTES
+    assert len(threads) == (copies.NUM_COPY_THREADS if is_large else 1)
+    assert (threading.main_thread() in threads) is not is_large
