@@ -14,6 +14,7 @@ from planes_statistics import ratio
 
 NUM_HOSTS = 8
 FAN_OUTS = (16, 64, 256, 1024, 4096)
+SOME_OF_ALL = 1024
 PING_BYTES = 64
 """About what a no-op call and its reply take on the wire."""
 
@@ -33,7 +34,8 @@ class Calls:
 
     Attributes:
         p50_s, p99_s: of no-op calls, one at a time, with no other worker.
-        fan_out_cpu_s, fan_out_wall_s: number of workers -> of every round.
+        fan_out_cpu_s, fan_out_wall_s: number of workers -> of every round; to all that there are.
+        some_of_all_cpu_s: of fan-outs to `SOME_OF_ALL` of the largest number.
         steady, busy: heartbeats of all workers coming in; nothing else, or fan-outs beside them.
     """
 
@@ -41,6 +43,7 @@ class Calls:
     p99_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     fan_out_cpu_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     fan_out_wall_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    some_of_all_cpu_s: list[float] = field(default_factory=list)
     steady: dict[str, float] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
 
@@ -73,12 +76,17 @@ def measure_calls(zmq_puller: Role, folder: Path, rounds: int, count: int, watch
         for number, host in enumerate(hosts):
             host.begin("start", first=number * share, count=share)
         workers = [worker for host in hosts for worker in host.finish()]
-        controller.call("connect", workers=workers)
-        for _ in range(max(rounds, MIN_FAN_OUT_ROUNDS)):
-            for num_workers in FAN_OUTS:
+        num_connected = 0
+        for num_workers in FAN_OUTS:
+            controller.call("connect", workers=workers[num_connected:num_workers])
+            num_connected = num_workers
+            for _ in range(max(rounds, MIN_FAN_OUT_ROUNDS)):
                 spent = controller.call("fan_out", num_workers=num_workers)
                 found.fan_out_cpu_s[num_workers].append(spent["cpu_s"])
                 found.fan_out_wall_s[num_workers].append(spent["wall_s"])
+        for _ in range(max(rounds, MIN_FAN_OUT_ROUNDS)):
+            spent = controller.call("fan_out", num_workers=SOME_OF_ALL)
+            found.some_of_all_cpu_s.append(spent["cpu_s"])
         found.steady = controller.call("watch", seconds=watch_s, num_fan_outs=0)
         found.busy = controller.call("watch", seconds=watch_s / 2, num_fan_outs=NUM_BUSY_FAN_OUTS)
     return found
@@ -132,6 +140,10 @@ def metrics(calls: Calls, steps: Steps) -> dict[str, tuple[float, str]]:
     )
     for num_workers, seconds in calls.fan_out_cpu_s.items():
         found[f"fanout_{num_workers}_cpu_ms"] = (1e3 * statistics.median(seconds), "ms")
+    found[f"fanout_{SOME_OF_ALL}_of_{max(FAN_OUTS)}_cpu_ms"] = (
+        1e3 * statistics.median(calls.some_of_all_cpu_s),
+        "ms",
+    )
     return found
 
 
@@ -160,6 +172,13 @@ def print_tables(calls: Calls, steps: Steps, rounds: int, watch_s: float) -> Non
                 1e3 * statistics.median(calls.fan_out_wall_s[num_workers]),
             ]
             for num_workers, seconds in calls.fan_out_cpu_s.items()
+        ]
+        + [
+            [
+                f"{SOME_OF_ALL} of {max(FAN_OUTS)}",
+                1e3 * statistics.median(calls.some_of_all_cpu_s),
+                "-",
+            ]
         ],
     )
     report.print_table(

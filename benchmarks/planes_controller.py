@@ -149,9 +149,9 @@ class Controller:
         await self._transport.close()
 
     async def connect(self, workers: list[dict[str, str]]) -> None:
-        """Connects to the workers, and waits until all answer."""
-        self._workers = workers
-        self._connections = [
+        """Connects to these workers too, and waits until all answer."""
+        self._workers += workers
+        self._connections += [
             self._transport.connect(worker["address"], worker["name"], worker["incarnation"])
             for worker in workers
         ]
