@@ -196,7 +196,15 @@ class Puller:
                 alone = {f: key for f, key in source.keys.items() if num_sources[key] == 1}
                 found |= self._views(source.piece, alone)
         copied = {key: entry for key, entry in wanted.items() if key not in found}
-        buffer, starts = self._allocate(copied)
+        if copied:
+            found |= await self._copied(copied, sources, deadline)
+        return {key: found[key] for key in wanted}
+
+    async def _copied(
+        self, wanted: Mapping[K, _Wanted], sources: Iterable[_Source[K]], deadline: float
+    ) -> dict[K, torch.Tensor]:
+        """The tensors, joined in one buffer."""
+        buffer, starts = self._allocate(wanted)
         memory = buffer.data
         segments: dict[Owner, list[Segment]] = {}
         for source in sources:
@@ -212,9 +220,7 @@ class Puller:
             if num_values and destinations:
                 segments.setdefault(piece.owner, []).append(Segment(piece, destinations))
         await self._fill(segments, deadline)
-        for key, entry in copied.items():
-            found[key] = _tensor(buffer, starts[key], entry)
-        return {key: found[key] for key in wanted}
+        return {key: _tensor(buffer, starts[key], entry) for key, entry in wanted.items()}
 
     def _views(self, piece: Piece, keys: Mapping[str, K]) -> dict[K, torch.Tensor]:
         """The fields where they lie, if that is in an arena of this node and in one stretch."""
