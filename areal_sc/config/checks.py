@@ -6,9 +6,10 @@ Everything here is cheap and needs no worker: it runs before any is started.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from areal_sc.config.keys import value_at
-from areal_sc.config.machine import count_cuda_devices
+from areal_sc.config.machine import count_cuda_devices, interface_names, why_not_listen
 from areal_sc.config.model_folder import read_model_shape
 from areal_sc.config.ranges import check_ranges
 from areal_sc.config.schema import (
@@ -45,6 +46,7 @@ def check_config(
     """
     check_ranges(config)
     _check_lists_and_names(config)
+    _check_transport(config)
     _check_batch(config)
     _check_lengths(config)
     _check_model_context(config)
@@ -66,11 +68,6 @@ def _check_lists_and_names(config: GRPOConfig) -> None:
     for key in ("run_dir", "actor.path", "rollout.path", "transport.bind"):
         if not value_at(config, key):
             raise ConfigError(f"{key}: expected a name, got an empty one")
-    if ":" in config.transport.bind:
-        raise ConfigError(
-            "transport.bind: expected an IPv4 address, the name of a network interface, or "
-            f"0.0.0.0 (ports are chosen by the system), got {config.transport.bind!r}"
-        )
     for token in config.generation.stop_token_ids:
         if token < 0:
             raise ConfigError(
@@ -83,6 +80,23 @@ def _check_lists_and_names(config: GRPOConfig) -> None:
     if config.overwrite and config.resume == Resume.must:
         raise ConfigError(
             "resume: must needs the run that overwrite=true would delete; give one of them"
+        )
+
+
+def _check_transport(config: GRPOConfig) -> None:
+    """What this machine has; local workers are all that there are."""
+    bind, shared_memory = config.transport.bind, config.transport.shared_memory
+    if (why := why_not_listen(bind)) is not None:
+        names = ", ".join(interface_names())
+        raise ConfigError(
+            "transport.bind: expected an IPv4 address of this machine, one of its network "
+            f"interfaces ({names}), or 0.0.0.0 for all (ports are chosen by the system), got "
+            f"{bind!r}: {why}"
+        )
+    if shared_memory not in ("auto", "off") and not Path(shared_memory).expanduser().is_absolute():
+        raise ConfigError(
+            "transport.shared_memory: expected auto, off, or the absolute path of a folder, got "
+            f"{shared_memory!r}"
         )
 
 

@@ -1,9 +1,10 @@
-"""What this machine offers to workers: CUDA devices and memory, found without torch."""
+"""What this machine offers to workers: CUDA devices, memory, interfaces; found without torch."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,23 @@ def this_machine() -> Machine:
 def count_cuda_devices() -> int:
     """Number of CUDA devices that a worker on this machine would see."""
     return len(visible_cuda_memory(os.environ, _command_output, Path("/dev")))
+
+
+def interface_names() -> list[str]:
+    """Names of the network interfaces of this machine."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def why_not_listen(bind: str) -> str | None:
+    """Why sockets cannot listen on what `transport.bind` names; None: they can."""
+    if bind in ("0.0.0.0", "*") or bind in interface_names():
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((bind, 0))
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
 
 
 def visible_cuda_memory(

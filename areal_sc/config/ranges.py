@@ -28,10 +28,10 @@ class Range:
         return above and below
 
     def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        low = f"{'above' if self.low_open else 'at least'} {_plain(self.low)}"
         if math.isinf(self.high):
             return low
-        return f"{low} and {'below' if self.high_open else 'at most'} {self.high:g}"
+        return f"{low} and {'below' if self.high_open else 'at most'} {_plain(self.high)}"
 
 
 COUNT = Range(low=1)
@@ -128,5 +128,12 @@ def check_ranges(config: GRPOConfig) -> None:
             raise ConfigError(f"{key}: expected {_kind(value)} {allowed}, got {value}")
 
 
+def _plain(bound: float) -> str:
+    """Whole numbers with all their digits."""
+    return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
+
+
 def _kind(value: float) -> str:
-    return "a number" if isinstance(value, float) else "an integer"
+    if isinstance(value, float):
+        return "a finite number" if math.isinf(value) else "a number"
+    return "an integer"

@@ -224,14 +224,18 @@ class RolloutConfig:
 class TransportConfig:
     """The wire between processes."""
 
-    bind: str = "127.0.0.1"  # interface that workers listen on
+    bind: str = "127.0.0.1"  # IPv4 address or name of an interface to listen on; 0.0.0.0: all
     encrypt: bool = False  # payload too; everything is authenticated and headers of RPC encrypted
-    shared_memory: str = "auto"  # auto: /dev/shm if it is large enough; off; or a folder
+    shared_memory: str = "auto"  # auto: /dev/shm if it is large enough; off; or a folder's path
     chunk_bytes: int = 1 << 20  # payload under one authentication tag
     max_inflight_chunks: int = 16  # receiver credits: asked of one owner and not yet here
     call_timeout_s: float = 600.0  # deadline of a control call, a training step included
     pull_timeout_s: float = 300.0
     stalled_peer_timeout_s: float = 30.0  # a peer that does not read for so long is dropped
+
+    def __post_init__(self) -> None:
+        if self.shared_memory == "False":  # what YAML makes of off
+            self.shared_memory = "off"
 
 
 @dataclass

@@ -15,9 +15,7 @@ import asyncio
 import atexit
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,7 +31,11 @@ from areal_sc.ids import random_id
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, log_tail
 from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers
 from areal_sc.transport.keys import RunKeys
-from areal_sc.workers.fork_client import ForkServerClient, start_fork_server
+from areal_sc.workers.fork_client import (
+    ForkServerClient,
+    random_address,
+    start_fork_server,
+)
 from areal_sc.workers.run_memory import memory_root
 from areal_sc.workers.spec import WorkerReport, WorkerSpec, keys_path
 
@@ -82,7 +84,6 @@ class LocalScheduler:
         self._memory_root = memory_root(config.transport.shared_memory, self._run_dir)
         self._run_memory = self._open_run_memory()
         self.keys.write(keys_path(self._run_dir))
-        self._socket_dir = Path(tempfile.mkdtemp(prefix="areal-sc-"))
         self._fork_server = self._start_fork_server()
         # A script that ends without `close` does not leave the server to its orphan timeout.
         atexit.register(self.close)
@@ -131,7 +132,6 @@ class LocalScheduler:
         """Ends the fork server, and with it every worker that is left."""
         atexit.unregister(self.close)
         self._fork_server.shutdown(self.config.shutdown_timeout_s)
-        shutil.rmtree(self._socket_dir, ignore_errors=True)
         keys_path(self._run_dir).unlink(missing_ok=True)
         self._run_memory.remove()
 
@@ -142,7 +142,7 @@ class LocalScheduler:
 
     def _start_fork_server(self) -> ForkServerClient:
         return start_fork_server(
-            socket_dir=self._socket_dir,
+            address=random_address(),
             preload=() if self._num_devices else PRELOAD,
             orphan_timeout_s=self.config.orphan_timeout_s,
             log_path=self._run_dir / "logs" / "fork_server.log",

@@ -77,7 +77,9 @@ async def run_copies(copies: Sequence[Copy]) -> None:
     if num_bytes <= THREAD_COPY_BYTES:
         _copy_all(copies)
         return
-    shares = _shares(copies, -(-num_bytes // NUM_COPY_THREADS))
+    is_of_large = num_bytes >= len(copies) * NUMPY_COPY_BYTES  # small ones wait for the GIL
+    num_threads = NUM_COPY_THREADS if is_of_large else 1
+    shares = _shares(copies, -(-num_bytes // num_threads))
     await asyncio.gather(*(asyncio.to_thread(_copy_all, share) for share in shares))
 
 
@@ -85,16 +87,17 @@ def _shares(copies: Iterable[Copy], max_bytes: int) -> Iterator[list[Copy]]:
     """The copies in lists of `max_bytes` each; where a list ends, a copy may be cut."""
     share: list[Copy] = []
     room = max_bytes
-    for source, destination, keeper in copies:
-        while source:
-            size = min(len(source), room)
-            share.append(Copy(source[:size], destination[:size], keeper))
-            source, destination = source[size:], destination[size:]
-            room -= size
-            if not room:
-                yield share
-                share, room = [], max_bytes
-    if share:
+    for copy in copies:
+        rest = copy
+        while len(rest.source) > room:
+            source, destination, keeper = rest
+            share.append(Copy(source[:room], destination[:room], keeper))
+            rest = Copy(source[room:], destination[room:], keeper)
+            yield share
+            share, room = [], max_bytes
+        share.append(rest)
+        room -= len(rest.source)
+    if room < max_bytes:
         yield share
 
 

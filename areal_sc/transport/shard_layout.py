@@ -218,10 +218,10 @@ def _field_layouts(
 ) -> dict[str, FieldLayout]:
     """The fields of a ticket, all within its shard. Raises: ProtocolError.
 
-    Written out: a pull reads many tickets. Fields of like rows and dtypes share their bounds.
+    Written out: a pull reads many tickets. Fields of like rows and sizes of values share bounds.
     """
     found = {}
-    shared: dict[tuple[int, str], tuple[int, ...]] = {}
+    shared: dict[tuple[int, int], tuple[int, ...]] = {}
     for entry in entries:
         if type(entry) is not list or len(entry) != 4:
             raise ProtocolError(f"not a field of a ticket: {entry!r:.200}")
@@ -233,12 +233,13 @@ def _field_layouts(
             or start % FIELD_ALIGNMENT_BYTES
         ):
             raise ProtocolError(f"not a field of a ticket: {entry!r:.200}")
-        bounds = shared.get((row, dtype))
+        try:
+            key = row, dtype_named(dtype).itemsize
+        except MetadataError as error:
+            raise ProtocolError(f"field {name!r} of a ticket: {error}") from error
+        bounds = shared.get(key)
         if bounds is None:
-            try:
-                bounds = shared[row, dtype] = _row_bounds(dtype, rows[row])
-            except MetadataError as error:
-                raise ProtocolError(f"field {name!r} of a ticket: {error}") from error
+            bounds = shared[key] = _row_bounds(dtype, rows[row])
         if start + bounds[-1] > num_bytes:
             raise ProtocolError(f"a field of a ticket lies outside its shard of {num_bytes} bytes")
         found[name] = FieldLayout(dtype, rows[row], bounds, start)

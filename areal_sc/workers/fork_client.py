@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -17,7 +18,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ import msgpack
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.workers.fork_server import ENTRIES, MAX_MESSAGE_BYTES, serve_connection
 
-SOCKET_NAME = "fork.sock"
 _EXIT_POLL_S = 0.01
 
 
@@ -223,8 +223,16 @@ class ForkServerClient:
         return f"; see {self._log_path}" if self._log_path else ""
 
 
+def random_address() -> str:
+    """A name for a new server's socket in Linux's abstract namespace.
+
+    No file stands for it, so none is left when its processes are killed.
+    """
+    return f"\0areal-sc-{os.getuid()}-{secrets.token_hex(16)}"
+
+
 def start_fork_server(
-    socket_dir: Path,
+    address: str,
     preload: Sequence[str],
     orphan_timeout_s: float,
     log_path: Path,
@@ -238,22 +246,17 @@ def start_fork_server(
     Requests sent meanwhile wait in the socket; `wait_ready` waits for the preload to end.
 
     Args:
-        socket_dir: folder of the socket, made if needed, open to this user alone (0700). The server
-            deletes it when it ends, if nothing else is in it.
+        address: of the server's Unix socket, as `random_address` gives it; the server refuses
+            processes of other users.
         preload: modules that the server imports before it forks.
         orphan_timeout_s: so long the server and its children live without a client.
         log_path: the server's log, appended to.
         env: its environment; None passes on that of this process.
         entries: what children may run.
     """
-    socket_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    socket_dir.chmod(0o700)
     environment = _with_package(os.environ if env is None else env)
-    path = socket_dir / SOCKET_NAME
-    path.unlink(missing_ok=True)
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening,
-        _short_address(path) as address,
         log_path.open("ab") as output,
     ):
         listening.bind(address)
@@ -262,7 +265,7 @@ def start_fork_server(
             [
                 # -P: the working directory must not shadow installed modules
                 *(sys.executable, "-P", "-m", "areal_sc.workers.fork_server"),
-                *("--listen-fd", str(listening.fileno()), "--socket", str(path.absolute())),
+                *("--listen-fd", str(listening.fileno())),
                 *("--orphan-timeout", str(orphan_timeout_s)),
                 *("--preload", *preload),
                 *("--entry", *(f"{name}={target}" for name, target in entries.items())),
@@ -280,14 +283,13 @@ def start_fork_server(
 
 
 def connect_fork_server(
-    socket_dir: Path, log_path: Path | None = None, timeout_s: float = 60.0
+    address: str, log_path: Path | None = None, timeout_s: float = 60.0
 ) -> ForkServerClient | None:
-    """A client of the server that another process left running in `socket_dir`; None: none is."""
+    """A client of the server that another process left running; None: none is there."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _short_address(socket_dir / SOCKET_NAME) as address:
-            connection.connect(address)
-    except (FileNotFoundError, ConnectionRefusedError):
+        connection.connect(address)
+    except ConnectionRefusedError:
         connection.close()
         return None
     return ForkServerClient(connection, log_path=log_path, timeout_s=timeout_s)
@@ -319,16 +321,6 @@ def _with_package(env: Mapping[str, str]) -> dict[str, str]:
         paths = [root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return environment
-
-
-@contextlib.contextmanager
-def _short_address(path: Path) -> Iterator[str]:
-    """Another name of `path`: a Unix socket's may have 107 bytes, and run folders lie deep."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
 
 
 def _reap(pid: int, deadline: float) -> None:

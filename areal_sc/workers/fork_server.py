@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import gc
 import importlib
 import logging
@@ -32,7 +31,6 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgpack
@@ -243,20 +241,22 @@ class ForkServer:
         name = request["entry"]
         if name not in self._entries:
             raise OSError(f"unknown entry {name!r}: expected one of {sorted(self._entries)}")
+        # all of the request is read before the fork: a child must not fail into the server's loop
+        spec = {**request["spec"], "fds": fds} if fds else request["spec"]
+        parent_pid = os.getpid() if request["die_with_server"] else None
         output = os.open(
             request["log_path"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
         )
         sys.stdout.flush()
         sys.stderr.flush()
-        server_pid = os.getpid()
         try:
             pid = os.fork()
             if pid == 0:
                 run_child(
                     self._entries[name],
-                    {**request["spec"], "fds": fds} if fds else request["spec"],
+                    spec,
                     output,
-                    parent_pid=server_pid if request["die_with_server"] else None,
+                    parent_pid=parent_pid,
                     close_sockets=self._close_sockets,
                 )
         finally:
@@ -315,9 +315,6 @@ def serve_connection(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_sc.workers.fork_server")
     parser.add_argument("--listen-fd", type=int, required=True, help="inherited listening socket")
-    parser.add_argument(
-        "--socket", type=Path, required=True, help="its path, deleted at the end with its folder"
-    )
     parser.add_argument("--orphan-timeout", type=float, required=True, metavar="SECONDS")
     parser.add_argument("--preload", nargs="*", default=[], metavar="MODULE")
     parser.add_argument("--entry", nargs="*", default=[], metavar="NAME=MODULE:FUNCTION")
@@ -336,14 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.freeze()
     log.info("ready preload_s=%.2f modules=%d", time.monotonic() - started, len(sys.modules))
     entries = dict(entry.split("=", 1) for entry in arguments.entry) or ENTRIES
-    try:
-        ForkServer(
-            listening=listening, orphan_timeout_s=arguments.orphan_timeout, entries=entries
-        ).serve()
-    finally:  # the script that made it may have been killed
-        with contextlib.suppress(OSError):
-            arguments.socket.unlink()
-            arguments.socket.parent.rmdir()
+    ForkServer(
+        listening=listening, orphan_timeout_s=arguments.orphan_timeout, entries=entries
+    ).serve()
     return 0
 
 

@@ -233,6 +233,10 @@ def _has_own_folder(path: Path) -> bool:
         found = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise ConfigError(
+            f"shared memory cannot be kept in {path}: {error.strerror}; choose another folder"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         what = "owned by" if stat.S_ISDIR(found.st_mode) else "not a folder but a file or link of"
         raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_sc.config.checks import check_config, resolved_device
+from areal_sc.config.loader import config_text, load_config
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import ConfigError
 
@@ -32,6 +33,24 @@ Load = Callable[..., GRPOConfig]
         ("generation.top_k=-1", "generation.top_k: expected an integer at least 0, got -1"),
         ("actor.optimizer.lr=-1", "actor.optimizer.lr: expected a number at least 0, got -1.0"),
         ("actor.optimizer.lr=nan", "actor.optimizer.lr: expected a number at least 0, got nan"),
+        (
+            "transport.pull_timeout_s=inf",
+            "transport.pull_timeout_s: expected a finite number above 0, got inf",
+        ),
+        (
+            "transport.chunk_bytes=0",
+            "transport.chunk_bytes: expected an integer at least 1024 and at most 4194304, got 0",
+        ),
+        ("transport.bind=", "transport.bind: expected a name, got an empty one"),
+        ("transport.bind=eth99", "transport.bind: expected an IPv4 address of this machine, one "),
+        ("transport.bind=203.0.113.7", "transport.bind: expected an IPv4 address of this machine"),
+        ("transport.bind=127.0.0.1\\:80", "transport.bind: expected an IPv4 address of this "),
+        (
+            "transport.shared_memory=relative_dir",
+            "transport.shared_memory: expected auto, off, or the absolute path of a folder, got "
+            "'relative_dir'",
+        ),
+        ("transport.shared_memory=true", "transport.shared_memory: expected auto, off, or the "),
         ("actor.optimizer.beta2=1", "actor.optimizer.beta2: expected a number at least 0 and bel"),
         ("rollout.num_workers=0", "rollout.num_workers: expected an integer at least 1, got 0"),
         ("transport.call_timeout_s=0", "transport.call_timeout_s: expected a number above 0, got"),
@@ -88,6 +107,11 @@ def test_impossible_settings(load: Load, override: str, message: str) -> None:
         "rollout.group_size=1 actor.ppo.advantage_mean=none actor.ppo.advantage_std=none",
         "scheduler.orphan_timeout_s=4",
         "actor.optimizer.max_grad_norm=0",
+        "transport.bind=lo",
+        "transport.bind=localhost",
+        "transport.bind=0.0.0.0",
+        "transport.bind=*",
+        "transport.shared_memory=/scratch/shared",
     ],
 )
 def test_settings_at_the_edge_are_allowed(load: Load, override: str) -> None:
@@ -221,6 +245,18 @@ def test_warnings(load: Load, override: str, warning: str) -> None:
 
 def test_no_warning_without_a_reason(load: Load) -> None:
     assert check_config(load(), lambda: 0) == []
+
+
+@pytest.mark.parametrize("spelled", ["off", "Off", "false", "'off'"])
+def test_shared_memory_is_off_however_yaml_reads_it(
+    write_yaml: Callable[..., Path], spelled: str
+) -> None:
+    path = write_yaml()
+    path.write_text(f"{path.read_text()}transport: {{shared_memory: {spelled}}}\n")
+    config = load_config(["--config", str(path)], GRPOConfig)
+    assert config.transport.shared_memory == "off"
+    assert config.scheduler.transport.shared_memory == "off"
+    assert "shared_memory: 'off'" in config_text(config)
 
 
 def test_unresolved_configuration_is_refused() -> None:

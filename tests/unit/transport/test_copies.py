@@ -70,3 +70,29 @@ async def test_large_copies_run_beside_the_event_loop(
     is_large = num_bytes > THREAD_COPY_BYTES
     assert len(threads) == (copies.NUM_COPY_THREADS if is_large else 1)
     assert (threading.main_thread() in threads) is not is_large
+
+
+async def test_many_small_copies_share_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the GIL: several threads would wait for each other."""
+    shares: list[int] = []
+
+    def copy_all(share: list[Copy]) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        shares.append(len(share))
+        plain(share)
+
+    plain = copies._copy_all
+    monkeypatch.setattr(copies, "_copy_all", copy_all)
+    sizes = [64 << 10] * (THREAD_COPY_BYTES >> 16) + [1]
+    source, destination, found = copies_of(sizes)
+    await asyncio.wait_for(run_copies(found), 60)
+    assert arrived(source, destination, sizes)
+    assert shares == [len(sizes)]
+
+
+@pytest.mark.parametrize("place_bytes", [THREAD_COPY_BYTES, THREAD_COPY_BYTES + 2])
+async def test_a_place_of_another_size_is_refused(place_bytes: int) -> None:
+    source = np.zeros(THREAD_COPY_BYTES + 1, np.uint8).data
+    place = np.zeros(place_bytes, np.uint8).data
+    with pytest.raises(ValueError, match="could not broadcast"):
+        await asyncio.wait_for(run_copies([Copy(source, place, None)]), 60)

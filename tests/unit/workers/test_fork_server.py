@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from areal_sc.errors import WorkerLost, WorkerStartError
@@ -66,6 +67,25 @@ def _link(fd):
 """
 
 
+ANOTHER_USER = """
+import os, socket, sys
+os.setuid(65534)
+client = socket.socket(socket.AF_UNIX)
+client.settimeout(20)
+client.connect("\\0" + sys.argv[1])
+client.sendall(b"\\x81\\xa2id\\x01")
+try:
+    print(client.recv(100), end="")
+except ConnectionResetError:
+    print(b"", end="")
+"""
+
+
+def address_in(folder: Path) -> str:
+    """Of the one server of a test."""
+    return f"\0areal-sc-test-{folder}"
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., ForkServerClient]]:
     """Starts servers that know `BEHAVE`, and ends them afterwards."""
@@ -77,7 +97,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ForkServerClient]]:
         orphan_timeout_s: float = 30.0, preload: tuple[str, ...] = ()
     ) -> ForkServerClient:
         client = start_fork_server(
-            tmp_path / "sockets",
+            address_in(tmp_path),
             preload,
             orphan_timeout_s,
             tmp_path / "server.log",
@@ -179,21 +199,36 @@ def test_garbage_ends_the_connection_not_the_server(
 ) -> None:
     client = start()
     server_pid = client.wait_ready(20.0)
-    for garbage in (b"\xc1\xc1\xc1", b"\x93\x01\x02\x03", b"\x81\xa2id\x01"):
+    incomplete = {"id": 1, "op": "spawn", "entry": "behave", "num_fds": 0, "log_path": "/dev/null"}
+    for garbage in (
+        b"\xc1\xc1\xc1",
+        b"\x93\x01\x02\x03",
+        b"\x81\xa2id\x01",
+        msgpack.packb(incomplete),
+        msgpack.packb({**incomplete, "spec": {}}),
+    ):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
             other.settimeout(20.0)
-            other.connect(str(tmp_path / "sockets" / "fork.sock"))
+            other.connect(address_in(tmp_path))
             other.sendall(garbage)
             assert other.recv(100) == b""
     assert client.wait_ready(20.0) == server_pid
 
 
-def test_the_socket_is_this_users_alone(
-    start: Callable[..., ForkServerClient], tmp_path: Path
-) -> None:
-    (tmp_path / "sockets").mkdir(mode=0o755)
-    start().wait_ready(20.0)
-    assert (tmp_path / "sockets").stat().st_mode & 0o777 == 0o700
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_not_served(start: Callable[..., ForkServerClient], tmp_path: Path) -> None:
+    client = start()
+    client.wait_ready(20.0)
+    finished = subprocess.run(
+        [sys.executable, "-c", ANOTHER_USER, address_in(tmp_path)[1:]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert finished.stdout == "b''"
+    assert "refused a client of uid=65534" in (tmp_path / "server.log").read_text()
+    assert client.wait_ready(20.0) > 0
 
 
 def test_shutdown_ends_children_that_ignore_sigterm(
@@ -235,11 +270,11 @@ def test_a_failed_preload_is_told(start: Callable[..., ForkServerClient]) -> Non
 def test_a_client_that_comes_later_gets_what_it_missed(
     start: Callable[..., ForkServerClient], tmp_path: Path
 ) -> None:
-    assert connect_fork_server(tmp_path) is None
+    assert connect_fork_server(address_in(tmp_path)) is None
     first = start()
     pid = first.spawn("behave", {"do": "return", "value": 5}, tmp_path / "child.log")
     assert first.wait(pid, 20.0) == 5
-    second = connect_fork_server(tmp_path / "sockets")
+    second = connect_fork_server(address_in(tmp_path))
     assert second is not None
     assert second.poll() == {pid: 5}
     second.close()
@@ -247,10 +282,10 @@ def test_a_client_that_comes_later_gets_what_it_missed(
 
 LAUNCH = """
 import os, pathlib, signal, sys
-from areal_sc.workers.fork_client import start_fork_server
+from areal_sc.workers.fork_client import random_address, start_fork_server
 folder = pathlib.Path(sys.argv[1])
 client = start_fork_server(
-    folder / "sockets", (), 0.3, folder / "server.log", entries={"behave": "fork_entries:behave"}
+    random_address(), (), 0.3, folder / "server.log", entries={"behave": "fork_entries:behave"}
 )
 child = client.spawn("behave", {"do": "sleep"}, folder / "child.log")
 print(client.wait_ready(20.0), child, flush=True)
@@ -274,7 +309,6 @@ def test_nothing_is_left_when_the_script_is_killed(tmp_path: Path) -> None:
     assert finished.returncode == -signal.SIGKILL, finished.stderr
     for pid in map(int, finished.stdout.split()):
         wait_until_ended(pid)
-    assert not (tmp_path / "sockets").exists()
 
 
 OWNER = """
