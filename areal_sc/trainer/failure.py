@@ -7,10 +7,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -30,7 +31,9 @@ from areal_sc.errors import (
 
 EXIT_UNEXPECTED = 1
 EXIT_CTRL_C = 128 + signal.SIGINT
-EXIT_SIGTERM = 128 + signal.SIGTERM
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""End a run as Ctrl-C does; SIGHUP says that the terminal is gone."""
 
 _NUM_FRAMES = 3
 _NUM_NOTE_LINES = 6
@@ -51,7 +54,11 @@ _TITLES: tuple[tuple[type[ArealError], str], ...] = (
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. Whatever cleans up after Ctrl-C cleans up after this too."""
+    """One of `STOP_SIGNALS` arrived. Whatever cleans up after Ctrl-C cleans up after this too."""
+
+    def __init__(self, stopped_by: signal.Signals = signal.SIGTERM) -> None:
+        super().__init__(stopped_by.name)
+        self.stopped_by = stopped_by
 
 
 def run_script(
@@ -62,8 +69,9 @@ def run_script(
 ) -> int:
     """Runs a script's `main` to its end: `sys.exit(run_script(main))`.
 
-    A failure is shown as one block. SIGTERM unwinds `main` as Ctrl-C does, once; further ones are
-    ignored, so that the clean-up can finish. Must be called in the main thread.
+    A failure is shown as one block. SIGTERM and SIGHUP (unless it is ignored, as under nohup)
+    unwind `main` as Ctrl-C does, once; further ones are ignored, so that the clean-up can finish.
+    Must be called in the main thread.
 
     Args:
         main: takes the command line's arguments.
@@ -71,12 +79,15 @@ def run_script(
         console: where a failure is shown; None is standard error.
     Returns: the process's exit code, 0 when `main` returned.
     """
+    arrived: list[signal.Signals] = []
     try:
-        with _sigterm_raises():
+        with _stop_signals_raise() as arrived:
             main(list(sys.argv[1:] if argv is None else argv))
     except SystemExit:
         raise
     except BaseException as error:  # the boundary of the process
+        if isinstance(error, OSError) and arrived == [signal.SIGHUP]:
+            error = Terminated(signal.SIGHUP)  # what it met was the lack of a terminal
         return report_failure(error, console, run_dir=_folder_of_log())
     return 0
 
@@ -98,9 +109,12 @@ def report_failure(
     """
     block = _Block(console or Console(stderr=True))
     if isinstance(error, KeyboardInterrupt):
-        is_sigterm = isinstance(error, Terminated)
-        block.line("stopped by SIGTERM" if is_sigterm else "stopped by Ctrl-C", style="yellow")
-        return EXIT_SIGTERM if is_sigterm else EXIT_CTRL_C
+        if not isinstance(error, Terminated):
+            block.line("stopped by Ctrl-C", style="yellow")
+            return EXIT_CTRL_C
+        with suppress(OSError):  # there may be no terminal any more
+            block.line(f"stopped by {error.stopped_by.name}", style="yellow")
+        return 128 + error.stopped_by
     cause, num_others = _first_cause(error)
     if isinstance(cause, ConfigError):
         block.title(_title(cause))
@@ -254,15 +268,23 @@ def _folder_of_log() -> Path | None:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """While open, SIGTERM raises `Terminated` in the main thread."""
+def _stop_signals_raise() -> Iterator[list[signal.Signals]]:
+    """While open, `STOP_SIGNALS` raise `Terminated` in the main thread; gives those that did."""
+    before: dict[signal.Signals, Any] = {}
+    arrived: list[signal.Signals] = []
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated("SIGTERM")
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        arrived.append(signal.Signals(signal_number))
+        raise Terminated(arrived[0])
 
-    before = signal.signal(signal.SIGTERM, stop)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.getsignal(number)
+            signal.signal(number, stop)
     try:
-        yield
+        yield arrived
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

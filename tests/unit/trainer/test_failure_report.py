@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -247,7 +249,11 @@ sys.exit(run_script(main))
 @pytest.mark.parametrize("how", ["sleep", "asyncio"])
 @pytest.mark.parametrize(
     ("signal_number", "exit_code", "text"),
-    [(signal.SIGTERM, 143, "stopped by SIGTERM\n"), (signal.SIGINT, 130, "stopped by Ctrl-C\n")],
+    [
+        (signal.SIGTERM, 143, "stopped by SIGTERM\n"),
+        (signal.SIGHUP, 129, "stopped by SIGHUP\n"),
+        (signal.SIGINT, 130, "stopped by Ctrl-C\n"),
+    ],
 )
 def test_signals_stop_cleanly(
     how: str, signal_number: int, exit_code: int, text: str, run_dir: Path
@@ -295,3 +301,48 @@ def test_frames_of_an_unexpected_error_begin_in_the_script(run_dir: Path) -> Non
     assert "  IndexError: list index out of range" in result.stderr.splitlines()
     assert " in main: (no source)" in result.stderr
     assert "run_script" not in result.stderr
+
+
+HANG_UP = """
+import signal, sys, time
+from areal_sc.trainer.failure import run_script
+
+def main(argv):
+    if argv == ["ignored"]:
+        signal.raise_signal(signal.SIGHUP)
+        print("ended", flush=True)
+        return
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("x" * 10_000, flush=True)  # as a display does that shows its last state
+
+if sys.argv[1:] == ["ignored"]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+sys.exit(run_script(main))
+"""
+
+
+def test_a_closed_terminal_ends_the_script() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", HANG_UP])
+    try:
+        assert os.read(terminal, 100).startswith(b"ready")
+        os.close(terminal)
+        give_up = time.monotonic() + 60
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 129
+
+
+def test_a_script_under_nohup_goes_on() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", HANG_UP, "ignored"], capture_output=True, text=True, timeout=60
+    )
+    assert (finished.returncode, finished.stdout) == (0, "ended\n")
