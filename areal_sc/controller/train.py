@@ -91,7 +91,9 @@ class TrainController(Shell):
                 for index in range(world_size)
             ]
         )
-        init_method = await self._fleet.call(self._fleet.members[0], "create_rendezvous", {})
+        init_method = ""
+        if world_size > 1:  # one rank alone opens no port for it
+            init_method = await self._fleet.call(self._fleet.members[0], "create_rendezvous", {})
         await self._fleet.call_all(
             "initialize",
             [
