@@ -218,7 +218,7 @@ def test_run_script_leaves_sys_exit_alone() -> None:
 
 
 SCRIPT = """
-import asyncio, logging, sys, time
+import asyncio, logging, signal, sys, time
 from pathlib import Path
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
@@ -242,6 +242,7 @@ def main(argv):
     finally:
         print("cleaned up", flush=True)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 sys.exit(run_script(main))
 """
 
@@ -318,8 +319,8 @@ def main(argv):
     finally:
         print("x" * 10_000, flush=True)  # as a display does that shows its last state
 
-if sys.argv[1:] == ["ignored"]:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+is_ignored = sys.argv[1:] == ["ignored"]
+signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
 sys.exit(run_script(main))
 """
 
