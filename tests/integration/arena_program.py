@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -153,12 +154,15 @@ class Program:
         counts = {"mapped": 0, "gone": 0, "spoiled": 0}
         told: list[tuple[str, int]] = []
         held: deque[tuple[MappedShard, int]] = deque()
+        unfinished = ""
         with open(log) as file:
             while True:
-                lines = file.read().splitlines()
+                # a line that crosses a page may come in two halves, or end with its killed writer
+                *lines, unfinished = (unfinished + file.read()).split("\n")
                 if "END" in lines:
                     break
-                told += [(name, int(number)) for name, number in map(str.split, lines)]
+                found = map(_LINE.fullmatch, lines)
+                told += [(line[1], int(line[2])) for line in found if line is not None]
                 if not told:
                     continue
                 for _ in range(20):
@@ -177,6 +181,9 @@ class Program:
                         del shard
         counts["spoiled"] += sum(not is_intact(shard, number) for shard, number in held)
         return counts
+
+
+_LINE = re.compile(r"(\w+\.\d+) (\d+)")
 
 
 def main(root: str, run_id: str, worker: str, incarnation: str) -> None:
