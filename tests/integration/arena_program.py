@@ -27,6 +27,7 @@ from areal_sc.transport.arena.map import ArenaMap, MappedShard
 from areal_sc.transport.tensor_store import TensorStore
 
 MIB = 1 << 20
+_LINE = re.compile(r"(\w+\.\d+) (\d+)")
 
 
 def rows_of(seed: int) -> list[int]:
@@ -181,9 +182,6 @@ class Program:
                         del shard
         counts["spoiled"] += sum(not is_intact(shard, number) for shard, number in held)
         return counts
-
-
-_LINE = re.compile(r"(\w+\.\d+) (\d+)")
 
 
 def main(root: str, run_id: str, worker: str, incarnation: str) -> None:
