@@ -5,8 +5,8 @@ Everything here is cheap and needs no worker: it runs before any is started.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from areal_sc.config.keys import value_at
 from areal_sc.config.machine import count_cuda_devices, interface_names, why_not_listen
@@ -93,7 +93,8 @@ def _check_transport(config: GRPOConfig) -> None:
             f"interfaces ({names}), or 0.0.0.0 for all (ports are chosen by the system), got "
             f"{bind!r}: {why}"
         )
-    if shared_memory not in ("auto", "off") and not Path(shared_memory).expanduser().is_absolute():
+    is_folder = os.path.isabs(os.path.expanduser(shared_memory))
+    if shared_memory not in ("auto", "off") and not is_folder:
         raise ConfigError(
             "transport.shared_memory: expected auto, off, or the absolute path of a folder, got "
             f"{shared_memory!r}"

@@ -13,6 +13,9 @@ from pathlib import Path
 PROBE_TIMEOUT_S = 20.0
 """`nvidia-smi` takes seconds where the driver has to be loaded first."""
 
+EVERYWHERE = ("0.0.0.0", "*")
+"""`transport.bind` that means all interfaces."""
+
 CommandOutput = Callable[[list[str]], str | None]
 """Runs a command; its standard output, or None when it is not there or fails."""
 
@@ -54,7 +57,7 @@ def interface_names() -> list[str]:
 
 def why_not_listen(bind: str) -> str | None:
     """Why sockets cannot listen on what `transport.bind` names; None: they can."""
-    if bind in ("0.0.0.0", "*") or bind in interface_names():
+    if bind in EVERYWHERE or bind in interface_names():
         return None
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import sys
@@ -86,8 +87,8 @@ def run_script(
     except SystemExit:
         raise
     except BaseException as error:  # the boundary of the process
-        if isinstance(error, OSError) and arrived == [signal.SIGHUP]:
-            error = Terminated(signal.SIGHUP)  # what it met was the lack of a terminal
+        if arrived == [signal.SIGHUP] and isinstance(error, OSError) and error.errno == errno.EIO:
+            error = Terminated(signal.SIGHUP)  # the display wrote to a terminal that is gone
         return report_failure(error, console, run_dir=_folder_of_log())
     return 0
 

@@ -10,9 +10,8 @@ from typing import Final
 
 import zmq
 
+from areal_sc.config.machine import EVERYWHERE
 from areal_sc.errors import TransportError
-
-EVERYWHERE: Final = ("0.0.0.0", "*")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _HOW_TO: Final = "set transport.bind to the IP address or the name of one network interface"

@@ -132,10 +132,7 @@ class ArenaFolder:
             _check_root(root)
             self._lock = self._join(base)
         except OSError as error:
-            raise ConfigError(
-                f"shared memory cannot be kept in {self.path}: {error.strerror}; "
-                "choose another folder"
-            ) from error
+            raise _unusable(self.path, error) from error
 
     def create(self, worker: str, incarnation: str) -> ArenaFiles:
         """A new arena, owned by this process.
@@ -221,6 +218,12 @@ def _make_own_folder(path: Path) -> bool:
     return _has_own_folder(path)
 
 
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"shared memory cannot be kept in {path}: {error.strerror}; choose another folder"
+    )
+
+
 def _has_own_folder(path: Path) -> bool:
     """Whether the folder exists.
 
@@ -234,9 +237,7 @@ def _has_own_folder(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise ConfigError(
-            f"shared memory cannot be kept in {path}: {error.strerror}; choose another folder"
-        ) from error
+        raise _unusable(path, error) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         what = "owned by" if stat.S_ISDIR(found.st_mode) else "not a folder but a file or link of"
         raise ConfigError(

@@ -50,6 +50,7 @@ Load = Callable[..., GRPOConfig]
             "transport.shared_memory: expected auto, off, or the absolute path of a folder, got "
             "'relative_dir'",
         ),
+        ("transport.shared_memory='~nobody_here/x'", "transport.shared_memory: expected auto, "),
         ("transport.shared_memory=true", "transport.shared_memory: expected auto, off, or the "),
         ("actor.optimizer.beta2=1", "actor.optimizer.beta2: expected a number at least 0 and bel"),
         ("rollout.num_workers=0", "rollout.num_workers: expected an integer at least 1, got 0"),

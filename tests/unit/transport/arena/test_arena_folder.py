@@ -310,3 +310,9 @@ def test_a_root_without_room_is_replaced_with_one_warning(
     missing = tmp_path / "missing"
     assert choose_root("auto", 1, fallback, shared_memory=missing) == fallback
     assert "missing cannot be used" in caplog.records[1].getMessage()
+
+
+def test_a_file_is_no_place_for_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*Not a directory; choose another"):
+        clean_leftovers(tmp_path / "file")
