@@ -123,7 +123,10 @@ class Sealer:
         if self.is_encrypted:
             payload = self._pool.joined(parts)
             sealed = self._pool.take(len(payload) + TAG_BYTES)
-            self._aead.encrypt_into(nonce, payload, None, sealed.data)
+            cipher = Cipher(self._cipher, GCM(nonce)).encryptor()
+            cipher.update_into(payload, sealed.data[: len(payload)])
+            cipher.finalize()
+            sealed.data[len(payload) :] = cipher.tag
             return [sealed.data]
         sent = self._with_small_joined(parts)
         if len(sent) == 1:
@@ -165,8 +168,11 @@ class Sealer:
 
         Raises: ProtocolError: the tag is wrong; what `into` holds then must not be used.
         """
+        nonce, tag = _NONCE.pack(sequence, number), bytes(frame[-TAG_BYTES:])
+        cipher = Cipher(self._cipher, GCM(nonce, tag)).decryptor()
         try:
-            self._aead.decrypt_into(_NONCE.pack(sequence, number), frame, None, into)
+            cipher.update_into(frame[:-TAG_BYTES], into)
+            cipher.finalize()
         except InvalidTag:
             raise ProtocolError(f"the tag of payload frame {number} is wrong") from None
 
