@@ -8,6 +8,7 @@ from typing import Final, Protocol
 import zmq
 
 from areal_sc.errors import TransportError
+from areal_sc.transport.socket import FRAME_BYTES
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -46,15 +47,14 @@ class Authenticator(Protocol):
         """Gives `socket` the keys of a member; before it connects."""
 
 
-def configure_socket(socket: zmq.Socket[bytes], max_frame_bytes: int) -> None:
+def configure_socket(socket: zmq.Socket[bytes]) -> None:
     """The options that both sides share.
 
-    Args:
-        max_frame_bytes: ZMQ ends the connection of a peer that announces a larger frame (by more
-            than encryption adds), before anything is allocated for it.
+    ZMQ ends the connection of a peer that announces a frame of more than `FRAME_BYTES` (and what
+    encryption adds), before anything is allocated for it.
     """
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + _SEALING_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _SEALING_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)

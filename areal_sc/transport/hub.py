@@ -103,7 +103,6 @@ class PeerHub:
     """Connections to servers; must be made on a running event loop.
 
     Args:
-        max_frame_bytes: of any frame that a peer sends; a larger one ends its connection.
         max_frames: frames of one message; of a longer one, one more is handed over.
         authenticator: prepares the socket, for servers that admit only members of the run.
         context: shared ZMQ context; the hub's own one when None.
@@ -112,7 +111,6 @@ class PeerHub:
     def __init__(
         self,
         *,
-        max_frame_bytes: int,
         max_frames: int,
         authenticator: Authenticator | None = None,
         context: Context | None = None,
@@ -121,7 +119,7 @@ class PeerHub:
         if context is None:
             context = self._own_context = zmq.Context()
         raw = context.socket(zmq.ROUTER)
-        configure_socket(raw, max_frame_bytes)
+        configure_socket(raw)
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         raw.setsockopt(zmq.RECONNECT_IVL, 100)
         raw.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)

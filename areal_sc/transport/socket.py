@@ -29,8 +29,9 @@ RECEIVES_PER_TURN: Final = 32
 SEND_RETRY_S: Final = 0.01
 """A ROUTER is "writable" as long as any peer has room, so waiting for one full peer also polls."""
 
-ZERO_COPY_BYTES: Final = 64 << 10
-"""Smaller frames are copied into ZMQ's own memory, which costs less than tracking theirs."""
+FRAME_BYTES: Final = 32 << 10
+"""The last part of a message travels in frames of at most this size. ZMQ keeps a frame of whoever
+connects before it knows who that is, so this is what a stranger can make a server hold."""
 
 # plain integers: pyzmq converts its enumerations on every call, which costs as much as the call
 _DONTWAIT: Final = int(zmq.DONTWAIT)
@@ -72,8 +73,6 @@ class AsyncSocket:
     async def send_multipart(self, frames: Sequence[Buffer]) -> None:
         """Queues a message, waiting while the peer's queue is at its high-water mark.
 
-        Large frames are not copied: their memory must stay unchanged until it is sent.
-
         Raises: PeerLost: a ROUTER's peer is gone, or this socket was closed.
         """
         while not self.send_nowait(frames):
@@ -90,6 +89,8 @@ class AsyncSocket:
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         """Queues a message if there is room; tells whether it did.
 
+        The receiver gets the last part as one frame for each `FRAME_BYTES` of it.
+
         Raises: PeerLost: a ROUTER's peer is gone, or this socket was closed.
         """
         if self._is_closed:
@@ -97,9 +98,13 @@ class AsyncSocket:
         send = self.raw.send
         try:
             for frame in frames[:-1]:
-                send(frame, _SEND_MORE, len(frame) < ZERO_COPY_BYTES)
-            last = frames[-1]
-            send(last, _DONTWAIT, len(last) < ZERO_COPY_BYTES)
+                send(frame, _SEND_MORE)
+            rest = frames[-1]
+            while len(rest) > FRAME_BYTES:  # only the first part of a message can lack room
+                rest = memoryview(rest)
+                send(rest[:FRAME_BYTES], _SEND_MORE)
+                rest = rest[FRAME_BYTES:]
+            send(rest, _DONTWAIT)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

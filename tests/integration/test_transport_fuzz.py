@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,14 @@ from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.codec import MessageLimits, Reply, Request, decode, encode
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.socket import FRAME_BYTES
 
 LIMITS = MessageLimits()
 MAX_GROWTH_BYTES = 24 << 20
+
+NUM_HOLDERS = 150
+HOLDERS_BYTES = 64 << 20
+"""What so many strangers may make a server hold, whatever they send."""
 
 
 @pytest.fixture
@@ -136,6 +141,33 @@ async def test_strangers_that_hold_connections_open_are_put_out(server: ServerPr
     await transport.close()
 
 
+def hold(port: int, num_bytes: int) -> socket.socket:
+    """A stranger who announces a frame of so many bytes, and keeps the last of them back."""
+    stranger = socket.create_connection(("127.0.0.1", port), timeout=30)
+    with suppress(ConnectionError):  # the server does not take so large a frame
+        stranger.sendall(greeting(CURVE) + b"\x06" + num_bytes.to_bytes(8, "big"))
+        stranger.sendall(bytes(num_bytes - 1))
+    return stranger
+
+
+@pytest.mark.parametrize("num_bytes", [16 << 20, 1 << 20, FRAME_BYTES])
+async def test_strangers_with_long_frames_fill_no_memory(
+    server: ServerProcess, num_bytes: int
+) -> None:
+    transport = ZmqTransport(authenticator=server.member())
+    member = server.connect(transport)
+    assert await member.call("echo", {}, timeout_s=30) == {}
+    before_bytes = server.memory_bytes
+    with ExitStack() as strangers:
+        for number in range(NUM_HOLDERS):
+            strangers.enter_context(await asyncio.to_thread(hold, server.port, num_bytes))
+            assert server.memory_bytes - before_bytes < HOLDERS_BYTES
+            if number % 10 == 0:  # members are served meanwhile, also with what takes many frames
+                large = {"x": bytes(3 << 20)}
+                assert await member.call("echo", large, timeout_s=30) == large
+    await transport.close()
+
+
 async def test_a_caller_with_the_keys_of_another_run_is_told_so(server: ServerProcess) -> None:
     transport = ZmqTransport(authenticator=CurveAuthenticator(RunKeys.create(), "stranger"))
     with pytest.raises(PeerLost, match=r"the handshake failed: .* the keys of another run"):
@@ -230,33 +262,34 @@ async def test_a_replayed_request_is_answered_and_not_executed(server: ServerPro
 async def test_oversized_truncated_and_foreign_messages_are_refused(server: ServerProcess) -> None:
     good = encode(Request("id", "life1", "count", {}), LIMITS)
     refused = [
-        good[:-1],
-        good[:3],
-        b"",
-        good[:5] + bytes([good[5] + 1]) + good[6:],  # another protocol version
-        good + b"\x00",
-        b"\x00" * LIMITS.max_bytes,
+        [good[:-1]],
+        [good[:3]],
+        [b""],
+        [good[:5] + bytes([good[5] + 1]) + good[6:]],  # another protocol version
+        [good + b"\x00"],
+        [good, good],
+        [good] * 1000,
+        [bytes(FRAME_BYTES)] * LIMITS.max_frames,
+        [*[bytes(FRAME_BYTES)] * LIMITS.max_frames, b"\x00"],
     ]
     transport = ZmqTransport(authenticator=server.member())
     client = server.connect(transport)
     with raw_member(server) as dealer:
-        for frame in refused:
-            dealer.send(frame)
-        dealer.send_multipart([good, good])
-        dealer.send_multipart([good] * 1000)
+        for frames in refused:
+            dealer.send_multipart(frames)
         dealer.send(encode(Request("after", "life1", "echo", {}), LIMITS))
         answer = await asyncio.to_thread(receive, dealer)
         assert decode([memoryview(answer)], LIMITS) == Reply("after", {})
         counted = await counters(client)
-        assert (counted["num_malformed"], counted["num_calls"]) == (len(refused) + 2, 0)
-        # one byte more, and ZMQ ends the connection before there is room for it
+        assert (counted["num_malformed"], counted["num_calls"]) == (len(refused), 0)
+        # ZMQ ends the connection before there is room for a frame that is too long
         before_bytes = server.memory_bytes
-        dealer.send(b"\x00" * (LIMITS.max_bytes + 1))
+        dealer.send(bytes(LIMITS.max_bytes))
         dealer.send(encode(Request("lost", "life1", "count", {}), LIMITS))
         assert await client.call("echo", {}, timeout_s=30) == {}
         assert server.memory_bytes - before_bytes < LIMITS.max_bytes // 2
     counted = await counters(client)
-    assert counted["num_malformed"] == len(refused) + 2
+    assert counted["num_malformed"] == len(refused)
     await transport.close()
 
 

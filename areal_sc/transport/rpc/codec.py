@@ -1,4 +1,4 @@
-"""The wire form of RPC: every message is one ZMQ frame, which is one msgpack list.
+"""The wire form of RPC: every message is one msgpack list; a long one takes several ZMQ frames.
 
     [protocol, kind, request id, ...]           protocol: "ASC" and the version, as one number
 
@@ -16,9 +16,9 @@ import msgpack
 from msgpack import packb, unpackb
 
 from areal_sc.errors import ProtocolError
-from areal_sc.transport.socket import Buffer, Frame
+from areal_sc.transport.socket import FRAME_BYTES, Buffer, Frame
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 _MAGIC: Final = int.from_bytes(b"ASC")
 _PROTOCOL: Final = _MAGIC << 8 | PROTOCOL_VERSION
 
@@ -49,7 +49,7 @@ class MessageLimits:
     """What one message may hold; a larger one is refused on either side.
 
     Attributes:
-        max_bytes: of its frame; ZMQ ends the connection of a peer that announces a larger one.
+        max_bytes: of all its frames.
         max_elements: of all its lists and dicts together. An element takes one byte on the wire
             and up to 64 in memory, so this is what bounds the memory that decoding takes.
         max_name_chars: of request ids, incarnations and method names.
@@ -58,6 +58,11 @@ class MessageLimits:
     max_bytes: int = 16 << 20
     max_elements: int = 1 << 20
     max_name_chars: int = 256
+
+    @property
+    def max_frames(self) -> int:
+        """In which a message of `max_bytes` is sent."""
+        return -(-self.max_bytes // FRAME_BYTES)
 
 
 @dataclass(slots=True)
@@ -110,7 +115,7 @@ Message = Request | Reply | Failure | Cancel
 
 
 def encode(message: Message, limits: MessageLimits) -> bytes:
-    """The frame of a message.
+    """The bytes of a message.
 
     Raises: ProtocolError: something is not msgpack-able, or over a limit.
     """
@@ -129,13 +134,13 @@ def encode(message: Message, limits: MessageLimits) -> bytes:
 def encode_request(
     request_id: str, incarnation: str, method: str, args: dict[str, Any], limits: MessageLimits
 ) -> bytes:
-    """The frame of a `Request`, without making one; raises as `encode`."""
+    """The bytes of a `Request`, without making one; raises as `encode`."""
     body = [_PROTOCOL, _Kind.REQUEST, request_id, incarnation, method, args]
     return _framed(body, limits)
 
 
 def encode_reply(request_id: str, value: Any, limits: MessageLimits) -> bytes:
-    """The frame of a `Reply`, without making one; raises as `encode`."""
+    """The bytes of a `Reply`, without making one; raises as `encode`."""
     return _framed([_PROTOCOL, _Kind.REPLY, request_id, value], limits)
 
 
@@ -148,7 +153,7 @@ def pack_call(method: str, args: dict[str, Any]) -> bytes:
 
 
 def request_frame(request_id: str, incarnation: str, call: bytes, limits: MessageLimits) -> bytes:
-    """The frame of a `Request`, as `encode_request` gives it, around what `pack_call` gave.
+    """The bytes of a `Request`, as `encode_request` gives it, around what `pack_call` gave.
 
     Raises: ProtocolError: it is over a limit.
     """
@@ -163,12 +168,12 @@ def decode(frames: Sequence[Frame], limits: MessageLimits) -> Message:
 
     Raises: ProtocolError: no correct peer of this protocol version sends these frames.
     """
-    if len(frames) != 1:
-        raise ProtocolError(f"a message is one frame, not {len(frames)}")
-    frame = frames[0]
-    if len(frame) > limits.max_bytes:
-        raise _too_large(frame, limits)
-    body = unpack(frame, limits.max_elements)
+    if not 1 <= len(frames) <= limits.max_frames:
+        raise ProtocolError(f"a message has 1 to {limits.max_frames} frames, not {len(frames)}")
+    num_bytes = sum(map(len, frames))
+    if num_bytes > limits.max_bytes:
+        raise _too_large(num_bytes, limits)
+    body = unpack(frames[0] if len(frames) == 1 else b"".join(frames), limits.max_elements)
     if type(body) is not list or len(body) < 4 or body[0] != _PROTOCOL:
         raise _not_of_this_protocol(body)
     request_id = body[2]
@@ -267,13 +272,13 @@ def _pack(value: Any) -> bytes:
 def _check_large(frame: bytes, limits: MessageLimits) -> None:
     """What the receiver would refuse is refused here: the caller gets no answer from there."""
     if len(frame) > limits.max_bytes:
-        raise _too_large(frame, limits)
+        raise _too_large(len(frame), limits)
     if len(frame) > limits.max_elements:
         unpack(frame, limits.max_elements)
 
 
-def _too_large(frame: Buffer, limits: MessageLimits) -> ProtocolError:
-    return ProtocolError(f"a message has {len(frame)} bytes, the limit is {limits.max_bytes}")
+def _too_large(num_bytes: int, limits: MessageLimits) -> ProtocolError:
+    return ProtocolError(f"a message has {num_bytes} bytes, the limit is {limits.max_bytes}")
 
 
 def _not_of_this_protocol(body: Any) -> ProtocolError:

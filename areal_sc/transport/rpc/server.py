@@ -138,7 +138,7 @@ class RpcServer:
         assert self._socket is None, "started twice"
         self._context = zmq.Context()
         raw = self._context.socket(zmq.ROUTER)
-        configure_socket(raw, self._limits.max_bytes)
+        configure_socket(raw)
         # without it a message to a full or vanished peer is dropped without a word
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # what ZMQ has queued for a stopped caller is freed when the kernel gives it up
@@ -156,7 +156,7 @@ class RpcServer:
                 f"{self.node_id} cannot listen on {self._bind}: {error}"
             ) from error
         address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = AsyncSocket(raw, self._on_message, max_parts=2)
+        self._socket = AsyncSocket(raw, self._on_message, max_parts=1 + self._limits.max_frames)
         self._outbox = Outbox(self._socket, node_id=self.node_id, timeout_s=self._reply_timeout_s)
         return address
 
@@ -183,7 +183,7 @@ class RpcServer:
         caller = bytes(frames[0])
         try:
             message = decode(frames[1:], self._limits)
-            num_bytes = len(frames[1])
+            num_bytes = sum(map(len, frames[1:]))
             self.bytes_received += num_bytes
             if type(message) is Request:
                 self._on_request(caller, message, num_bytes)

@@ -97,9 +97,7 @@ class ZmqTransport:
         if self._hub is None or self._deadlines is None:
             self._deadlines = Deadlines()
             self._hub = PeerHub(
-                max_frame_bytes=self._limits.max_bytes,
-                max_frames=1,
-                authenticator=self._authenticator,
+                max_frames=self._limits.max_frames, authenticator=self._authenticator
             )
         connection = RpcClient(
             self._hub,

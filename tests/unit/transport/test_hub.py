@@ -66,7 +66,7 @@ def context() -> Iterator[Context]:
 
 @asynccontextmanager
 async def hub_of(max_frames: int = 1) -> AsyncIterator[PeerHub]:
-    hub = PeerHub(max_frame_bytes=1 << 16, max_frames=max_frames)
+    hub = PeerHub(max_frames=max_frames)
     try:
         yield hub
     finally:

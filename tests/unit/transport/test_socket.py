@@ -10,11 +10,12 @@ import pytest
 import zmq
 
 from areal_sc.errors import PeerLost
-from areal_sc.transport.socket import RECEIVES_PER_TURN, AsyncSocket, Frame
+from areal_sc.transport.socket import FRAME_BYTES, RECEIVES_PER_TURN, AsyncSocket, Frame
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
 LEFT, RIGHT = b"left", b"right"
+CUT_SIZES = [0, 1, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, 3 * FRAME_BYTES, 1_000_000]
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ async def test_a_sender_waits_at_the_high_water_mark_and_nothing_is_lost(context
     received: list[int] = []
     left, right = await pair(context, ignore, ignore, high_water_mark=2)
     asyncio.get_running_loop().remove_reader(right._fd)  # it does not read
-    payload = bytes(1 << 16)
+    payload = bytes(2 * FRAME_BYTES)  # two frames
     num_sent = 0
 
     async def send_all() -> None:
@@ -101,7 +102,7 @@ async def test_a_sender_waits_at_the_high_water_mark_and_nothing_is_lost(context
     assert num_sent < 100  # it waits for the receiver
 
     def take(frames: list[Frame]) -> None:
-        if len(frames) == 3:
+        if len(frames) == 4:
             received.append(int(bytes(frames[1])))
 
     right._on_message = take
@@ -264,6 +265,22 @@ async def test_a_socket_may_be_closed_by_the_message_it_gives(context: Context) 
     left, right = await pair(context, ignore, close)
     await until(lambda: received == 1)
     left.close()
+
+
+async def test_the_last_part_is_cut_into_frames(context: Context) -> None:
+    at_right = Inbox()
+    left, right = await pair(context, ignore, at_right.put)
+    sent = [bytes([number % 251 for number in range(size)]) for size in CUT_SIZES]
+    for payload in sent:
+        await left.send_multipart([RIGHT, b"x" * 2 * FRAME_BYTES, payload])
+    _, *received = await at_right.holds(1 + len(sent))
+    for payload, (first, *frames) in zip(sent, received, strict=True):
+        assert first == b"x" * 2 * FRAME_BYTES
+        assert b"".join(frames) == payload
+        assert max(map(len, frames)) <= FRAME_BYTES
+        assert len(frames) == max(1, -(-len(payload) // FRAME_BYTES))
+    left.close()
+    right.close()
 
 
 async def test_parts_over_the_limit_are_read_and_thrown_away(context: Context) -> None:

@@ -100,11 +100,16 @@ def test_random_parts_only_ever_raise_protocol_errors(num_parts: int, parts: byt
     assert isinstance(message, Request | Reply | Failure | Cancel)
 
 
-@pytest.mark.parametrize("count", [0, 2, 5])
-def test_a_message_is_exactly_one_frame(count: int) -> None:
-    frame = memoryview(encode(Reply("id", 1), LIMITS))
-    with pytest.raises(ProtocolError, match=f"one frame, not {count}"):
-        decode([frame] * count, LIMITS)
+def test_a_message_may_come_in_several_frames_but_not_in_any_number() -> None:
+    packed = memoryview(encode(Reply("id", "x" * 1000), LIMITS))
+    frames = [packed[start : start + 7] for start in range(0, len(packed), 7)]
+    assert decode(frames, LIMITS) == Reply("id", "x" * 1000)
+    with pytest.raises(ProtocolError, match="not a msgpack message"):
+        decode([packed, packed], LIMITS)
+    with pytest.raises(ProtocolError, match="a message has 1 to 512 frames, not 0"):
+        decode([], LIMITS)
+    with pytest.raises(ProtocolError, match="a message has 1 to 512 frames, not 513"):
+        decode([packed[:1]] * 513, LIMITS)
 
 
 def test_mutated_messages_are_refused_or_well_typed_and_cost_no_memory() -> None:
