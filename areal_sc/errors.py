@@ -7,6 +7,7 @@ ArealError                    exit code 1
 |- TransportError             exit code 4   talking to another process failed
 |  |- RpcTimeout                            no reply before the call's deadline
 |  |- PeerLost                              the other side is gone
+|  |- PeerSilent                            the other side gives no sign of life
 |  |- IncarnationMismatch                   the call was meant for an earlier life of the worker
 |  |- ProtocolError                         a frame that no correct peer sends
 |  |- ServerBusy                            it runs as much as it takes; a later call may succeed
@@ -68,6 +69,10 @@ class RpcTimeout(TransportError, TimeoutError):
 
 class PeerLost(TransportError):
     """The other side closed, died or cannot be reached."""
+
+
+class PeerSilent(TransportError):
+    """The other side is not known to be gone, but gives no sign of life."""
 
 
 class IncarnationMismatch(TransportError):

@@ -76,6 +76,7 @@ class DataPlane:
                 chunk_bytes=config.chunk_bytes,
                 max_inflight_chunks=config.max_inflight_chunks,
                 is_encrypted=config.encrypt,
+                stalled_timeout_s=config.stalled_peer_timeout_s,
             ),
             turns,
         )

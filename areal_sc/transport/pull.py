@@ -112,8 +112,9 @@ class Puller:
         asked fields come back empty, those of a trajectory with their dtype, others as float32.
 
         Raises:
-            ShardGone: an owner has died, was restarted, or swept the shard.
+            ShardGone: an owner has died, or says that it does not hold the shard (any more).
             RpcTimeout: the pull passed its deadline.
+            PeerSilent: an owner gives no sign of life, long before that deadline.
             ProtocolError: an owner holds other sizes or dtypes than the metadata says.
             MetadataError: a field or row is not in the batch.
         """
@@ -148,11 +149,12 @@ class Puller:
 
         Parameters come in buckets of at most `max_bucket_bytes` (or one larger parameter): whoever
         drops the parts before asking for the next needs no more memory than that. Parts on this
-        node are views of the rank's shared memory and need none.
+        node are views of the rank's shared memory and need none. What the caller does between two
+        parts does not count against the deadline.
 
         Raises: as `pull`; ProtocolError: the ranks' parts do not have the same names.
         """
-        deadline = self._deadline()
+        loop, deadline = asyncio.get_running_loop(), self._deadline()
         ranks = await asyncio.gather(
             *(self._weights_pieces(*shard, deadline) for shard in weights.shards)
         )
@@ -175,8 +177,10 @@ class Puller:
                 [_Source(piece, {key[0]: key}) for key, piece in sources.items()],
                 deadline,
             )
+            handed_over = loop.time()
             for name in bucket:
                 yield name, [parts.pop((name, rank)) for rank in range(len(ranks))]
+            deadline += loop.time() - handed_over
 
     async def close(self) -> None:
         """Closes the connections to owners."""

@@ -26,7 +26,7 @@ from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.handshake import connect
 from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.reader import DESCRIBE, READ
-from areal_sc.transport.bulk.server import BulkServer
+from areal_sc.transport.bulk.server import CHECKS_PER_TIMEOUT, BulkServer
 from areal_sc.transport.bulk.session import MAX_WAITING_REPLIES
 from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, parse_head
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
@@ -299,19 +299,28 @@ async def asking(server: BulkServer, num_requests: int) -> AsyncIterator[socket.
 
 
 async def test_a_slow_puller_costs_no_memory_and_stays_as_long_as_it_reads() -> None:
-    async with serving(NUM_BYTES, reply_timeout_s=0.5) as server:
+    loop = asyncio.get_running_loop()
+    async with serving(NUM_BYTES, reply_timeout_s=1e6) as server:
         before = memory_mib()
         async with asking(server, 20) as puller:  # 240 MiB
             await until(lambda: server.num_reads == 20)
-            num_read = 0
-            started = time.monotonic()
-            while time.monotonic() - started < 1.5:  # three times what a stopped one has
-                num_read += len(await asyncio.get_running_loop().sock_recv(puller, 1 << 17))
-                await asyncio.sleep(0.05)
-            assert num_read < LARGE
+            [session] = server._sessions
+            assert session._stream is not None
+            for _ in range(3 * CHECKS_PER_TIMEOUT):  # three times what a stopped one has
+                moved = session._stream.moved_bytes
+                async with asyncio.timeout(60):
+                    while session._stream.moved_bytes == moved:
+                        await loop.sock_recv(puller, 1 << 17)
+                server._check_lives()
+            assert session._stream.num_waiting > 0
             assert server.num_dropped_sessions == 0
             assert memory_mib() - before < 40
-            await until(lambda: server.num_dropped_sessions == 1)
+
+            def is_dropped() -> bool:
+                server._check_lives()
+                return server.num_dropped_sessions == 1
+
+            await until(is_dropped)  # now it reads no more
         assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
 
 

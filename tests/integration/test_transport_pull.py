@@ -6,9 +6,10 @@ import asyncio
 import gc
 import os
 import socket
+import struct
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +28,14 @@ from areal_sc.metadata import (
 )
 from areal_sc.transport.bulk import link as link_module
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.frame_stream import Outgoing
+from areal_sc.transport.bulk.frame_stream import FrameStream, Outgoing
 from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.reader import DESCRIBE, READ
 from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.bulk.session import PullerSession
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull import Puller
+from areal_sc.transport.pull_plan import Owner as Address
 from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
 from areal_sc.transport.tensor_store import TensorStore
@@ -263,6 +265,20 @@ async def test_weights_come_in_parts_of_ranks_and_in_buckets() -> None:
         assert own.local_bytes == 20_000 + 12_000 + 14
 
 
+async def test_the_time_of_whoever_loads_weights_is_not_the_pulls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, loading_s = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + loading_s)
+    async with owners(2) as made, pulling(timeout_s=60) as puller:
+        names = []
+        async for name, _ in puller.pull_weights(seal_weights(made, 0), max_bucket_bytes=1):
+            names.append(name)
+            loading_s += 100
+        assert names == list(weights_of(0))
+
+
 async def test_several_workers_pull_weights_and_a_late_one_gets_the_newest() -> None:
     async with owners(2) as made, pulling() as first, pulling() as second:
 
@@ -299,7 +315,7 @@ async def test_missing_shards_name_shard_and_owner() -> None:
         with pytest.raises(ShardGone, match=r"life1\.1 on rollout/0 is gone: it was swept"):
             await puller.pull(batch)
         earlier = replace(batch, shards=(replace(batch.shards[0], shard_id="life0.1"),))
-        with pytest.raises(ShardGone, match=r"life0\.1 on rollout/0 is gone .*restarted"):
+        with pytest.raises(ShardGone, match=r"life0\.1 on rollout/0 is gone: .*restarted"):
             await puller.pull(earlier)
 
 
@@ -499,7 +515,7 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
         serve = owner.bulk._reader.answer
 
         def answer(body: Any) -> Any:
-            waiting.append(puller._bulk._links[next(iter(puller._bulk._links))]._num_reads)
+            waiting.append(len(puller._bulk._links[next(iter(puller._bulk._links))]._inflight))
             return serve(body)
 
         owner.bulk._reader.answer = answer  # type: ignore[method-assign]
@@ -546,27 +562,95 @@ async def test_a_request_that_was_changed_on_its_way_costs_one_session() -> None
             assert owner.bulk.num_refused == number + 1
 
 
-async def test_a_deadline_that_passes_does_not_fail_the_pulls_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@contextmanager
+def unread(stream: FrameStream | None) -> Iterator[None]:
+    """What arrives on this side of the connection is left to the kernel."""
+    assert stream is not None
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(stream._socket)
+    yield
+    loop.add_reader(stream._socket, stream._on_readable)
+
+
+async def test_a_deadline_that_passes_does_not_fail_the_pulls_of_others() -> None:
     async with owners(1) as [owner], pulling() as puller:
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
         hasty = Puller(puller._bulk, timeout_s=0.2)
         await puller.pull(batch)
-        with monkeypatch.context() as patch:
-            patch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
+        [session] = owner.bulk._sessions
+        with unread(session._stream):
             patient = asyncio.create_task(puller.pull(batch))
             with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not pulled by"):
                 await hasty.pull(batch)
         assert rows_of(await patient, "input_ids") == [token_values(0, 30)]
+        assert owner.bulk._sessions == {session: None}
 
 
-@pytest.mark.parametrize("num_refused", [2, 100])
+async def test_a_puller_that_paused_opens_its_session_again() -> None:
+    async with (
+        owners(1, reply_timeout_s=0.2) as [owner],
+        pulling(chunk_bytes=4096, max_inflight_chunks=2, timeout_s=100) as puller,
+    ):
+        batch = await spread_batch([owner], [[1_000_000]])
+        pull = asyncio.create_task(puller.pull(batch))
+        await until(lambda: owner.bulk.num_reads > 10)
+        [link] = puller._bulk._links.values()
+        with unread(link._stream):
+            await until(lambda: owner.bulk.num_dropped_sessions == 1)
+        assert rows_of(await pull, "input_ids") == [token_values(0, 1_000_000)]
+
+
+@pytest.mark.parametrize("has_reset", [False, True], ids=["end", "reset"])
+async def test_a_pull_outlives_its_connections(has_reset: bool) -> None:
+    async with (
+        owners(1) as [owner],
+        pulling(chunk_bytes=4096, max_inflight_chunks=2, timeout_s=100) as puller,
+    ):
+        batch = await spread_batch([owner], [[1_000_000]])
+        pull = asyncio.create_task(puller.pull(batch))
+        for number in range(1, 4):
+            await until(lambda number=number: owner.bulk.num_reads > 100 * number)
+            [session] = owner.bulk._sessions
+            assert session._stream is not None
+            if has_reset:
+                hard = struct.pack("ii", 1, 0)
+                session._stream._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, hard)
+            owner.bulk._drop(session, "a test")
+            assert not pull.done()
+        assert rows_of(await pull, "input_ids") == [token_values(0, 1_000_000)]
+
+
+async def test_an_owner_is_asked_for_a_new_session_when_nothing_moves() -> None:
+    async with (
+        owners(1) as [owner],
+        pulling(
+            chunk_bytes=4096, max_inflight_chunks=2, stalled_timeout_s=1e6, timeout_s=100
+        ) as puller,
+    ):
+        batch = await spread_batch([owner], [[1_000_000]])
+        pull = asyncio.create_task(puller.pull(batch))
+        await until(lambda: owner.bulk.num_reads > 0)
+        [link] = puller._bulk._links.values()
+        stream = link._stream
+        assert stream is not None
+        for _ in range(10):  # it is slow, but it moves
+            before = stream.moved_bytes
+            await until(lambda before=before: stream.moved_bytes > before)
+            link._look()
+            link._look()
+            assert link._stream is stream
+        link._look()
+        assert link._stream is None
+        assert rows_of(await pull, "input_ids") == [token_values(0, 1_000_000)]
+
+
+@pytest.mark.parametrize("num_refused", [2, 10, 1_000_000])
 async def test_an_owner_that_lives_but_lets_nobody_in_is_asked_again(
     num_refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "REOPEN_DELAY_S", 0.001)
-    async with owners(1) as [owner], pulling() as puller:
+    is_in_time = num_refused < 1_000_000
+    async with owners(1) as [owner], pulling(timeout_s=20 if is_in_time else 0.5) as puller:
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
         let_in = owner.bulk._listener._let_in  # type: ignore[union-attr]
 
@@ -576,15 +660,27 @@ async def test_an_owner_that_lives_but_lets_nobody_in_is_asked_again(
             await let_in(connection)
 
         owner.bulk._listener._let_in = refuse_some  # type: ignore[union-attr]
-        if num_refused < link_module.MAX_OPENINGS:
+        if is_in_time:
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
             assert owner.bulk.num_refused == num_refused
         else:
             with pytest.raises(
-                ShardGone, match=r"life1\.1 on rollout/0 is gone with its owner: no"
+                RpcTimeout,
+                match=r"life1\.1 on rollout/0: not pulled by its deadline; its connection was lost",
             ):
                 await puller.pull(batch)
-            assert owner.bulk.num_refused == link_module.MAX_OPENINGS
+
+
+async def test_many_shards_are_described_at_a_time() -> None:
+    async with owners(1) as [owner], pulling() as puller:
+        shard_ids = [owner.store.put({"w": ids_of(i, [3])}, [3]) for i in range(200)]
+        its = Address(owner.node_id, owner.address, owner.store.incarnation)
+        deadline = asyncio.get_running_loop().time() + 60
+        described = await asyncio.gather(
+            *(puller._bulk.describe(its, shard_id, deadline) for shard_id in shard_ids)
+        )
+        assert described == [[["w", "int32", [3]]]] * 200
+        assert owner.bulk.num_refused == 0
 
 
 async def test_a_client_that_closes_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -641,9 +737,11 @@ async def test_a_failed_pull_leaves_no_buffer_to_the_collector(
                 await puller.pull(batch)
             except RpcTimeout:
                 is_late = True
-            await asyncio.sleep(0)
             assert is_late
-            assert [memory() is None for memory in taken] == [True]
+            [session] = owner.bulk._sessions
+            owner.bulk._drop(session, "a test")  # till then the answer may still come
+            await until(lambda: taken[0]() is None)
+            assert len(taken) == 1
         finally:
             gc.enable()
 

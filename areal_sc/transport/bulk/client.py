@@ -79,22 +79,19 @@ class BulkClient:
         job = FetchJob(shard_id, cursor, num_bytes, loop.create_future())
         link = self._link(owner)
         link.submit(job)
-        is_late = False
         try:
-            await _by_deadline(job.done, deadline, shard_id, owner)
-        except RpcTimeout:
-            is_late = loop.time() >= deadline
-            raise
+            await _by_deadline(job.done, deadline, shard_id, link)
         finally:
-            link.abandon(job, is_late=is_late)
+            link.abandon(job)
             del job  # with the traceback it would keep itself, and the pull's buffer
 
     async def describe(self, owner: Owner, shard_id: str, deadline: float) -> list[Any]:
         """[name, dtype name, row lengths] of each field of a shard; raises as `Puller.pull`."""
         loop = asyncio.get_running_loop()
         description = Description(shard_id, loop.create_future())
-        self._link(owner).submit_description(description)
-        await _by_deadline(description.fields, deadline, shard_id, owner)
+        link = self._link(owner)
+        link.submit_description(description)
+        await _by_deadline(description.fields, deadline, shard_id, link)
         return description.fields.result()
 
     async def close(self) -> None:
@@ -127,11 +124,11 @@ class BulkClient:
 
 
 async def _by_deadline(
-    done: asyncio.Future[Any], deadline: float, shard_id: str, owner: Owner
+    done: asyncio.Future[Any], deadline: float, shard_id: str, link: OwnerLink
 ) -> None:
     """Waits for the future; past the deadline it fails with RpcTimeout."""
     loop = asyncio.get_running_loop()
-    timer = loop.call_at(deadline, _expire, done, shard_id, owner)
+    timer = loop.call_at(deadline, _expire, done, shard_id, link)
     try:
         await done
     finally:
@@ -141,8 +138,7 @@ async def _by_deadline(
         del done  # as above
 
 
-def _expire(done: asyncio.Future[Any], shard_id: str, owner: Owner) -> None:
+def _expire(done: asyncio.Future[Any], shard_id: str, link: OwnerLink) -> None:
     if not done.done():
-        done.set_exception(
-            RpcTimeout(f"shard {shard_id} on {owner.node_id}: not pulled by its deadline")
-        )
+        what = f"shard {shard_id} on {link.owner.node_id}"
+        done.set_exception(RpcTimeout(f"{what}: not pulled by its deadline{link.trouble}"))

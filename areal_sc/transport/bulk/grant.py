@@ -10,14 +10,14 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from areal_sc.errors import ProtocolError
+from areal_sc.errors import PeerSilent, ProtocolError, RpcTimeout
 from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.wire import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.pull_plan import Owner
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import Transport
 
 OPEN_SESSION: Final = "bulk.open"
-OPEN_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,23 @@ class SessionGrant:
 
 
 async def request_grant(transport: Transport, owner: Owner, options: BulkOptions) -> SessionGrant:
-    """Asks an owner for a session.
+    """Asks whoever serves at the owner's address for a session.
 
-    Raises: PeerLost, IncarnationMismatch: the owner is gone. ProtocolError: it encrypts and this
-        side does not, or the other way round; ArealError: as `RpcClient.call`.
+    That may be a later life of the worker, which has adopted the shards of the one before: what it
+    holds it tells itself when it is asked for it.
+
+    Raises: PeerLost: nobody serves there any more. PeerSilent: no answer in time. ProtocolError:
+        it encrypts and this side does not, or the other way round; ArealError: as `RpcClient.call`.
     """
-    control = transport.connect(owner.node_addr, owner.node_id, owner.incarnation)
+    timeout_s = options.stalled_timeout_s
+    control = transport.connect(owner.node_addr, owner.node_id, ANY_INCARNATION)
     try:
-        reply = await control.call(
-            OPEN_SESSION, {"puller": options.puller}, timeout_s=OPEN_TIMEOUT_S
-        )
+        reply = await control.call(OPEN_SESSION, {"puller": options.puller}, timeout_s=timeout_s)
+    except RpcTimeout as error:
+        raise PeerSilent(
+            f"{owner.node_id} at {owner.node_addr} gives no sign of life: its control socket did "
+            f"not answer within {timeout_s:g} s; it is stopped, cut off, or its event loop is stuck"
+        ) from error
     finally:
         await control.close()
     grant = SessionGrant.from_wire(reply)

@@ -22,12 +22,15 @@ class BulkOptions:
         chunk_bytes: payload under one tag; no frame is larger.
         max_inflight_chunks: asked for and not yet here, of one owner, over all pulls.
         is_encrypted: as the owners are configured; another one is refused.
+        stalled_timeout_s: how long an owner that gives no sign of life may take to answer its
+            control socket.
     """
 
     puller: str
     chunk_bytes: int = 1 << 20
     max_inflight_chunks: int = 16
     is_encrypted: bool = False
+    stalled_timeout_s: float = 30.0
 
     @property
     def inflight_bytes(self) -> int:

@@ -4,6 +4,10 @@ consumes     the segments of pulls; replies of the owner's bulk socket
 waits for    credit: at most `max_inflight_chunks` chunks are outstanding, so nothing is queued
              anywhere that was not asked for
 unblocked by the owner's replies, or the end of its connection
+
+A session that is lost, for whatever reason, is opened again through the owner's control socket, as
+long as a pull waits. That socket also tells whether the owner is dead (nobody listens there any
+more) or silent (it does not answer in time).
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ from typing import Any, Final
 
 from areal_sc.errors import (
     ArealError,
-    IncarnationMismatch,
     PeerLost,
+    PeerSilent,
     ProtocolError,
     RpcTimeout,
+    ServerBusy,
     ShardGone,
     TransportError,
 )
@@ -43,16 +48,19 @@ from areal_sc.transport.rpc.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-MAX_OPENINGS: Final = 4
-"""In a row, without a reply to anything: then the owner counts as gone."""
-
 REOPEN_DELAY_S: Final = 0.2
-"""More before each opening from the third on: the owner may have more callers than it can take."""
+MAX_REOPEN_DELAY_S: Final = 2.0
+"""More before each opening from the third in a row on: the owner may have too many callers."""
+
+LOOKS_PER_TIMEOUT: Final = 4
+SILENT_LOOKS: Final = 2
+"""So many looks in a row find that nothing moves: then the owner is asked for a new session. One
+alone may come just after a pause of this process, before what has arrived meanwhile is read."""
 
 MAX_REQUESTS: Final = 8
 """Outstanding at one owner: small pulls beyond share a request."""
 
-_UNNAMED_ERRORS: Final = (ProtocolError, RpcTimeout, TransportError)
+_UNNAMED_ERRORS: Final = (PeerSilent, ProtocolError, RpcTimeout, TransportError)
 
 
 class OwnerLink:
@@ -90,7 +98,6 @@ class OwnerLink:
         self._queue = RequestQueue(options.request_bytes)
         self._descriptions: deque[Description] = deque()
         self._inflight: dict[int, Asked | Description] = {}
-        self._num_reads = 0
         self._inflight_bytes = 0
         self._sequence = itertools.count(1)
         self._is_pump_scheduled = False
@@ -98,8 +105,11 @@ class OwnerLink:
         self._replies: ReplyReader | None = None
         self._requests: Sealer | None = None
         self._ended_bytes = 0
-        self._silent_bytes = 0  # received before requests were last sent into silence
         self._num_openings = 0  # since the last reply
+        self._last_loss = ""
+        self._watch: asyncio.TimerHandle | None = None
+        self._seen: tuple[FrameStream | None, int] = (None, 0)
+        self._num_silent_looks = 0
         self._is_closed = False
         self._opening = self._begin_opening()
 
@@ -113,16 +123,9 @@ class OwnerLink:
         self._queue.add(job)
         self._pump_soon()
 
-    def abandon(self, job: FetchJob, *, is_late: bool) -> None:
-        """Nobody waits for the job any more; what it still wants is not asked for.
-
-        Args:
-            is_late: it passed its deadline. The connection to an owner that answers nothing may
-                be dead: what others wait for is asked for in a new session.
-        """
+    def abandon(self, job: FetchJob) -> None:
+        """Nobody waits for the job any more; what it still wants is not asked for."""
         self._queue.forget(job)
-        if is_late and self._inflight and self._is_silent:
-            self._open_again("it did not answer in time")
 
     def submit_description(self, description: Description) -> None:
         self._descriptions.append(description)
@@ -135,26 +138,19 @@ class OwnerLink:
         await asyncio.gather(self._opening, return_exceptions=True)
 
     @property
-    def _is_silent(self) -> bool:
-        """Nothing was heard since requests were last sent into silence."""
-        return self.received_bytes == self._silent_bytes
+    def trouble(self) -> str:
+        """What has kept the owner's replies away lately, for the end of a message."""
+        if not self._last_loss:
+            return ""
+        return f"; its connection was lost {self._num_openings} times, lastly: {self._last_loss}"
 
     def _on_lost(self, reason: str) -> None:
-        """Fails what waits; at once, if it was being answered.
-
-        A connection that had been silent may have been given up by an owner that is well.
-        """
         self._stream = None
-        if self._inflight and not self._is_silent:
-            self._end(reason)
-        else:
-            self._open_again(reason)
+        self._open_again(reason)
 
     def _open_again(self, reason: str) -> None:
-        """What was sent into silence is asked for once more, in a new session, if somebody waits.
-
-        Whether the owner lives shows when its control socket is asked for the session.
-        """
+        """What was not answered is asked for once more, in a new session, if somebody waits."""
+        self._last_loss = reason
         self._close_stream()
         lost = list(self._inflight.values())
         self._forget_inflight()
@@ -163,11 +159,11 @@ class OwnerLink:
                 self._descriptions.append(asked)
             else:
                 self._queue.put_back(asked)
-        is_wanted = bool(self._queue or self._descriptions)
-        if not is_wanted or self._num_openings >= MAX_OPENINGS or self._is_closed:
-            self._end(reason)
-        else:
+        is_wanted = self._queue or any(not asked.fields.done() for asked in self._descriptions)
+        if is_wanted and not self._is_closed:
             self._opening = self._begin_opening()
+        else:
+            self._end(reason)
 
     def _destinations(self, sequence: int) -> list[memoryview]:
         """Where the payload of a reply goes. Raises: ProtocolError: nothing was asked so."""
@@ -180,7 +176,7 @@ class OwnerLink:
 
     def _on_reply(self, reply: Reply) -> None:
         """All of it was checked; only now it counts."""
-        self._num_openings = 0
+        self._num_openings, self._last_loss = 0, ""
         asked = self._inflight.pop(reply.sequence, None)
         if asked is None:
             assert reply.error is not None
@@ -212,7 +208,8 @@ class OwnerLink:
     async def _open(self) -> None:
         """Gets a session from the owner's control socket, and connects to its bulk socket."""
         owner, options = self.owner, self._options
-        await asyncio.sleep(REOPEN_DELAY_S * max(0, self._num_openings - 2))
+        delay_s = REOPEN_DELAY_S * max(0, self._num_openings - 2)
+        await asyncio.sleep(min(delay_s, MAX_REOPEN_DELAY_S))
         try:
             grant = await request_grant(self._transport, owner, options)
             self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
@@ -225,8 +222,11 @@ class OwnerLink:
                 on_reply=self._on_reply,
                 on_lost=self._on_lost,
             )
-        except (PeerLost, IncarnationMismatch) as error:
+        except PeerLost as error:
             self._end(str(error))
+            return
+        except ServerBusy as error:
+            self._loop.call_soon(self._open_again, str(error))
             return
         except ArealError as error:
             self._fail_all(error)
@@ -247,6 +247,25 @@ class OwnerLink:
         if not opening.cancelled() and (error := opening.exception()) is not None:
             self._end(f"no session with it: {error!r}")
 
+    def _watch_owner(self) -> None:
+        """As long as something is asked for, looks now and then whether anything moves."""
+        if self._watch is None:
+            after_s = self._options.stalled_timeout_s / LOOKS_PER_TIMEOUT
+            self._watch = self._loop.call_later(after_s, self._look)
+
+    def _look(self) -> None:
+        """An owner that lives answers, or pings; one that is stopped or cut off does neither."""
+        self._watch = None
+        if self._stream is None or not self._inflight:
+            return
+        seen = self._stream, self._stream.moved_bytes
+        self._num_silent_looks = self._num_silent_looks + 1 if seen == self._seen else 0
+        self._seen = seen
+        if self._num_silent_looks < SILENT_LOOKS:
+            self._watch_owner()
+        else:
+            self._open_again("it was silent")
+
     def _pump_soon(self) -> None:
         """Once a turn: what several pulls submit in one turn shares requests."""
         if self._stream is not None and not self._is_pump_scheduled:
@@ -262,9 +281,10 @@ class OwnerLink:
             self._end(repr(error))
 
     def _send_waiting(self) -> None:
-        while self._descriptions and self._stream is not None:
+        while self._descriptions and self._has_credit and self._stream is not None:
             description = self._descriptions.popleft()
-            self._send([DESCRIBE, description.shard_id], description)
+            if not description.fields.done():
+                self._send([DESCRIBE, description.shard_id], description)
         while self._queue and self._has_credit and self._stream is not None:
             if chunk := self._queue.next_request():
                 self._send([READ, [part.to_wire() for _, part in chunk]], chunk)
@@ -273,12 +293,11 @@ class OwnerLink:
     def _has_credit(self) -> bool:
         options = self._options
         room = options.inflight_bytes - self._inflight_bytes
-        return self._num_reads < MAX_REQUESTS and room >= options.request_bytes
+        return len(self._inflight) < MAX_REQUESTS and room >= options.request_bytes
 
     def _count(self, asked: Asked | Description, sign: int) -> None:
         """A request was sent (+1), or answered (-1)."""
         if not isinstance(asked, Description):
-            self._num_reads += sign
             self._inflight_bytes += sign * sum(part.num_bytes for _, part in asked)
 
     def _send(self, body: Any, asked: Asked | Description) -> None:
@@ -290,10 +309,9 @@ class OwnerLink:
         except ProtocolError as error:  # its metadata holds what no message can
             self._fail_asked(asked, error)
             return
-        if not self._inflight:
-            self._silent_bytes = self.received_bytes
         self._inflight[sequence] = asked
         self._count(asked, 1)
+        self._watch_owner()
         self._stream.send([([request], False)])
 
     def _on_description(self, asked: Description, body: Any) -> None:
@@ -348,6 +366,8 @@ class OwnerLink:
         """Nothing more comes from this owner; what waits fails, each naming its own shard."""
         self._on_ended(self)
         self._close_stream()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._opening is not asyncio.current_task():
             self._opening.cancel()
         jobs = self._queue.drain()
@@ -368,7 +388,7 @@ class OwnerLink:
 
     def _forget_inflight(self) -> None:
         self._inflight.clear()
-        self._num_reads = self._inflight_bytes = 0
+        self._inflight_bytes = 0
 
     def _named(self, error: ArealError, shard_id: str) -> ArealError:
         """The error with the shard and the owner, where it does not name them yet."""

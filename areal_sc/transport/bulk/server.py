@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 IDLE_BUFFER_BYTES: Final = 64 << 20
 """Memory kept for payload that is not sent from where it lies: joined or encrypted."""
 
-_CHECKS_PER_TIMEOUT: Final = 4
+CHECKS_PER_TIMEOUT: Final = 4
 """Of a puller's life: one that has stopped is dropped within 5/4 of its time."""
 
 
@@ -169,10 +169,13 @@ class BulkServer:
     async def _watch(self) -> None:
         """Gives up pullers that have stopped: a queue of replies must not wait for them."""
         while True:
-            await asyncio.sleep(self._reply_timeout_s / _CHECKS_PER_TIMEOUT)
-            for session in list(self._sessions):
-                if session.check_life() > _CHECKS_PER_TIMEOUT:
-                    self._drop(session, f"nothing moves for {self._reply_timeout_s:g} s")
+            await asyncio.sleep(self._reply_timeout_s / CHECKS_PER_TIMEOUT)
+            self._check_lives()
+
+    def _check_lives(self) -> None:
+        for session in list(self._sessions):
+            if session.check_life() > CHECKS_PER_TIMEOUT:
+                self._drop(session, f"nothing moves for {self._reply_timeout_s:g} s")
 
     def _drop(self, session: PullerSession, reason: str) -> None:
         self.num_dropped_sessions += 1

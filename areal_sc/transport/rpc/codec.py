@@ -41,6 +41,9 @@ each level of nesting (at most 1,024), but no claim may be larger than the messa
 
 _MAX_ERROR_CHARS: Final = 200
 
+ANY_INCARNATION: Final = ""
+"""Names whoever serves: for calls that change nothing, whatever life of the server answers them."""
+
 T = TypeVar("T")
 
 
@@ -67,7 +70,7 @@ class MessageLimits:
 
 @dataclass(slots=True)
 class Request:
-    """A call of `method`, meant for one incarnation of the server."""
+    """A call of `method`, meant for one incarnation of the server or for `ANY_INCARNATION`."""
 
     request_id: str
     incarnation: str

@@ -28,6 +28,7 @@ from areal_sc.transport.endpoint import Authenticator, Context, Guard, configure
 from areal_sc.transport.outbox import Outbox
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.codec import (
+    ANY_INCARNATION,
     Cancel,
     MessageLimits,
     Request,
@@ -196,7 +197,7 @@ class RpcServer:
 
     def _on_request(self, caller: bytes, request: Request, num_bytes: int) -> None:
         request_id = request.request_id
-        if request.incarnation != self.incarnation:
+        if request.incarnation not in (self.incarnation, ANY_INCARNATION):
             mismatch = IncarnationMismatch(
                 f"{request.method} was meant for incarnation {request.incarnation} of "
                 f"{self.node_id}, this is {self.incarnation}: it has been restarted"
