@@ -319,6 +319,22 @@ async def test_missing_shards_name_shard_and_owner() -> None:
             await puller.pull(earlier)
 
 
+async def test_adopted_shards_are_pulled_from_the_next_life_of_their_worker() -> None:
+    async with owners(1) as [dead]:
+        batch = dead.put({"input_ids": ids_of(0, [30, 4])}, [30, 4])
+    successor = Owner(0, "life2")
+    successor.store._adopted["life1.1"] = dead.store._shards[1]
+    await successor.start()
+    own = successor.put({"input_ids": ids_of(2, [5])}, [5])
+    adopted = replace(batch, shards=(replace(batch.shards[0], node_addr=successor.address),))
+    async with pulling() as puller:
+        pulled = await puller.pull(concat([adopted, own], batch_id="both", global_step=0))
+        assert rows_of(pulled, "input_ids") == [
+            token_values(i, n) for i, n in enumerate((30, 4, 5))
+        ]
+    await successor.close()
+
+
 async def test_sizes_that_differ_from_the_metadata_are_refused() -> None:
     async with owners(1) as [owner], pulling(local_store=None) as puller:
         batch = owner.put({"input_ids": ids_of(0, [3, 5])}, [3, 5])
