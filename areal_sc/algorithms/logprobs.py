@@ -131,7 +131,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             exponentials = (logits - peak).exp_()
             total = exponentials.sum(-1)
             normalizer[part] = peak[:, 0] + total.log()
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizer[part]
+            # small numbers first: the normalizer is rounded to the spacing of the largest logit
+            gap = (logits.gather(-1, targets[part, None]) - peak)[:, 0]
+            logprobs[part] = gap - total.log()
             # H = lse - E[logit]; einsum keeps the product of the two from being stored
             entropy[part] = (
                 normalizer[part] - torch.einsum("nv,nv->n", exponentials, logits) / total
