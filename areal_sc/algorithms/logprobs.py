@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,10 @@ def chunked_logprobs(
     weight: torch.Tensor,
     targets: torch.Tensor,
     *,
-    temperature: float = 1.0,
+    temperatures: torch.Tensor | None = None,
     chunk_tokens: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy.
+    """log softmax(hidden @ weight.T / temperatures) at the targets, and the entropy.
 
     At most `chunk_tokens` rows of logits exist at one time; the backward pass computes them
     again, chunk by chunk. Logits and sums are float32, also for bfloat16 inputs (float64 stays).
@@ -26,17 +27,17 @@ def chunked_logprobs(
         hidden: [N, H] final hidden states.
         weight: [V, H] of the output layer.
         targets: [N] int64, the token whose probability is asked at each position.
-        temperature: > 0, divides the logits.
+        temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
     Returns: logprobs [N] in nats, differentiable in `hidden` and `weight`; entropy [N] in nats,
         without gradient.
-    Raises: ValueError: shapes do not fit, or the temperature is not positive.
+    Raises: ValueError: shapes do not fit, or `chunk_tokens` is not positive.
     """
-    _check(hidden, targets, temperature, chunk_tokens)
+    _check(hidden, targets, temperatures, chunk_tokens)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"weight {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}")
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, chunk_tokens
+        hidden, weight, targets, temperatures, chunk_tokens
     )
     return logprobs, entropy
 
@@ -46,7 +47,7 @@ def logprobs_of_logits_function(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     targets: torch.Tensor,
     *,
-    temperature: float = 1.0,
+    temperatures: torch.Tensor | None = None,
     chunk_tokens: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `chunked_logprobs`, for an output layer with a bias, or any other function.
@@ -54,41 +55,58 @@ def logprobs_of_logits_function(
     Args:
         logits_of: [n, H] -> [n, V], row by row independent; differentiable.
     """
-    _check(hidden, targets, temperature, chunk_tokens)
+    _check(hidden, targets, temperatures, chunk_tokens)
 
-    def of_chunk(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return logprobs_of_logits(logits_of(chunk), chunk_targets, temperature=temperature)
+    def of_chunk(
+        chunk: torch.Tensor, chunk_targets: torch.Tensor, chunk_temperatures: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        return logprobs_of_logits(logits_of(chunk), chunk_targets, temperatures=chunk_temperatures)
 
     pieces = [
-        checkpoint(of_chunk, chunk, chunk_targets, use_reentrant=False, preserve_rng_state=False)
-        for chunk, chunk_targets in zip(
-            torch.split(hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True
+        checkpoint(of_chunk, *parts, use_reentrant=False, preserve_rng_state=False)
+        for parts in zip(
+            torch.split(hidden, chunk_tokens),
+            torch.split(targets, chunk_tokens),
+            itertools.repeat(None)
+            if temperatures is None
+            else torch.split(temperatures, chunk_tokens),
+            strict=False,
         )
     ]
     return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
 
 def logprobs_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, *, temperature: float = 1.0
+    logits: torch.Tensor, targets: torch.Tensor, *, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from full logits [N, V]."""
-    scaled = _at_least_float32(logits) / temperature
-    logprobs = scaled.log_softmax(-1)
+    logits = _at_least_float32(logits)
+    if temperatures is not None:
+        logits = logits / temperatures[:, None]
+    logprobs = logits.log_softmax(-1)
     with torch.no_grad():
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
 
 def _check(
-    hidden: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_tokens: int
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    chunk_tokens: int,
 ) -> None:
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"expected hidden [N, H] and targets [N], got {tuple(hidden.shape)} and "
             f"{tuple(targets.shape)}"
         )
-    if not temperature > 0 or chunk_tokens < 1:
-        raise ValueError(f"temperature={temperature} and chunk_tokens={chunk_tokens} must be > 0")
+    if temperatures is not None and temperatures.shape != targets.shape:
+        raise ValueError(
+            f"expected temperatures {tuple(targets.shape)}, one a target, got "
+            f"{tuple(temperatures.shape)}"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be >= 1")
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
@@ -112,7 +130,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        temperature: float,
+        temperatures: torch.Tensor | None,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -124,23 +142,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, num_tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = _logits(hidden[part], weight)
-            if temperature != 1.0:
-                logits.div_(temperature)
+            if temperatures is not None:
+                logits.div_(temperatures[part, None])
             # one pass of exponentials serves the normalizer, the entropy and the gradient
             peak = logits.amax(-1, keepdim=True)
-            exponentials = (logits - peak).exp_()
+            # results from differences to the peak: sums with it are rounded to its spacing
+            gaps = logits.sub_(peak)
+            exponentials = gaps.exp()
             total = exponentials.sum(-1)
             normalizer[part] = peak[:, 0] + total.log()
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizer[part]
-            # H = lse - E[logit]; einsum keeps the product of the two from being stored
-            entropy[part] = (
-                normalizer[part] - torch.einsum("nv,nv->n", exponentials, logits) / total
-            )
+            logprobs[part] = gaps.gather(-1, targets[part, None])[:, 0] - total.log()
+            # H = log sum exp(gap) - E[gap]; einsum keeps the product of the two from being stored
+            entropy[part] = total.log() - torch.einsum("nv,nv->n", exponentials, gaps) / total
         keep = None
         if exponentials is not None and num_tokens <= chunk_tokens:
             keep = exponentials.div_(total[:, None])
-        ctx.save_for_backward(hidden, weight, targets, normalizer, keep)
-        ctx.temperature = temperature
+        ctx.save_for_backward(hidden, weight, targets, temperatures, normalizer, keep)
         ctx.chunk_tokens = chunk_tokens
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -149,7 +166,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, _grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        hidden, weight, targets, normalizer, kept = ctx.saved_tensors
+        hidden, weight, targets, temperatures, normalizer, kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         dtype = normalizer.dtype
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -158,13 +175,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk_tokens)
             if kept is None:
                 logits = _logits(hidden[part], weight)
-                if ctx.temperature != 1.0:
-                    logits.div_(ctx.temperature)
+                if temperatures is not None:
+                    logits.div_(temperatures[part, None])
                 probabilities = logits.sub_(normalizer[part, None]).exp_()
             else:
                 probabilities = kept
             # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
-            scale = (grad_logprobs[part] / ctx.temperature)[:, None]
+            scale = grad_logprobs[part, None]
+            if temperatures is not None:
+                scale = scale / temperatures[part, None]
             grad_logits = probabilities.mul_(-scale) if kept is None else probabilities * -scale
             grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
             if grad_hidden is not None:

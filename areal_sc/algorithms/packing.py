@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def pack_micro_batches(
@@ -14,14 +14,17 @@ def pack_micro_batches(
     Serves the purpose of Algorithm 1 of AReaL (arXiv:2505.24298), which puts each row, longest
     first, into the micro-batch with the fewest rows that has room. Here the longest row goes to
     the micro-batch with the fewest *tokens*, in the smallest number of micro-batches for which
-    that fits; where it needs more of them than best-fit packing does, best-fit decides. The
-    result is deterministic, has no more micro-batches, and its token counts are more even.
+    that fits. Where best-fit packing or Algorithm 1 itself needs fewer, that way decides. So
+    there are never more micro-batches than Algorithm 1 makes (whether its ties go to the oldest
+    or to the emptiest micro-batch), unless more are asked for, and their token counts are more
+    even. The result is deterministic.
 
     Args:
         lengths: tokens of each row, >= 0.
         max_tokens: limit of one micro-batch.
-        min_micro_batches: at least so many, none of them empty. With fewer rows than that, each
-            row is a micro-batch of its own; the caller makes up the difference.
+        min_micro_batches: at least so many, none of them empty; exactly so many where fewer
+            would do. With fewer rows than that, each row is a micro-batch of its own; the caller
+            makes up the difference.
     Returns: row indices of each micro-batch, ascending; every row exactly once.
     Raises: ValueError: a row is longer than `max_tokens`, or a length or a limit is impossible.
     """
@@ -40,16 +43,33 @@ def pack_micro_batches(
     if not lengths:
         return []
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    best_fit = _best_fit(lengths, longest_first, max_tokens)
-    fewest = max(-(-sum(lengths) // max_tokens), min(min_micro_batches, len(lengths)), 1)
-    for count in range(fewest, max(fewest, len(best_fit)) + 1):
-        even = _spread_evenly(lengths, longest_first, count)
-        if all(sum(lengths[row] for row in rows) <= max_tokens for rows in even):
-            return [sorted(rows) for rows in even]
-    packed = best_fit
-    if len(packed) < fewest:
-        packed = _split_to(packed, lengths, fewest)
+    packed = _pack_into_fewest(lengths, longest_first, max_tokens)
+    asked = min(min_micro_batches, len(lengths))
+    if len(packed) < asked:
+        even = _spread_evenly(lengths, longest_first, asked)
+        packed = even if _fits(even, lengths, max_tokens) else _split_to(packed, lengths, asked)
     return [sorted(rows) for rows in packed]
+
+
+def _pack_into_fewest(
+    lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """As few micro-batches as the best of four ways needs, spread evenly if that is possible."""
+    fewest = max(-(-sum(lengths) // max_tokens), 1)
+    even = _spread_evenly(lengths, longest_first, fewest)
+    if _fits(even, lengths, max_tokens):
+        return even
+    ways = (_pack_greedily(lengths, longest_first, max_tokens, choice) for choice in _CHOICES)
+    packed = min(ways, key=len)
+    for count in range(fewest + 1, len(packed) + 1):
+        even = _spread_evenly(lengths, longest_first, count)
+        if _fits(even, lengths, max_tokens):
+            return even
+    return packed
+
+
+def _fits(micro_batches: list[list[int]], lengths: Sequence[int], max_tokens: int) -> bool:
+    return all(sum(lengths[row] for row in rows) <= max_tokens for rows in micro_batches)
 
 
 def _spread_evenly(
@@ -65,22 +85,33 @@ def _spread_evenly(
     return micro_batches
 
 
-def _best_fit(
-    lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int
+# (its rows, its tokens) of a micro-batch that has room -> the smallest gets the next row
+_CHOICES: tuple[Callable[[int, int], tuple[int, ...]], ...] = (
+    lambda rows, tokens: (-tokens,),  # best-fit packing
+    lambda rows, tokens: (rows,),  # Algorithm 1, ties to the oldest
+    lambda rows, tokens: (rows, tokens),  # Algorithm 1, ties to the emptiest
+)
+
+
+def _pack_greedily(
+    lengths: Sequence[int],
+    longest_first: Sequence[int],
+    max_tokens: int,
+    choice: Callable[[int, int], tuple[int, ...]],
 ) -> list[list[int]]:
-    """Longest row first, each to the fullest micro-batch that has room for it, else a new one."""
+    """Longest row first; a row for which no micro-batch has room opens a new one."""
     micro_batches: list[list[int]] = []
-    room: list[int] = []
+    tokens: list[int] = []
     for row in longest_first:
-        fitting = [index for index, free in enumerate(room) if free >= lengths[row]]
+        fitting = [i for i, used in enumerate(tokens) if used + lengths[row] <= max_tokens]
         if fitting:
-            index = min(fitting, key=room.__getitem__)
+            index = min(fitting, key=lambda i: choice(len(micro_batches[i]), tokens[i]))
         else:
-            index = len(room)
-            room.append(max_tokens)
+            index = len(tokens)
             micro_batches.append([])
+            tokens.append(0)
         micro_batches[index].append(row)
-        room[index] -= lengths[row]
+        tokens[index] += lengths[row]
     return micro_batches
 
 

@@ -24,26 +24,36 @@ def upstream() -> torch.Tensor:
     return torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
 
 
-def reference(temperature: float, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def mixed_temperatures() -> torch.Tensor:
+    return torch.tensor([0.5, 1.0, 1.7])[torch.arange(NUM_TOKENS) % 3]
+
+
+def reference(
+    temperatures: torch.Tensor | None, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """Logprobs, entropy and both gradients in float64 with all logits."""
     hidden, weight, targets = inputs(dtype)
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    distribution = torch.distributions.Categorical(logits=hidden @ weight.t() / temperature)
+    divisor = torch.ones(NUM_TOKENS) if temperatures is None else temperatures
+    logits = hidden @ weight.t() / divisor[:, None].double()
+    distribution = torch.distributions.Categorical(logits=logits)
     logprobs = distribution.log_prob(targets)
     (logprobs * upstream()).sum().backward()
     return [logprobs.detach(), distribution.entropy().detach(), hidden.grad, weight.grad]
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 10, 37, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_agrees_with_float64_full_logits(chunk_tokens: int, temperature: float) -> None:
+@pytest.mark.parametrize("temperatures", [None, mixed_temperatures()], ids=["one", "mixed"])
+def test_agrees_with_float64_full_logits(
+    chunk_tokens: int, temperatures: torch.Tensor | None
+) -> None:
     hidden, weight, targets = inputs()
     logprobs, entropy = chunked_logprobs(
-        hidden, weight, targets, temperature=temperature, chunk_tokens=chunk_tokens
+        hidden, weight, targets, temperatures=temperatures, chunk_tokens=chunk_tokens
     )
     (logprobs * upstream()).sum().backward()
     found = [logprobs, entropy, hidden.grad, weight.grad]
-    for value, expected in zip(found, reference(temperature), strict=True):
+    for value, expected in zip(found, reference(temperatures), strict=True):
         assert value.dtype == torch.float32
         assert torch.allclose(value.double(), expected, atol=2e-5, rtol=1e-5)
 
@@ -51,10 +61,14 @@ def test_agrees_with_float64_full_logits(chunk_tokens: int, temperature: float) 
 @pytest.mark.parametrize("chunk_tokens", [10, 1000])
 def test_gradient_is_exact_in_float64(chunk_tokens: int) -> None:
     hidden, weight, targets = inputs(torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda h, w: chunked_logprobs(h, w, targets, temperature=1.3, chunk_tokens=chunk_tokens)[0],
-        (hidden, weight),
-    )
+    temperatures = mixed_temperatures().double()
+
+    def logprobs(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return chunked_logprobs(
+            hidden, weight, targets, temperatures=temperatures, chunk_tokens=chunk_tokens
+        )[0]
+
+    assert torch.autograd.gradcheck(logprobs, (hidden, weight))
 
 
 @pytest.mark.parametrize("chunk_tokens", [10, 1000])
@@ -62,7 +76,7 @@ def test_bfloat16_inputs_are_accumulated_in_float32(chunk_tokens: int) -> None:
     hidden, weight, targets = inputs(torch.bfloat16)
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, chunk_tokens=chunk_tokens)
     (logprobs * upstream()).sum().backward()
-    expected = reference(1.0, torch.bfloat16)
+    expected = reference(None, torch.bfloat16)
     assert logprobs.dtype == entropy.dtype == torch.float32
     assert torch.allclose(logprobs.double(), expected[0], atol=2e-5)
     assert torch.allclose(entropy.double(), expected[1], atol=2e-5)
@@ -99,20 +113,34 @@ def test_huge_logits_do_not_overflow() -> None:
     assert entropy.isfinite().all()
 
 
+def test_large_logits_lose_no_digits() -> None:
+    """Logits near 100, whose spacing in float32 is 7.6e-6; the result is near 0 and fine."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, VOCABULARY, generator=generator) * 2 + 90
+    logits[:, 7] = 100.0
+    targets = torch.full((200,), 7)
+    logprobs, entropy = chunked_logprobs(logits, torch.eye(VOCABULARY), targets)  # exact product
+    exact = torch.distributions.Categorical(logits=logits.double())
+    assert (logprobs.double() - exact.log_prob(targets)).abs().max() < 5e-7
+    assert (entropy.double() - exact.entropy()).abs().max() < 5e-7
+
+
 @pytest.mark.parametrize("chunk_tokens", [10, 1000])
 def test_output_layers_of_any_kind(chunk_tokens: int) -> None:
     hidden, weight, targets = inputs()
     bias = torch.linspace(-1, 1, VOCABULARY).requires_grad_()
+    temperatures = mixed_temperatures()
+    divisor = temperatures[:, None].double()
 
     def soft_capped(chunk: torch.Tensor) -> torch.Tensor:
         return 3 * torch.tanh((chunk @ weight.t() + bias) / 3)
 
     logprobs, entropy = logprobs_of_logits_function(
-        hidden, soft_capped, targets, temperature=0.8, chunk_tokens=chunk_tokens
+        hidden, soft_capped, targets, temperatures=temperatures, chunk_tokens=chunk_tokens
     )
     (logprobs * upstream()).sum().backward()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
-    logits = 3 * torch.tanh((exact[0] @ exact[1].t() + exact[2]) / 3) / 0.8
+    logits = 3 * torch.tanh((exact[0] @ exact[1].t() + exact[2]) / 3) / divisor
     distribution = torch.distributions.Categorical(logits=logits)
     expected = distribution.log_prob(targets)
     (expected * upstream()).sum().backward()
@@ -120,7 +148,7 @@ def test_output_layers_of_any_kind(chunk_tokens: int) -> None:
     assert torch.allclose(entropy.double(), distribution.entropy(), atol=1e-5)
     for found, reference_tensor in zip((hidden, weight, bias), exact, strict=True):
         assert torch.allclose(found.grad.double(), reference_tensor.grad, atol=2e-5)
-    from_logits = logprobs_of_logits(logits * 0.8, targets, temperature=0.8)
+    from_logits = logprobs_of_logits(logits * divisor, targets, temperatures=temperatures.double())
     assert torch.allclose(from_logits[0], expected)
     assert torch.allclose(from_logits[1], distribution.entropy())
 
@@ -131,7 +159,9 @@ def test_errors() -> None:
         chunked_logprobs(hidden, weight, targets[1:])
     with pytest.raises(ValueError, match=r"weight \(50, 15\) does not fit hidden \(37, 16\)"):
         chunked_logprobs(hidden, weight[:, 1:], targets)
-    with pytest.raises(ValueError, match=r"temperature=0\.0"):
-        chunked_logprobs(hidden, weight, targets, temperature=0.0)
+    with pytest.raises(
+        ValueError, match=r"expected temperatures \(37,\), one a target, got \(36,\)"
+    ):
+        chunked_logprobs(hidden, weight, targets, temperatures=torch.ones(36))
     with pytest.raises(ValueError, match="chunk_tokens=0"):
         chunked_logprobs(hidden, weight, targets, chunk_tokens=0)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,8 +12,10 @@ from hypothesis import strategies as st
 from areal_sc.algorithms.packing import pack_micro_batches
 
 
-def fewest_rows_first(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Algorithm 1 of arXiv:2505.24298, as a yardstick."""
+def fewest_rows_first(
+    lengths: list[int], max_tokens: int, ties: Callable[[list[int]], Any] = lambda _: 0
+) -> list[list[int]]:
+    """Algorithm 1 of arXiv:2505.24298, as a yardstick; the first of `ties` decides, then age."""
     micro_batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         fitting = [
@@ -19,7 +24,7 @@ def fewest_rows_first(lengths: list[int], max_tokens: int) -> list[list[int]]:
             if sum(lengths[other] for other in rows) + lengths[row] <= max_tokens
         ]
         if fitting:
-            min(fitting, key=len).append(row)
+            min(fitting, key=lambda rows: (len(rows), ties([lengths[i] for i in rows]))).append(row)
         else:
             micro_batches.append([row])
     return micro_batches
@@ -41,8 +46,10 @@ def test_every_row_once_within_the_limit_and_enough_micro_batches(
     assert sorted(row for rows in packed for row in rows) == list(range(len(lengths)))
     assert all(packed)
     assert max(token_counts(lengths, packed), default=0) <= max_tokens
-    assert len(packed) >= min(min_micro_batches, len(lengths))
     assert packed == pack_micro_batches(lengths, max_tokens, min_micro_batches)
+    # exactly: ranks agree on a number, and each must then make that many
+    without_minimum = len(pack_micro_batches(lengths, max_tokens))
+    assert len(packed) == max(without_minimum, min(min_micro_batches, len(lengths)))
 
 
 def test_beats_algorithm_1_in_number_and_evenness() -> None:
@@ -61,6 +68,37 @@ def test_beats_algorithm_1_in_number_and_evenness() -> None:
     assert more == 0
     assert fewer > 0
     assert spread < 0.2 * spread_of_algorithm_1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "num_micro_batches"),
+    [
+        ([8, 12, 14, 4, 5, 4, 7, 2, 4], 20, 3),  # a perfect packing; best fit needs 4
+        ([6, 5, 5, 4], 10, 2),  # even spreading needs 3
+    ],
+)
+def test_the_way_that_needs_fewest_decides(
+    lengths: list[int], max_tokens: int, num_micro_batches: int
+) -> None:
+    assert len(pack_micro_batches(lengths, max_tokens)) == num_micro_batches
+
+
+def test_never_more_than_algorithm_1_on_small_batches() -> None:
+    """Every batch of up to 6 rows of 1 to 9 tokens, and many random ones that are tight."""
+    batches = [
+        (list(lengths), 9)
+        for num_rows in range(1, 7)
+        for lengths in itertools.combinations_with_replacement(range(1, 10), num_rows)
+    ]
+    generator = random.Random(1)
+    for _ in range(5000):
+        num_rows, max_tokens = generator.randint(5, 24), generator.randint(10, 40)
+        batches.append(([generator.randint(1, max_tokens) for _ in range(num_rows)], max_tokens))
+    for lengths, max_tokens in batches:
+        ours = len(pack_micro_batches(lengths, max_tokens))
+        for ties in (len, sum):  # len breaks none: the oldest wins
+            theirs = fewest_rows_first(lengths, max_tokens, ties)
+            assert ours <= len(theirs), (lengths, max_tokens)
 
 
 def test_even_token_counts() -> None:
