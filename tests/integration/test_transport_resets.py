@@ -114,8 +114,7 @@ async def test_a_server_that_ends_every_connection_is_lost() -> None:
         await methods.started.wait()
         async with asyncio.timeout(20):
             while client.is_lost is None:
-                await until(lambda: client._link.is_up or client.is_lost is not None)
                 proxy.cut()
-                await until(lambda: not client._link.is_up)
+                await asyncio.sleep(0.01)
             with pytest.raises(PeerLost):
                 await call
