@@ -1,7 +1,8 @@
 """The synchronous shell: one event loop in a thread, shared by the controllers of a script.
 
 Controllers are asyncio inside. Their loop runs in a thread of its own, so admission, heartbeats
-and weight updates go on while the user's script computes, sleeps, or waits in another call.
+and weight updates go on while the user's script computes, sleeps, or waits in another call. Time in
+which the loop cannot turn counts nowhere.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+from areal_sc.controller.pausable_loop import PausableLoop
 from areal_sc.errors import TransportError, WorkerLost
 
 T = TypeVar("T")
@@ -31,7 +33,7 @@ class ControlLoop:
 
     def __init__(self, controllers: Sequence[Startable] = ()) -> None:
         self._controllers = controllers
-        self._loop = asyncio.new_event_loop()
+        self._loop = PausableLoop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="areal-controllers", daemon=True
         )

@@ -5,7 +5,8 @@ waits for    the reply of each call
 unblocked by that reply, the call's deadline, or the loss of the worker: every call in flight to it
              fails at once with `WorkerLost`, and so does every later one
 
-lost         a worker whose process ended (one poll for all), or that `Heartbeats` gives up
+lost         a worker whose process ended (one poll for all), or that `Heartbeats` gives up. The end
+             of a connection is none: it is made again, and calls are repeated under their ids
 """
 
 from __future__ import annotations
@@ -14,21 +15,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.controller.heartbeats import Heartbeats
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError, PeerLost, TransportError, WorkerLost
+from areal_sc.errors import ArealError, WorkerLost
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, Scheduler, log_tail
 from areal_sc.transport.rpc.transport import Connection
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.25
-EXIT_NOTICE_S = 2.0
-"""How long after a closed connection the process's exit, which says why, is waited for."""
 
 
 @dataclass
@@ -37,13 +36,11 @@ class Member:
 
     Attributes:
         failure: why the worker is lost, once it is.
-        lost: set together with `failure`.
     """
 
     worker: RunningWorker
     connection: Connection
     failure: WorkerLost | None = None
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
@@ -98,7 +95,7 @@ class Fleet:
     async def _launch(self, request: LaunchRequest) -> None:
         worker = await self._scheduler.launch(request)
         connection = self._runtime.transport.connect(
-            worker.report.address, worker.name, worker.spec.incarnation
+            worker.report.address, worker.name, worker.spec.incarnation, keeps_trying=True
         )
         self.members.append(Member(worker, connection))
         self._heartbeats.watch(worker)
@@ -114,10 +111,7 @@ class Fleet:
             raise member.failure
         if timeout_s is None:
             timeout_s = self.config.transport.call_timeout_s
-        try:
-            return await member.connection.call(method, args, timeout_s=timeout_s)
-        except PeerLost as error:
-            raise await self._cause(member, error) from None
+        return await member.connection.call(method, args, timeout_s=timeout_s)
 
     async def call_all(
         self, method: str, args: Sequence[dict[str, Any]], *, timeout_s: float | None = None
@@ -138,9 +132,7 @@ class Fleet:
             timeout_s=timeout_s,
             stops_at_error=True,
         )
-        for member, outcome in zip(self.members, outcomes, strict=True):
-            if isinstance(outcome, PeerLost):
-                raise await self._cause(member, outcome)
+        for outcome in outcomes:
             if isinstance(outcome, ArealError):
                 raise outcome
         return outcomes
@@ -176,23 +168,6 @@ class Fleet:
                 if member.name in causes:
                     self._lose(member, causes[member.name])
 
-    async def _cause(self, member: Member, error: PeerLost) -> ArealError:
-        """What to raise for a call that lost a peer: the worker, or one that the worker called."""
-        if await self._answers(member):
-            return error
-        # The socket notices first; the process's exit, which says why, follows.
-        await self._wait_for_exit(member, error)
-        return member.failure or error
-
-    async def _answers(self, member: Member) -> bool:
-        if member.failure:
-            return False
-        try:
-            await member.connection.call("ping", {}, timeout_s=self.config.heartbeat_interval_s)
-        except TransportError:
-            return False
-        return True
-
     def _lose_named(self, name: str, cause: str) -> None:
         for member in self.members:
             if member.name == name:
@@ -208,17 +183,9 @@ class Fleet:
             log_path=str(log_path),
             log_tail=log_tail(log_path),
         )
-        member.lost.set()
         logger.error("worker=%s lost=%r", member.name, cause)
         member.connection.fail_pending(member.failure)
         self._on_lost(member.failure)
-
-    async def _wait_for_exit(self, member: Member, error: PeerLost) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_NOTICE_S):
-                await member.lost.wait()
-        if not member.failure:
-            self._lose(member, f"{member.name} closed its connection ({error})")
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:

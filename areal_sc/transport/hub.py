@@ -32,13 +32,16 @@ from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
 
 logger = logging.getLogger(__name__)
 
-REFUSALS_UNTIL_LOST: Final = 3
-"""Failed attempts (0.1 s and 0.2 s apart) before a peer that was never reached counts as gone. An
+FAILURES_UNTIL_LOST: Final = 3
+"""Refused or ended connections, without a message between them, before a peer counts as gone. An
 address is only known once its server listens, so a refusal is not a matter of waiting longer."""
 
 REOPEN_S: Final = 0.1
 MAX_REOPEN_S: Final = 2.0
-"""Between two attempts at a server that ends the handshake; twice as long each time."""
+"""Between two attempts at a server that ends its connections; twice as long each time."""
+
+CONNECT_TIMEOUT_MS: Final = 5_000
+"""After which an attempt that nobody answers has failed."""
 
 MAX_PORT_DIGITS: Final = 200
 
@@ -48,13 +51,16 @@ _LIFE_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | z
 class Peer(Protocol):
     """What wants to know of one server; called on the event loop, and must not raise.
 
-    Its first messages may come before `on_connected`, none after `on_lost` until it is connected
-    again.
+    Its first messages may come before `on_connected`, none after `on_interrupted` and `on_lost`
+    until it is connected again.
     """
 
     def on_message(self, frames: list[Frame]) -> None: ...
 
     def on_connected(self) -> None: ...
+
+    def on_interrupted(self) -> None:
+        """The connection ended, and is made again: what was sent may be lost, or be answered."""
 
     def on_lost(self, reason: str) -> None: ...
 
@@ -68,6 +74,7 @@ class Link:
         server: its IP address and port.
         endpoint: the address in a spelling that is this connection's alone; "" between two.
         is_lost: why it is not reachable now; None while it is, or may still become so.
+        num_failures: refused or ended connections since its last message.
     """
 
     address: str
@@ -80,13 +87,17 @@ class Link:
     is_lost: str | None = None
     is_up: bool = False
     was_up: bool = False
-    num_refusals: int = 0
-    num_failed_handshakes: int = 0
+    num_failures: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a message can be queued: a connection is there, or is being made."""
+        return bool(self.endpoint)
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         """Queues a message if there is room; tells whether it did.
 
-        Raises: PeerLost: the connection was closed here.
+        Raises: PeerLost: the link is not open.
         """
         return self.hub.socket.send_nowait([self.routing_id, *frames])
 
@@ -123,6 +134,7 @@ class PeerHub:
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         raw.setsockopt(zmq.RECONNECT_IVL, 100)
         raw.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        raw.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         if authenticator is not None:
             authenticator.configure_client(raw)
         self._monitor = AsyncSocket(monitor_of(context, raw, _LIFE_EVENTS), self._on_life_event)
@@ -200,6 +212,7 @@ class PeerHub:
     def _on_message(self, frames: list[Frame]) -> None:
         link = self._links.get(bytes(frames[0]))
         if link is not None:  # else: it came from a connection that was given up
+            link.num_failures = 0
             link.peer.on_message(frames[1:])
 
     def _on_life_event(self, frames: list[Frame]) -> None:
@@ -210,32 +223,49 @@ class PeerHub:
         match happened["event"]:
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 link.is_up = link.was_up = True
-                link.num_failed_handshakes = 0
                 link.is_lost = None
                 link.peer.on_connected()
             case zmq.EVENT_DISCONNECTED if link.is_up:
-                self._lose(link, "the connection ended")
+                self._end(link, "the connection ended")
             case zmq.EVENT_DISCONNECTED:
-                self._lose(link, "the handshake failed: it ended, or has the keys of another run")
-            case zmq.EVENT_CLOSED if not link.was_up:
-                link.num_refusals += 1
-                if link.num_refusals == REFUSALS_UNTIL_LOST:
-                    self._lose(link, f"it refused the connection {REFUSALS_UNTIL_LOST} times")
+                reason = "the handshake failed: it ended, or has the keys of another run"
+                self._end(link, reason, is_final=not link.was_up)
+            case zmq.EVENT_CLOSED if not link.is_up:
+                self._on_refusal(link)
 
-    def _lose(self, link: Link, reason: str) -> None:
+    def _on_refusal(self, link: Link) -> None:
+        """ZMQ tries again by itself, with what is queued."""
+        if link.num_failures < FAILURES_UNTIL_LOST - 1:
+            link.num_failures += 1
+        elif link.is_lost is None:
+            refused = f"it refused the connection {FAILURES_UNTIL_LOST} times"
+            ended = "the connection ended, and a new one is refused"
+            self._end(link, ended if link.was_up else refused)
+
+    def _end(self, link: Link, reason: str, *, is_final: bool = False) -> None:
+        """A connection ended, or none was made; the next one is begun.
+
+        Args:
+            is_final: the server counts as lost, however few failures there were.
+        """
         # Replies that arrived before the end are still in the inbox.
         self.socket.receive_ready()
         if link.routing_id not in self._links:
             return  # one of them closed the link
-        was_up, link.is_up, link.is_lost = link.is_up, False, reason
+        was_up, link.is_up = link.is_up, False
+        link.num_failures += 1
+        if is_final or link.num_failures >= FAILURES_UNTIL_LOST:
+            link.is_lost = reason
         # A new connection instead of ZMQ's own reconnection, which would deliver the requests that
-        # are still queued; their calls fail now. (IMMEDIATE would drop them too, but ZMQ 4.3 then
-        # also loses the last of many replies that arrived before the end.)
+        # are still queued, also of calls that have failed. (IMMEDIATE would drop them too, but ZMQ
+        # 4.3 then also loses the last of many replies that arrived before the end.)
         self._disconnect(link)
-        if was_up:
+        if was_up and link.num_failures == 1:
             self._open(link)
         else:  # a server that refuses is not asked again at once
-            delay_s = min(REOPEN_S * 2**link.num_failed_handshakes, MAX_REOPEN_S)
-            link.num_failed_handshakes += 1
+            delay_s = min(REOPEN_S * 2 ** min(link.num_failures - 1, 10), MAX_REOPEN_S)
             self._loop.call_later(delay_s, self._open, link)
-        link.peer.on_lost(reason)
+        if link.is_lost is not None:
+            link.peer.on_lost(reason)
+        elif was_up:
+            link.peer.on_interrupted()

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.cutting_proxy import cutting_proxy
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.controller.fleet import Fleet, Member
@@ -171,6 +172,30 @@ async def test_a_killed_worker_is_lost_at_once_and_its_neighbour_is_heard(tmp_pa
         await asyncio.sleep(BOUND_S + 1.0)
         await fleet.call(neighbour, "ping", {}, timeout_s=LIMIT_S)
         assert lost(fleet) == [speaker]
+
+
+async def test_a_reset_connection_to_a_living_worker_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cutting_proxy() as proxy:
+
+        class Proxied(ProcessScheduler):
+            async def launch(self, request: LaunchRequest) -> RunningWorker:
+                worker = await super().launch(request)
+                proxy.stand_before(worker.report.address)
+                return replace(worker, report=replace(worker.report, address=proxy.address))
+
+        monkeypatch.setitem(globals(), "ProcessScheduler", Proxied)
+        async with fleet_of(1, tmp_path) as (fleet, scheduler):
+            (member,) = fleet.members
+            waits = {"seconds": 2.0}
+            alone = asyncio.create_task(fleet.call(member, "wait", waits, timeout_s=LIMIT_S))
+            of_all = asyncio.create_task(fleet.call_all("wait", [waits], timeout_s=LIMIT_S))
+            await until(lambda: scheduler.log(member.name).count("the wait began") == 2)
+            proxy.cut()
+            await asyncio.gather(alone, of_all)
+            assert scheduler.log(member.name).count("the wait began") == 2
+            assert lost(fleet) == []
 
 
 async def test_the_first_error_ends_a_call_of_all_at_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -114,6 +115,24 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
             assert run.output.rstrip().endswith(word), run.output
             assert "Traceback" not in run.output
             run.wait_until_gone(5.0)
+
+
+def test_a_script_that_is_stopped_for_a_while_goes_on(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """Far longer than a worker may be silent, but not so long that it counts itself as orphaned."""
+    with tiny_run(
+        tmp_path / "run",
+        tiny_model_folder,
+        *("total_steps=20", "scheduler.heartbeat_interval_s=0.3", "scheduler.orphan_timeout_s=60"),
+    ) as run:
+        run.wait_for_step(2)
+        run.send_to_foreground(signal.SIGSTOP)
+        time.sleep(3 * 5 * 0.3)
+        run.send_to_foreground(signal.SIGCONT)
+        run.finish()
+        assert run.summary()["num_rows_trained"] == 20 * ROWS_A_STEP
+        assert run.summary()["num_rows_trained_twice"] == 0
 
 
 def test_ctrl_c_while_the_workers_are_being_started(

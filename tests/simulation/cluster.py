@@ -180,7 +180,9 @@ class SimulatedTransport:
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
 
-    def connect(self, address: str, node_id: str, incarnation: str) -> SimulatedConnection:
+    def connect(
+        self, address: str, node_id: str, incarnation: str, *, keeps_trying: bool = False
+    ) -> SimulatedConnection:
         worker = self._cluster.workers[node_id]
         assert address in (worker.address, worker.beat_address)
         connection = SimulatedConnection(
@@ -188,6 +190,7 @@ class SimulatedTransport:
             incarnation,
             self._cluster.behavior.latency_s,
             is_heartbeat=address == worker.beat_address,
+            keeps_trying=keeps_trying,
         )
         worker.connections.append(connection)
         return connection

@@ -34,6 +34,7 @@ class SimulatedConnection:
 
     Args:
         is_heartbeat: it leads to the socket of the worker's heartbeat thread.
+        keeps_trying: calls of a worker that is gone wait for `fail_pending`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class SimulatedConnection:
         latency_s: float,
         *,
         is_heartbeat: bool = False,
+        keeps_trying: bool = False,
     ) -> None:
         self.node_id = worker.name
         self.bytes_sent = 0
@@ -51,6 +53,7 @@ class SimulatedConnection:
         self._incarnation = incarnation
         self._latency_s = latency_s
         self._is_heartbeat = is_heartbeat
+        self._keeps_trying = keeps_trying
         self._pending: set[asyncio.Future[Reply | Failure]] = set()
         self._executions: set[asyncio.Task[None]] = set()
         self._ids = itertools.count()
@@ -60,7 +63,7 @@ class SimulatedConnection:
     ) -> Any:
         request_id = request_id or f"{next(self._ids):032x}"
         wire = encode(Request(request_id, self._incarnation, method, args), LIMITS)
-        if self._worker.exit_status is not None:
+        if self._worker.exit_status is not None and not self._keeps_trying:
             raise self._peer_lost()
         self.bytes_sent += len(wire)
         answer: asyncio.Future[Reply | Failure] = asyncio.get_running_loop().create_future()
@@ -89,12 +92,14 @@ class SimulatedConnection:
 
     async def close(self) -> None:
         self.lose_peer()
+        self.fail_pending(self._peer_lost())
 
     def lose_peer(self) -> None:
         """The far side ends: what it executes is never answered."""
         for execution in self._executions:
             execution.cancel()
-        self.fail_pending(self._peer_lost())
+        if not self._keeps_trying:
+            self.fail_pending(self._peer_lost())
 
     def _peer_lost(self) -> PeerLost:
         return PeerLost(f"{self.node_id} is lost: the connection ended")

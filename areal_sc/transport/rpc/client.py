@@ -3,6 +3,9 @@
 consumes     replies, and the life of the connection
 waits for    the reply of each call
 unblocked by that reply, the call's deadline, the loss of the peer, or `fail_pending`
+
+The end of a connection says nothing of its server. A new one is made, and every request that waits
+is sent again under its id: the server executes an id once, and replays its reply.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from areal_sc.errors import ArealError, PeerLost, ProtocolError, RpcTimeout
@@ -43,6 +47,14 @@ def random_request_ids() -> RequestIds:
     """Gives ids that no other caller of the run gives: random digits of its own, and a count."""
     prefix, count = os.urandom(_ID_PREFIX_BYTES).hex(), itertools.count()
     return lambda: f"{prefix}-{next(count):x}"
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request without a reply yet."""
+
+    frame: bytes
+    waiters: list[Waiter]
 
 
 class Waiter(Protocol):
@@ -97,6 +109,9 @@ class RpcClient:
         node_id: its name, for messages.
         incarnation: the life of it that the calls are meant for; another one refuses them.
         new_request_id: gives ids that no other caller of the run uses.
+        keeps_trying: somebody else finds out whether the server still lives, and calls
+            `fail_pending` when it does not. Until then, or its deadline, no call fails because the
+            server cannot be reached.
 
     Attributes:
         bytes_sent, bytes_received: of all frames.
@@ -112,6 +127,7 @@ class RpcClient:
         deadlines: Deadlines,
         limits: MessageLimits,
         new_request_id: RequestIds,
+        keeps_trying: bool = False,
     ) -> None:
         self.node_id = node_id
         self.address = address
@@ -121,7 +137,10 @@ class RpcClient:
         self._deadlines = deadlines
         self._limits = limits
         self._new_request_id = new_request_id
-        self._pending: dict[str, list[Waiter]] = {}
+        self._keeps_trying = keeps_trying
+        self._pending: dict[str, _Pending] = {}
+        self._is_interrupted = False
+        self._repeating: asyncio.Task[None] | None = None
         self._malformed = Refusals(logger, "malformed_reply", node_id)
         self._loop = asyncio.get_running_loop()
         self._link = hub.connect(address, self)
@@ -146,7 +165,7 @@ class RpcClient:
 
         Raises:
             RpcTimeout: no reply within `timeout_s`.
-            PeerLost: the connection ended before the reply, or could not be made.
+            PeerLost: the server is gone: connections to it end, or cannot be made.
             IncarnationMismatch: the server is another incarnation than the one meant.
             ServerBusy: the server runs as much as it takes; a later call may succeed.
             ProtocolError: the arguments are not msgpack-able or too large.
@@ -171,14 +190,15 @@ class RpcClient:
 
     def fail_pending(self, error: ArealError) -> None:
         """Makes every call that waits now raise `error`; later calls are made as usual."""
-        pending, self._pending = self._pending, {}
-        for waiters in pending.values():
-            for waiter in waiters:
+        failed, self._pending = self._pending, {}
+        for pending in failed.values():
+            for waiter in pending.waiters:
                 waiter.fail(error)
 
     async def close(self) -> None:
         """Ends the connection; waiting calls raise PeerLost."""
         self._link.close()
+        self._stop_repeating()
         self.fail_pending(self._peer_lost("call ended"))
 
     def frame_of(self, request_id: str, call: bytes) -> bytes:
@@ -188,20 +208,22 @@ class RpcClient:
     def begin(self, request_id: str, frame: bytes, waiter: Waiter) -> bool:
         """Sends a request whose reply is for `waiter`; False if it could not be sent yet.
 
-        Raises: PeerLost: the connection has ended; `waiter` hears nothing.
+        Raises: PeerLost: the server is gone; `waiter` hears nothing.
         """
-        if self._link.is_lost is not None:
+        if self._link.is_closed or (self._link.is_lost is not None and not self._keeps_trying):
             raise self._peer_lost(f"{waiter.method} not sent")
-        is_sent = self.send(frame)
-        waiters = self._pending.get(request_id)
-        if waiters is None:
-            self._pending[request_id] = [waiter]
+        is_sent = self._is_interrupted or self.send(frame)
+        pending = self._pending.get(request_id)
+        if pending is None:
+            self._pending[request_id] = _Pending(frame, [waiter])
         else:
-            waiters.append(waiter)
+            pending.waiters.append(waiter)
         return is_sent
 
     def send(self, frame: bytes) -> bool:
         """Queues a frame if there is room. Raises: PeerLost: the connection was closed."""
+        if not (self._link.is_open or self._link.is_closed):
+            return True  # requests that wait are sent when there is a connection again
         if not self._link.send_nowait((frame,)):
             return False
         self.bytes_sent += len(frame)
@@ -209,11 +231,11 @@ class RpcClient:
 
     def abandon(self, request_id: str, waiter: Waiter) -> None:
         """Nobody waits any more: tells the server, as far as it can be reached at once."""
-        waiters = self._pending.get(request_id, [])
-        if waiter not in waiters:
+        pending = self._pending.get(request_id)
+        if pending is None or waiter not in pending.waiters:
             return
-        waiters.remove(waiter)
-        if waiters:
+        pending.waiters.remove(waiter)
+        if pending.waiters:
             return
         del self._pending[request_id]
         with suppress(PeerLost):
@@ -235,18 +257,47 @@ class RpcClient:
         except ProtocolError as error:
             self._malformed.add(error)
             return
-        for waiter in self._pending.pop(message.request_id, ()):
+        pending = self._pending.pop(message.request_id, None)
+        for waiter in pending.waiters if pending else ():
             if isinstance(message, Reply):
                 waiter.settle(message.value)
             else:
                 waiter.fail(error_of(message, node_id=self.node_id, method=waiter.method))
 
     def on_connected(self) -> None:
-        """Calls were queued meanwhile."""
+        """Requests were queued meanwhile; those of an earlier connection are sent again."""
+        if self._is_interrupted:
+            self._is_interrupted = False
+            self._stop_repeating()
+            self._repeating = self._loop.create_task(
+                self._repeat_all(), name=f"requests of {self.node_id} are repeated"
+            )
+
+    def on_interrupted(self) -> None:
+        """Whatever waits may have been lost on its way."""
+        self._is_interrupted = True
 
     def on_lost(self, reason: str) -> None:
-        """Calls that wait raise PeerLost."""
-        self.fail_pending(self._peer_lost("call ended"))
+        """Calls that wait raise PeerLost, unless somebody else decides that."""
+        self._is_interrupted = True
+        if self._keeps_trying:
+            logger.warning("node=%s cannot be reached: %s", self.node_id, reason)
+        else:
+            self.fail_pending(self._peer_lost("call ended"))
+
+    async def _repeat_all(self) -> None:
+        for request_id, pending in list(self._pending.items()):
+            if self._pending.get(request_id) is pending:
+                try:
+                    await self._link.send((pending.frame,))
+                except PeerLost:
+                    return  # the next connection is another attempt
+                self.bytes_sent += len(pending.frame)
+
+    def _stop_repeating(self) -> None:
+        if self._repeating is not None:
+            self._repeating.cancel()
+            self._repeating = None
 
     async def _send_when_possible(self, frame: bytes, call: _Call) -> None:
         """Waits for room in the connection's queue, unless the call fails before."""
@@ -254,8 +305,7 @@ class RpcClient:
         try:
             waits: set[asyncio.Future[Any]] = {sending, call.answer}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            if sending.done() and sending.exception() is None:  # else it is sent again later
                 self.bytes_sent += len(frame)
         finally:
             sending.cancel()

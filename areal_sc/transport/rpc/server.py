@@ -2,7 +2,7 @@
 
 consumes     requests and cancellations from the ROUTER socket
 waits for    nothing: a request runs in a task of its own, or is answered at once
-unblocked by the end of the handler, or a cancellation by every caller that waits for it
+unblocked by the end of the handler, or a cancellation by its caller
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _Execution:
     """A running request.
 
     Attributes:
-        callers: routing ids that wait for the reply; a repeat on another connection joins.
+        callers: routing ids that the reply is sent to; a repeat on another connection joins. Those
+            of connections that ended stay, and are told in vain.
         num_bytes: of the request.
     """
 
@@ -189,7 +190,7 @@ class RpcServer:
             if type(message) is Request:
                 self._on_request(caller, message, num_bytes)
             elif type(message) is Cancel:
-                self._on_cancel(caller, message)
+                self._on_cancel(message)
             else:
                 raise ProtocolError(f"a server takes no {type(message).__name__}")
         except ProtocolError as error:
@@ -303,12 +304,10 @@ class RpcServer:
         )
         return encode(failure_of(error, request.request_id), self._limits)
 
-    def _on_cancel(self, caller: bytes, cancel: Cancel) -> None:
+    def _on_cancel(self, cancel: Cancel) -> None:
+        """An id is one caller's, whichever connection it has by now."""
         execution = self._running.get(cancel.request_id)
-        if execution is None or caller not in execution.callers:
-            return
-        execution.callers.discard(caller)
-        if not execution.callers:
+        if execution is not None:
             execution.task.cancel()
 
     def _send(self, caller: bytes, reply: bytes) -> None:

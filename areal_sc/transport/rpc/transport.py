@@ -54,7 +54,9 @@ class Connection(Protocol):
 class Transport(Protocol):
     """Where connections come from; a simulated one takes its place in virtual time."""
 
-    def connect(self, address: str, node_id: str, incarnation: str) -> Connection: ...
+    def connect(
+        self, address: str, node_id: str, incarnation: str, *, keeps_trying: bool = False
+    ) -> Connection: ...
 
     async def call_all(
         self,
@@ -87,9 +89,13 @@ class ZmqTransport:
         # weak, because a connection that its user has closed is of no more concern
         self._connections: WeakSet[RpcClient] = WeakSet()
 
-    def connect(self, address: str, node_id: str, incarnation: str) -> RpcClient:
+    def connect(
+        self, address: str, node_id: str, incarnation: str, *, keeps_trying: bool = False
+    ) -> RpcClient:
         """A connection that is made in the background; calls wait for it within their deadline.
 
+        Args:
+            keeps_trying: see `RpcClient`.
         Raises: TransportError: the address is none, or the transport is closed.
         """
         if self._is_closed:
@@ -107,6 +113,7 @@ class ZmqTransport:
             deadlines=self._deadlines,
             limits=self._limits,
             new_request_id=self._new_request_id,
+            keeps_trying=keeps_trying,
         )
         self._connections.add(connection)
         return connection
