@@ -24,12 +24,12 @@ import json
 import logging
 import os
 import shutil
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
 from areal_sc.config.differences import check_resumable
+from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError
 
 FORMAT_VERSION = 1
@@ -209,35 +209,10 @@ class RunFolder:
         Raises: RunFolderError: it cannot be written, for example because the disk is full.
         """
         target = self.path / path
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-            _sync(target.parent)
+            write_atomic(target, content)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
-
-    def commit_folder(self, partial: Path, final: Path) -> None:
-        """Gives a folder its final name once all of it is on disk; what had the name is deleted.
-
-        `partial` lies beside `final`. A crash leaves `final` whole or absent, never in part.
-
-        Raises: RunFolderError: the disk is full, or the folder cannot be renamed.
-        """
-        try:
-            for entry in [*partial.rglob("*"), partial]:
-                _sync(entry)
-            if final.exists():
-                shutil.rmtree(final)
-            partial.replace(final)
-            _sync(final.parent)
-        except OSError as error:
-            raise RunFolderError(f"cannot write {final}: {error.strerror}") from error
 
     def append_line(self, path: str | Path, line: str) -> None:
         """Adds one line to a text file, in one write, so that readers see it whole.
@@ -325,11 +300,3 @@ class RunFolder:
             if entry.name not in (_MARKER, _PREVIOUS):
                 entry.rename(target / entry.name)
 
-
-def _sync(path: Path) -> None:
-    """Makes a file's content, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
