@@ -299,4 +299,3 @@ class RunFolder:
         for entry in self._entries():
             if entry.name not in (_MARKER, _PREVIOUS):
                 entry.rename(target / entry.name)
-

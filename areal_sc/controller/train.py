@@ -13,10 +13,8 @@ trains on does not depend on the number of ranks.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.publication import WRITE_TIMEOUT_S, Publisher, WeightsReceiver
 from areal_sc.controller.runtime import Runtime
+from areal_sc.durable import commit_folder
 from areal_sc.engines.base import EngineHandle
 from areal_sc.errors import CheckpointError, WorkerLost
 from areal_sc.metadata import (
@@ -332,25 +331,10 @@ class TrainController(Shell):
 
     async def _finish_export(self, write: int, exported: str, folder: Path) -> None:
         await self._finish_write(write)
-        await asyncio.to_thread(_replace_folder, Path(exported), folder)
+        try:
+            await asyncio.to_thread(commit_folder, Path(exported), folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {folder}: {error}") from error
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss
-
-
-def _replace_folder(source: Path, target: Path) -> None:
-    retired = target.with_name(target.name + ".old")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(retired, ignore_errors=True)
-        if target.exists():
-            target.rename(retired)
-        shutil.move(source, target)
-    except OSError as error:
-        if retired.exists():
-            shutil.rmtree(target, ignore_errors=True)
-            retired.rename(target)
-        raise CheckpointError(f"cannot write {target}: {error}") from error
-    shutil.rmtree(retired, ignore_errors=True)
-    with suppress(OSError):
-        source.parent.rmdir()  # unless another export is being written
