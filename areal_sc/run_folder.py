@@ -9,8 +9,10 @@
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
     model/           the trained model
     workers/         where each running worker can be reached
+    exports/         models that are being written
     sources/         how workers build the user's datasets and workflows
     previous/<n>/    what an earlier start left that had no snapshot to go on from
+    .lineage         number of the newest history of weights
 
 The lock is the kernel's (`flock` on `.lock`), so it ends with its process, however that ends.
 A process forked from the owner without `exec` shares the lock and must not outlive it.
@@ -36,6 +38,7 @@ FORMAT_VERSION = 1
 OWNER_ONLY = 0o700
 
 _LOCK = ".lock"
+_LINEAGE = ".lineage"
 _MARKER = "run.json"
 _SUBFOLDERS = ("logs", "workers", "checkpoints", "sources")
 _PREVIOUS = "previous"
@@ -91,6 +94,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
 
     @property
     def sources(self) -> Path:
@@ -214,6 +221,23 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
 
+    def begin_lineage(self) -> int:
+        """Number of a new history of weights, never given before in this folder.
+
+        One begins whenever weights come from elsewhere than training: from the model that a run
+        starts from, or from a snapshot. (lineage, policy version) names a policy.
+
+        Raises: RunFolderError: the folder cannot be written to, or its count is damaged.
+        """
+        path = self.path / _LINEAGE
+        try:
+            lineage = int(path.read_text()) + 1 if path.exists() else 1
+            self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"cannot count in {path}: {error}") from error
+        self.write_atomic(path, f"{lineage}\n".encode())
+        return lineage
+
     def append_line(self, path: str | Path, line: str) -> None:
         """Adds one line to a text file, in one write, so that readers see it whole.
 
@@ -262,10 +286,10 @@ class RunFolder:
         self.write_atomic(self.config_path, config_text.encode())
 
     def _entries(self) -> list[Path]:
-        """What lies in the folder, without the lock and a marker cut short by a crash."""
+        """What lies in the folder, without lock and count, and without what a crash cut short."""
         if not self.path.is_dir():
             return []
-        own = (_LOCK, f".{_MARKER}.")
+        own = (_LOCK, _LINEAGE, f".{_MARKER}.", f".{_LINEAGE}.")
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 
     def _is_marked(self) -> bool:
