@@ -9,8 +9,10 @@
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
     model/           the trained model
     workers/         where each running worker can be reached
+    exports/         models that are being written
     sources/         how workers build the user's datasets and workflows
     previous/<n>/    what an earlier start left that had no snapshot to go on from
+    .lineage         number of the newest history of weights
 
 The lock is the kernel's (`flock` on `.lock`), so it ends with its process, however that ends.
 A process forked from the owner without `exec` shares the lock and must not outlive it.
@@ -24,18 +26,19 @@ import json
 import logging
 import os
 import shutil
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
 from areal_sc.config.differences import check_resumable
+from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError
 
 FORMAT_VERSION = 1
 OWNER_ONLY = 0o700
 
 _LOCK = ".lock"
+_LINEAGE = ".lineage"
 _MARKER = "run.json"
 _SUBFOLDERS = ("logs", "workers", "checkpoints", "sources")
 _PREVIOUS = "previous"
@@ -91,6 +94,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
 
     @property
     def sources(self) -> Path:
@@ -209,35 +216,27 @@ class RunFolder:
         Raises: RunFolderError: it cannot be written, for example because the disk is full.
         """
         target = self.path / path
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-            _sync(target.parent)
+            write_atomic(target, content)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
 
-    def commit_folder(self, partial: Path, final: Path) -> None:
-        """Gives a folder its final name once all of it is on disk; what had the name is deleted.
+    def begin_lineage(self) -> int:
+        """Number of a new history of weights, never given before in this folder.
 
-        `partial` lies beside `final`. A crash leaves `final` whole or absent, never in part.
+        One begins whenever weights come from elsewhere than training: from the model that a run
+        starts from, or from a snapshot. (lineage, policy version) names a policy.
 
-        Raises: RunFolderError: the disk is full, or the folder cannot be renamed.
+        Raises: RunFolderError: the folder cannot be written to, or its count is damaged.
         """
+        path = self.path / _LINEAGE
         try:
-            for entry in [*partial.rglob("*"), partial]:
-                _sync(entry)
-            if final.exists():
-                shutil.rmtree(final)
-            partial.replace(final)
-            _sync(final.parent)
-        except OSError as error:
-            raise RunFolderError(f"cannot write {final}: {error.strerror}") from error
+            lineage = int(path.read_text()) + 1 if path.exists() else 1
+            self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"cannot count in {path}: {error}") from error
+        self.write_atomic(path, f"{lineage}\n".encode())
+        return lineage
 
     def append_line(self, path: str | Path, line: str) -> None:
         """Adds one line to a text file, in one write, so that readers see it whole.
@@ -287,10 +286,10 @@ class RunFolder:
         self.write_atomic(self.config_path, config_text.encode())
 
     def _entries(self) -> list[Path]:
-        """What lies in the folder, without the lock and a marker cut short by a crash."""
+        """What lies in the folder, without lock and count, and without what a crash cut short."""
         if not self.path.is_dir():
             return []
-        own = (_LOCK, f".{_MARKER}.")
+        own = (_LOCK, _LINEAGE, f".{_MARKER}.", f".{_LINEAGE}.")
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 
     def _is_marked(self) -> bool:
@@ -324,12 +323,3 @@ class RunFolder:
         for entry in self._entries():
             if entry.name not in (_MARKER, _PREVIOUS):
                 entry.rename(target / entry.name)
-
-
-def _sync(path: Path) -> None:
-    """Makes a file's content, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -24,6 +24,7 @@ from areal_sc.controller.fleet import Fleet
 from areal_sc.errors import ArealError, EngineFailed, TransportError
 from areal_sc.metadata import RowMetadata, WeightBroadcast, WeightsReference
 from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.workers.operations import Operation
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Publisher:
 
     async def publish(
         self,
+        operation: Operation,
         version: int,
         rollout: WeightsReceiver,
         announce: Callable[[WeightsReference], None],
@@ -112,6 +114,8 @@ class Publisher:
         """Returns once the weights are sealed, broadcast or written; generation goes on.
 
         Args:
+            operation: what the ranks are asked to do; a repeat does not publish again.
+            version: policy version of these weights.
             announce: is called with the new version when rollout workers may get it.
         """
         started = time.perf_counter()
@@ -119,25 +123,27 @@ class Publisher:
         self.times.publish_hold_s += time.perf_counter() - started
         match self._config.weight_update.method:
             case WeightUpdateMethod.disk:
-                announce(await self._save(version, oldest))
+                announce(await self._save(operation, version, oldest))
             case WeightUpdateMethod.pull:
-                announce(await self._seal(version))
+                announce(await self._seal(operation, version))
             case WeightUpdateMethod.collective:
-                await self._broadcast(version, rollout, announce)
+                await self._broadcast(operation, version, rollout, announce)
 
-    async def _save(self, version: int, oldest: int) -> WeightsReference:
+    async def _save(self, operation: Operation, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
-        folders = await self._fleet.call_all(
+        folders = await self._call_all(
             "save_weights",
-            [{"version": version, "oldest": oldest}] * self._config.num_workers,
+            {"operation": operation.to_wire(), "version": version, "oldest": oldest},
             timeout_s=WRITE_TIMEOUT_S,  # a snapshot that is being written is waited for
         )
         self.times.publish_seal_s += time.perf_counter() - started
         return WeightsReference(version, folder=folders[0])
 
-    async def _seal(self, version: int) -> WeightsReference:
+    async def _seal(self, operation: Operation, version: int) -> WeightsReference:
         started = time.perf_counter()
-        replies = await self._call_all("seal_weights", {"version": version})
+        replies = await self._call_all(
+            "seal_weights", {"operation": operation.to_wire(), "version": version}
+        )
         # Between two training steps nothing else on the ranks is still referenced.
         await self._fleet.call_all(
             "sweep",
@@ -150,6 +156,7 @@ class Publisher:
 
     async def _broadcast(
         self,
+        operation: Operation,
         version: int,
         rollout: WeightsReceiver,
         announce: Callable[[WeightsReference], None],
@@ -157,14 +164,14 @@ class Publisher:
         started = time.perf_counter()
         await self._ensure_group(rollout)
         self.times.publish_meet_s += time.perf_counter() - started
-        sealed = await self._seal(version)
+        sealed = await self._seal(operation, version)
         node_id, address, shard_id = sealed.shards[0]
         root = (node_id, address, parse_shard_id(shard_id)[0])
         started = time.perf_counter()
         sending = asyncio.create_task(
-            self._fleet.call_all(
+            self._call_all(
                 "broadcast_weights",
-                [{}] * self._config.num_workers,
+                {},
                 timeout_s=(len(self._layouts) + 1) * self._config.weight_update.step_timeout_s,
             )
         )
@@ -243,5 +250,8 @@ class Publisher:
     async def _call_root(self, method: str, args: dict[str, Any]) -> Any:
         return await self._fleet.call(self._fleet.members[0], method, args)
 
-    async def _call_all(self, method: str, args: dict[str, Any]) -> list[Any]:
-        return await self._fleet.call_all(method, [args] * self._config.num_workers)
+    async def _call_all(
+        self, method: str, args: dict[str, Any], *, timeout_s: float | None = None
+    ) -> list[Any]:
+        calls = [args] * self._config.num_workers
+        return await self._fleet.call_all(method, calls, timeout_s=timeout_s)

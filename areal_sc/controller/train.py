@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.publication import WRITE_TIMEOUT_S, Publisher, WeightsReceiver
 from areal_sc.controller.runtime import Runtime
+from areal_sc.durable import commit_folder
 from areal_sc.engines.base import EngineHandle
 from areal_sc.errors import CheckpointError, WorkerLost
 from areal_sc.metadata import (
@@ -39,7 +39,9 @@ from areal_sc.metadata import (
     WeightsReference,
     concat,
 )
+from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.workers.operations import Operation, digest
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
 
@@ -68,9 +70,11 @@ class TrainController(Shell):
         self._runtime = runtime or Runtime.create(scheduler.keys)
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
-        self._trained_rows: list[RowMetadata] = []
+        self._folder = RunFolder(scheduler.config.run_dir)
+        self._lineage = 0
+        self._num_updates = 0  # that returned since the last publication
+        self._trained_rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
         self._publisher = Publisher(self.config, self._fleet, self._runtime.new_id)
-        self._num_writes = 0
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.
@@ -78,6 +82,8 @@ class TrainController(Shell):
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
         world_size = self.config.num_workers
+        self._lineage = self._folder.begin_lineage()
+        shutil.rmtree(self._folder.exports, ignore_errors=True)  # unfinished, of an earlier start
         await self._fleet.launch(
             [
                 LaunchRequest(
@@ -97,7 +103,12 @@ class TrainController(Shell):
         await self._fleet.call_all(
             "initialize",
             [
-                {"rank": rank, "world_size": world_size, "init_method": init_method}
+                {
+                    "rank": rank,
+                    "world_size": world_size,
+                    "init_method": init_method,
+                    "lineage": self._lineage,
+                }
                 for rank in range(world_size)
             ],
         )
@@ -154,7 +165,12 @@ class TrainController(Shell):
     async def ppo_update_async(self, batch: BatchMetadata) -> dict[str, float]:
         """One optimizer update per PPO minibatch.
 
+        A call that was given up goes on in the workers; the next one, with the same batch, joins
+        it. Once a call has returned, another one trains further, also before the weights are
+        published.
+
         Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
+        Raises: StaleCall: a call was given up, and this one has another batch.
         """
         fields: tuple[str, ...] = PPO_FIELDS
         if self.config.ppo.clip_center == ClipCenter.proximal:
@@ -163,14 +179,22 @@ class TrainController(Shell):
             min(self.config.ppo.num_minibatches, batch.total_batch_size), balance="rows"
         )
         by_rank = [minibatch.split(self.config.num_workers) for minibatch in minibatches]
-        replies = await self._call_once(
+        number = self._num_updates
+        # noted first: the workers train on them even if this call is given up
+        self._trained_rows.setdefault(number, batch.rows)
+        operation = self._operation(
+            f"ppo_update/{number}",
+            [(row.group_id, row.attempt, row.sequence_length, row.advantage) for row in batch.rows],
+        )
+        replies = await self._call_all(
             "ppo_update",
+            operation,
             [
                 {"minibatches": [batch_to_wire(parts[rank]) for parts in by_rank]}
                 for rank in range(self.config.num_workers)
             ],
         )
-        self._trained_rows += batch.rows
+        self._num_updates = number + 1
         return dict(replies[0])
 
     async def sft_update_async(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
@@ -180,15 +204,16 @@ class TrainController(Shell):
         version advances at once.
         """
         dataset = self._sources.register_prompts(prompts)
-        num_workers = self.config.num_workers
-        replies = await self._call_once(
+        version, num_workers = self.version, self.config.num_workers
+        replies = await self._call_all(
             "sft_update",
+            self._operation("sft_update", [dataset, list(indices)]),
             [
                 {"dataset": dataset, "indices": list(indices[rank::num_workers])}
                 for rank in range(num_workers)
             ],
         )
-        self.version += 1
+        self._set_version(version + 1)
         return dict(replies[0])
 
     async def publish_weights_async(self, rollout: WeightsReceiver) -> None:
@@ -199,28 +224,27 @@ class TrainController(Shell):
         """
 
         def announce(weights: WeightsReference) -> None:
-            self.version = weights.version
-            trained_rows, self._trained_rows = self._trained_rows, []
+            trained_rows = [row for rows in self._trained_rows.values() for row in rows]
+            self._set_version(weights.version)
             rollout.receive_weights(weights, trained_rows)
 
-        await self._publisher.publish(self.version + 1, rollout, announce)
+        await self._publish(self.version + 1, rollout, announce)
 
     async def share_weights_async(self, rollout: WeightsReceiver) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        await self._publisher.publish(self.version, rollout, rollout.receive_weights)
+        await self._publish(self.version, rollout, rollout.receive_weights)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces `folder`.
 
         Raises: CheckpointError: the disk is full, say; an existing folder is left as it was.
         """
-        write, exported = await self._begin_write("begin_save_hf", {})
-        await self._finish_export(write, exported, Path(folder))
+        await self._finish_export(*await self._begin_export(Path(folder)))
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        write, exported = self._run(self._begin_write("begin_save_hf", {}))
-        return self._submit(self._finish_export(write, exported, Path(folder)))
+        begun = self._run(self._begin_export(Path(folder)))
+        return self._submit(self._finish_export(*begun))
 
     async def save_snapshot_async(self) -> None:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -229,21 +253,21 @@ class TrainController(Shell):
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        write, _ = await self._begin_write("begin_snapshot", {"step": self.version})
-        await self._finish_write(write)
+        await self._finish_write(await self._begin_snapshot())
 
     def begin_snapshot(self) -> Future[None]:
         """`save_snapshot` beside training: returns once the ranks have copied their state."""
-        write, _ = self._run(self._begin_write("begin_snapshot", {"step": self.version}))
-        return self._submit(self._finish_write(write))
+        return self._submit(self._finish_write(self._run(self._begin_snapshot())))
 
     async def load_snapshot_async(self, step: int) -> None:
-        """Goes back to the snapshot of that step; `version` becomes `step`.
+        """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
 
         Raises: CheckpointError: it cannot be read.
         """
-        await self._fleet.call_all("load_snapshot", [{"step": step}] * self.config.num_workers)
-        self.version = step
+        lineage = self._folder.begin_lineage()
+        await self._call_all("load_snapshot", Operation(lineage, step, "load_snapshot"))
+        self._lineage = lineage
+        self._set_version(step)
 
     @property
     def publication_stats(self) -> dict[str, float]:
@@ -309,48 +333,56 @@ class TrainController(Shell):
         )
         return replace(part, shards=(shard,))
 
-    async def _call_once(self, method: str, args: Sequence[dict[str, Any]]) -> list[Any]:
-        """A state-changing call: the worker runs the operation once and answers repeats."""
-        operation = self._runtime.new_id()
-        stamped = [
-            {**arg, "operation": operation, "expected_version": self.version} for arg in args
-        ]
-        return await self._fleet.call_all(method, stamped)
+    def _operation(self, name: str, content: Any = None) -> Operation:
+        return Operation(self._lineage, self.version, name, digest(content))
 
-    async def _begin_write(self, method: str, args: dict[str, Any]) -> tuple[int, Any]:
-        """Number of the write, and what rank 0 says about it, once all ranks have copied."""
-        self._num_writes += 1
-        call = {**args, "write": self._num_writes}
-        replies = await self._fleet.call_all(
-            method, [call] * self.config.num_workers, timeout_s=WRITE_TIMEOUT_S
-        )
-        return call["write"], replies[0]
+    def _set_version(self, version: int) -> None:
+        self.version = version
+        self._num_updates = 0
+        self._trained_rows.clear()
 
-    async def _finish_write(self, write: int) -> None:
-        calls = [{"write": write}] * self.config.num_workers
-        await self._fleet.call_all("finish_write", calls, timeout_s=WRITE_TIMEOUT_S)
+    async def _call_all(
+        self,
+        method: str,
+        operation: Operation,
+        args: Sequence[dict[str, Any]] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Replies of the ranks, each of which carries the operation out once."""
+        named = {"operation": operation.to_wire()}
+        calls = [{**arg, **named} for arg in args] if args else [named] * self.config.num_workers
+        return await self._fleet.call_all(method, calls, timeout_s=timeout_s)
 
-    async def _finish_export(self, write: int, exported: str, folder: Path) -> None:
-        await self._finish_write(write)
-        await asyncio.to_thread(_replace_folder, Path(exported), folder)
+    async def _publish(
+        self,
+        version: int,
+        rollout: WeightsReceiver,
+        announce: Callable[[WeightsReference], None],
+    ) -> None:
+        operation = self._operation(f"publish_weights/{version}")
+        await self._publisher.publish(operation, version, rollout, announce)
+
+    async def _begin_snapshot(self) -> Operation:
+        operation = self._operation("snapshot")
+        await self._call_all("begin_snapshot", operation, timeout_s=WRITE_TIMEOUT_S)
+        return operation
+
+    async def _begin_export(self, target: Path) -> tuple[Operation, str, Path]:
+        """Returns once all ranks have copied: the write, where it goes, where it is to end."""
+        operation = self._operation(f"save_hf/{digest(str(target))}")
+        replies = await self._call_all("begin_save_hf", operation, timeout_s=WRITE_TIMEOUT_S)
+        return operation, replies[0], target
+
+    async def _finish_write(self, operation: Operation) -> None:
+        await self._call_all("finish_write", operation, timeout_s=WRITE_TIMEOUT_S)
+
+    async def _finish_export(self, operation: Operation, exported: str, folder: Path) -> None:
+        await self._finish_write(operation)
+        try:
+            await asyncio.to_thread(commit_folder, Path(exported), folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {folder}: {error}") from error
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss
-
-
-def _replace_folder(source: Path, target: Path) -> None:
-    retired = target.with_name(target.name + ".old")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(retired, ignore_errors=True)
-        if target.exists():
-            target.rename(retired)
-        shutil.move(source, target)
-    except OSError as error:
-        if retired.exists():
-            shutil.rmtree(target, ignore_errors=True)
-            retired.rename(target)
-        raise CheckpointError(f"cannot write {target}: {error}") from error
-    shutil.rmtree(retired, ignore_errors=True)
-    with suppress(OSError):
-        source.parent.rmdir()  # unless another export is being written

@@ -1,15 +1,18 @@
 """Snapshots: what a run needs to go on after its process has ended.
 
     checkpoints/step-<n>/engine/             weights, optimizer, schedule, RNG of every rank
-    checkpoints/step-<n>/controllers.msgpack policy version, ledger, place in the prompt stream
+    checkpoints/step-<n>/controllers.msgpack policy version, ledger, place in the prompt stream;
+                                             before it one line: format, and checksum of the rest
 
-A snapshot is written under another name and gets its own once everything is on disk, so one that
-has its name is whole. It is written while training goes on, from copies of the state at its step.
-Rows that were generated but not trained are not kept: their groups are generated again.
+The ranks' files have checksums of their own. A snapshot is written under another name and gets its
+own once everything is on disk, so one that has its name is whole. It is written while training goes
+on, from copies of the state at its step. Rows that were generated but not trained are not kept:
+their groups are generated again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Callable
@@ -21,12 +24,15 @@ import msgpack
 
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
+from areal_sc.durable import commit_folder
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 CONTROLLERS = "controllers.msgpack"
+FORMAT = 1
+_KIND = b"areal_sc-controllers"
 _PARTIAL = ".partial"
 
 
@@ -62,7 +68,7 @@ class SnapshotWriter:
         step, partial = actor.version, self._partial(actor.version)
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            self._folder.write_atomic(partial / CONTROLLERS, msgpack.packb(rollout.state()))
+            self._folder.write_atomic(partial / CONTROLLERS, _sealed(rollout.state()))
             written = actor.begin_snapshot()
         except (OSError, RunFolderError, CheckpointError) as error:
             raise self._failed(step, error) from error
@@ -81,8 +87,8 @@ class SnapshotWriter:
     def _complete(self, step: int, written: Future[None]) -> None:
         try:
             written.result()
-            self._folder.commit_folder(self._partial(step), self._folder.snapshot_path(step))
-        except (OSError, RunFolderError, CheckpointError) as error:
+            commit_folder(self._partial(step), self._folder.snapshot_path(step))
+        except (OSError, CheckpointError) as error:
             raise self._failed(step, error) from error
         for outdated in self._folder.snapshots()[: -self._keep]:
             shutil.rmtree(outdated, ignore_errors=True)
@@ -105,23 +111,59 @@ def load_latest_snapshot(
     """Goes back to the newest snapshot that can be read.
 
     Returns: its step, and a warning for each newer one that could not be read.
-    Raises: CheckpointError: none can be read.
+    Raises: CheckpointError: none can be read. RunFolderError: one is of a newer areal_sc.
     """
     warnings: list[str] = []
     for path in reversed(folder.snapshots()):
         step = int(path.name.rpartition("-")[2])
         try:
-            state: dict[str, Any] = msgpack.unpackb(
-                (path / CONTROLLERS).read_bytes(), strict_map_key=False
-            )
+            state = _read_state(path / CONTROLLERS, step)
             actor.load_snapshot(step)
-            rollout.restore(state)
-            return step, warnings
-        except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        except CheckpointError as error:
             warnings.append(
                 f"snapshot {path} cannot be read ({error}); going back to the one before"
             )
             logger.warning(warnings[-1])
+            continue
+        rollout.restore(state)
+        return step, warnings
     raise CheckpointError(
         f"no snapshot in {folder.checkpoints} can be read: " + "; ".join(warnings)
     )
+
+
+def _sealed(state: dict[str, Any]) -> bytes:
+    """The state behind its line: kind, format, sha256 of the format and what follows."""
+    packed: bytes = msgpack.packb(state)
+    return b" ".join([_KIND, b"%d" % FORMAT, _digest(b"%d" % FORMAT, packed)]) + b"\n" + packed
+
+
+def _digest(format_number: bytes, packed: bytes) -> bytes:
+    return hashlib.sha256(format_number + b"\n" + packed).hexdigest().encode()
+
+
+def _read_state(path: Path, step: int) -> dict[str, Any]:
+    """What `_sealed` wrote for that step.
+
+    Raises: CheckpointError: it is gone, damaged, or of another step.
+        RunFolderError: a newer areal_sc wrote it; going back would throw away what it did.
+    """
+    try:
+        line, _, packed = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    kind, _, rest = line.partition(b" ")
+    format_number, _, digest = rest.partition(b" ")
+    if kind != _KIND or digest != _digest(format_number, packed):
+        raise CheckpointError(f"{path}: its checksum is wrong, its content damaged")
+    if int(format_number) != FORMAT:
+        raise RunFolderError(
+            f"{path}: expected format {FORMAT}, got {int(format_number)}: another version of "
+            "areal_sc wrote it; go on with that one, or choose another run_dir"
+        )
+    state: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
+    if state["version"] != step:
+        raise CheckpointError(
+            f"{path}: expected the state after step {step}, got that after {state['version']}"
+        )
+    return state

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from areal_sc.run_folder import RunFolder
 from areal_sc.transport.interface import host_of
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers.base import Method, Worker
+from areal_sc.workers.operations import Operation, Operations, digest
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.weight_publication import WeightPublication
 
@@ -28,16 +28,14 @@ logger = logging.getLogger(__name__)
 class TrainWorker(Worker):
     """Serves a `TrainEngine`.
 
-    State-changing calls name an operation and the policy version that they expect: an operation
-    runs once, a repeat gets the stored reply, and one meant for another version is refused.
+    Calls that change state or write name their operation, which runs once; see `Operations`.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self.engine: TrainEngine = self.handle.build()
-        self.version = 0
-        self._last_operation: tuple[str, Any] | None = None
-        self._writes: dict[int, Future[None]] = {}
+        self.operations = Operations(spec.name)
+        self._writes: dict[Operation, Future[None]] = {}
         self._publication: WeightPublication | None = None
 
     def methods(self) -> dict[str, Method]:
@@ -66,6 +64,7 @@ class TrainWorker(Worker):
         return self._publication
 
     async def close(self) -> None:
+        await self.operations.close()
         if self._publication:
             self._publication.close()
         await self.compute(self.engine.close)
@@ -79,6 +78,7 @@ class TrainWorker(Worker):
         torch.set_num_threads(self.handle.config.num_threads)
         rank, world_size = int(args["rank"]), int(args["world_size"])
         init_method = str(args["init_method"])
+        self.operations.lineage = int(args["lineage"])
         await self.compute(lambda: self.engine.initialize(rank, world_size, init_method))
         self._publication = WeightPublication(
             self.engine,
@@ -105,48 +105,61 @@ class TrainWorker(Worker):
     async def ppo_update(self, args: dict[str, Any]) -> dict[str, float]:
         """One optimizer update per minibatch."""
 
-        async def update() -> dict[str, float]:
-            batches = [batch_from_wire(wire) for wire in args["minibatches"]]
-            minibatches = [await self.plane.puller.pull(batch) for batch in batches]
-            min_token_version = batches[0].min_token_version
+        batches = [batch_from_wire(wire) for wire in args["minibatches"]]
+
+        async def pull() -> list[PackedRows]:
+            return [await self.plane.puller.pull(batch) for batch in batches]
+
+        async def update(minibatches: list[PackedRows]) -> dict[str, float]:
             return await self.compute(
                 lambda: self.engine.ppo_update(
-                    minibatches, step=self.version, min_token_version=min_token_version
+                    minibatches,
+                    step=self.operations.version,
+                    min_token_version=batches[0].min_token_version,
                 )
             )
 
-        return await self._once(args, update)
+        return dict(await self.operations.join(_operation(args), pull, update))
 
     async def sft_update(self, args: dict[str, Any]) -> dict[str, float]:
-        """One optimizer update on rows of a dataset."""
+        """One optimizer update on rows of a dataset; makes the next policy version."""
+        operation = _operation(args)
 
-        async def update() -> dict[str, float]:
+        async def read() -> PackedRows:
             dataset = self.sources.prompts(int(args["dataset"]))
             items = [dataset[int(index)] for index in args["indices"]]
-            rows = PackedRows(
+            return PackedRows(
                 {
                     "input_ids": _packed([item["input_ids"] for item in items], torch.int32),
                     "loss_mask": _packed([item["loss_mask"] for item in items], torch.bool),
                 },
                 tuple(len(item["input_ids"]) for item in items),
             )
-            stats = await self.compute(lambda: self.engine.sft_update(rows, step=self.version))
-            self.version += 1
-            return stats
 
-        return await self._once(args, update)
+        async def update(rows: PackedRows) -> dict[str, float]:
+            step = operation.version
+            return await self.compute(lambda: self.engine.sft_update(rows, step=step))
+
+        next_version = operation.version + 1
+        return dict(await self.operations.join(operation, read, update, next_version=next_version))
 
     async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
         """Seals this rank's part of every parameter; the policy version becomes `version`."""
-        reply = self._shard_reply(await self.publication.seal())
-        self.version = int(args["version"])
-        return reply
+
+        async def seal() -> dict[str, Any]:
+            return self._shard_reply(await self.publication.seal())
+
+        version = int(args["version"])
+        return dict(await self.operations.join(_operation(args), seal, next_version=version))
 
     async def save_weights(self, args: dict[str, Any]) -> str:
         """Writes the weights to `weight_update.folder`; the policy version becomes `version`."""
-        folder = await self.publication.save(int(args["version"]), int(args["oldest"]))
-        self.version = int(args["version"])
-        return folder
+        version, oldest = int(args["version"]), int(args["oldest"])
+
+        async def save() -> str:
+            return await self.publication.save(version, oldest)
+
+        return str(await self.operations.join(_operation(args), save, next_version=version))
 
     async def open_weight_group(self, args: dict[str, Any]) -> dict[str, Any]:
         """Rank 0 listens for the ranks of a weight group; see `WeightPublication`."""
@@ -172,34 +185,62 @@ class TrainWorker(Worker):
 
     async def begin_save_hf(self, args: dict[str, Any]) -> str:
         """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
-        number = int(args["write"])
-        folder = Path(self.spec.run_dir) / "exports" / str(number)
-        begun = await self.compute(lambda: self.engine.begin_save_hf(folder))
-        self._writes[number] = begun
+        operation = _operation(args)
+        name = digest([operation.lineage, operation.version, operation.name])
+        folder = RunFolder(self.spec.run_dir).exports / name
+        await self._begin_write(operation, lambda: self.engine.begin_save_hf(folder))
         return str(folder)
 
     async def begin_snapshot(self, args: dict[str, Any]) -> None:
         """Takes this rank's part of a snapshot that the controller completes."""
-        folder = self._snapshot_folder(args, ".partial")
-        begun = await self.compute(lambda: self.engine.begin_snapshot(folder))
-        self._writes[int(args["write"])] = begun
+        operation = _operation(args)
+        folder = self._snapshot_folder(operation.version, ".partial")
+        await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
 
     async def finish_write(self, args: dict[str, Any]) -> None:
-        """Replies when what the write took is on the disk. The engine trains meanwhile.
+        """Replies when what the operation took is on the disk. The engine trains meanwhile.
 
-        Raises: CheckpointError: it could not be written.
+        Raises: CheckpointError: it could not be written. StaleCall: nothing such was begun.
         """
+        operation = _operation(args)
+        write = self._writes.get(operation)
+        if write is None:
+            raise StaleCall(f"{operation}: {self.spec.name} writes nothing such")
         # A call that is given up must not cancel the write, which other ranks take part in.
-        await asyncio.shield(asyncio.wrap_future(self._writes.pop(int(args["write"]))))
+        await asyncio.shield(asyncio.wrap_future(write))
 
     async def load_snapshot(self, args: dict[str, Any]) -> None:
-        """Goes back to a snapshot."""
-        folder = self._snapshot_folder(args)
-        await self.compute(lambda: self.engine.load_snapshot(folder))
-        self.version = int(args["step"])
+        """Goes back to the snapshot of the operation's version, in the operation's lineage."""
+        operation = _operation(args)
+        folder = self._snapshot_folder(operation.version)
 
-    def _snapshot_folder(self, args: dict[str, Any], suffix: str = "") -> Path:
-        name = RunFolder(self.spec.run_dir).snapshot_path(int(args["step"])).name
+        async def load() -> None:
+            await self.compute(lambda: self.engine.load_snapshot(folder))
+
+        await self.operations.join(
+            operation, load, next_version=operation.version, begins_lineage=True
+        )
+
+    async def _begin_write(self, operation: Operation, begin: Callable[[], Future[None]]) -> None:
+        """Joins a write of the same name that goes on; what is written already is written again."""
+        earlier = self._writes.get(operation)
+        if earlier is not None and earlier.done():
+            self.operations.forget(operation)
+
+        async def take() -> None:
+            write = await self.compute(begin)
+            newest = operation.version - 1
+            self._writes = {
+                other: going_on
+                for other, going_on in self._writes.items()
+                if other.version >= newest or not going_on.done()
+            }
+            self._writes[operation] = write
+
+        await self.operations.join(operation, take)
+
+    def _snapshot_folder(self, step: int, suffix: str = "") -> Path:
+        name = RunFolder(self.spec.run_dir).snapshot_path(step).name
         return RunFolder(self.spec.run_dir).checkpoints / (name + suffix) / "engine"
 
     def _shard_reply(self, shard_id: str) -> dict[str, Any]:
@@ -210,21 +251,9 @@ class TrainWorker(Worker):
             "sequence": self.plane.store.last_sequence,
         }
 
-    async def _once(
-        self, args: dict[str, Any], operation: Callable[[], Awaitable[dict[str, float]]]
-    ) -> dict[str, float]:
-        name, expected = str(args["operation"]), int(args["expected_version"])
-        if self._last_operation and self._last_operation[0] == name:
-            stored: dict[str, float] = self._last_operation[1]
-            return stored
-        if expected != self.version:
-            raise StaleCall(
-                f"operation {name} on {self.spec.name}: expected policy version {expected}, "
-                f"the worker is at {self.version} (pid {os.getpid()})"
-            )
-        result = await operation()
-        self._last_operation = (name, result)
-        return result
+
+def _operation(args: dict[str, Any]) -> Operation:
+    return Operation.from_wire(args["operation"])
 
 
 def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:

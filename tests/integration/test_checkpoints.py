@@ -153,7 +153,7 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
     path = str(folder / "outlives" / "snapshot")
     held: dict[str, list[list[Any]]] = {
         "values": [["hold_pwrite", 1], [snapshot, path], ["await_holding", 1]],
-        "renames": [["hold_rename", ".snapshot.part"], [snapshot, path], ["await_holding", 0]],
+        "renames": [["hold_rename", ".snapshot.partial"], [snapshot, path], ["await_holding", 0]],
     }
     for moment, hold in held.items():
         scenarios[f"killed_in_{moment}"] = {
@@ -328,7 +328,7 @@ def test_the_others_are_told_when_a_rank_dies(results: Results, folder: Path) ->
     assert survivor["written"].startswith("CheckpointError: cannot write")
     assert "another rank ended" in survivor["written"]
     assert not (folder / "by_less").exists()
-    assert not (folder / ".by_less.part").exists()
+    assert not (folder / ".by_less.partial").exists()
 
 
 def test_a_killed_run_of_two_ranks_goes_on_with_one(

@@ -14,7 +14,7 @@ from simulation.behavior import Number
 
 from areal_sc.batch_wire import batch_from_wire, batch_to_wire
 from areal_sc.config.store_room import trajectory_bytes
-from areal_sc.errors import ShardGone, StoreFull, TransportError
+from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -25,6 +25,7 @@ from areal_sc.metadata import (
 from areal_sc.schedulers.base import LaunchRequest
 from areal_sc.transport.beat_board import Beat
 from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
+from areal_sc.workers.operations import Operation, Operations
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
@@ -306,7 +307,7 @@ class SimulatedTrainWorker(SimulatedWorker):
 
     def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
         super().__init__(cluster, request, incarnation)
-        self.operations: dict[str, Any] = {}
+        self.operations = Operations(self.name)
         self.methods |= {
             "create_rendezvous": self.create_rendezvous,
             "compute_logprobs": self.compute_logprobs,
@@ -314,6 +315,10 @@ class SimulatedTrainWorker(SimulatedWorker):
             "seal_weights": self.seal_weights,
             "load_snapshot": self.load_snapshot,
         }
+
+    async def initialize(self, args: dict[str, Any]) -> None:
+        await super().initialize(args)
+        self.operations.lineage = args["lineage"]
 
     async def create_rendezvous(self, args: dict[str, Any]) -> str:
         return "sim://rendezvous"
@@ -325,26 +330,36 @@ class SimulatedTrainWorker(SimulatedWorker):
         return self.shard_reply(self.store.put(4 * batch.num_tokens) if batch.rows else "")
 
     async def ppo_update(self, args: dict[str, Any]) -> dict[str, float]:
-        if args["operation"] in self.operations:
-            return dict(self.operations[args["operation"]])
-        if args["expected_version"] != self.version:
-            raise TransportError(
-                f"expected {args['expected_version']}, {self.name} is at {self.version}"
-            )
-        for wire in args["minibatches"]:
-            batch = batch_from_wire(wire)
-            await self.read_shards(batch)
-            self.cluster.note_trained(self.version, batch)
-        await self.cluster.spend(self.cluster.behavior.training_s)
-        self.operations[args["operation"]] = {"loss": 0.0}
-        return {"loss": 0.0}
+        async def read() -> None:
+            for wire in args["minibatches"]:
+                await self.read_shards(batch_from_wire(wire))
+
+        async def update(_: None) -> dict[str, float]:
+            for wire in args["minibatches"]:
+                self.cluster.note_trained(self.version, batch_from_wire(wire))
+            await self.cluster.spend(self.cluster.behavior.training_s)
+            return {"loss": 0.0}
+
+        operation = Operation.from_wire(args["operation"])
+        return dict(await self.operations.join(operation, read, update))
 
     async def load_snapshot(self, args: dict[str, Any]) -> None:
-        self.version = args["step"]
+        async def load() -> None:
+            self.version = operation.version
+
+        operation = Operation.from_wire(args["operation"])
+        await self.operations.join(
+            operation, load, next_version=operation.version, begins_lineage=True
+        )
 
     async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
-        await self.cluster.spend(self.cluster.behavior.sealing_s)
-        shard_id = self.store.put(WEIGHTS_BYTES)
-        self.version = args["version"]
-        self.cluster.sealed_versions.append((self.cluster.now_s, self.version))
-        return self.shard_reply(shard_id)
+        async def seal() -> dict[str, Any]:
+            await self.cluster.spend(self.cluster.behavior.sealing_s)
+            shard_id = self.store.put(WEIGHTS_BYTES)
+            self.version = version
+            self.cluster.sealed_versions.append((self.cluster.now_s, version))
+            return self.shard_reply(shard_id)
+
+        version = int(args["version"])
+        operation = Operation.from_wire(args["operation"])
+        return dict(await self.operations.join(operation, seal, next_version=version))

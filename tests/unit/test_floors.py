@@ -17,6 +17,7 @@ PACKAGE = Path(areal_sc.__file__).parent
 
 FLOORS = {
     "batch_wire": 0,
+    "durable": 0,
     "errors": 0,
     "ids": 0,
     "log": 0,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_sc.durable import commit_folder
 from areal_sc.errors import RunFolderError
 from areal_sc.run_folder import Opening, RunFolder
 
@@ -251,7 +252,7 @@ def test_write_atomic_replaces_or_leaves(path: Path, monkeypatch: pytest.MonkeyP
         def full(fd: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("areal_sc.run_folder.os.fsync", full)
+        monkeypatch.setattr("areal_sc.durable.os.fsync", full)
         with pytest.raises(RunFolderError, match=r"cannot write .*a\.bin: No space left on device"):
             folder.write_atomic("a.bin", b"three")
         assert (path / "a.bin").read_bytes() == b"two"
@@ -285,22 +286,8 @@ def test_snapshots_are_whole_and_in_order(path: Path) -> None:
             (partial / "engine").mkdir(parents=True)
             (partial / "engine" / "weights").write_bytes(b"1")
             assert final not in folder.snapshots()
-            folder.commit_folder(partial, final)
+            commit_folder(partial, final)
             assert not partial.exists()
         (folder.checkpoints / "step-000004.partial").mkdir()
         (folder.checkpoints / "step-000005").touch()
         assert folder.snapshots() == [folder.snapshot_path(step) for step in (3, 20, 1000000)]
-
-
-def test_commit_replaces_a_folder_of_the_same_name(path: Path) -> None:
-    with RunFolder(path) as folder:
-        folder.open(config_text=CONFIG)
-        final = folder.snapshot_path(1)
-        for content in (b"old", b"new"):
-            partial = folder.checkpoints / "partial"
-            partial.mkdir()
-            (partial / content.decode()).write_bytes(content)
-            folder.commit_folder(partial, final)
-        assert [entry.name for entry in final.iterdir()] == ["new"]
-        with pytest.raises(RunFolderError, match=r"cannot write .*step-000001"):
-            folder.commit_folder(folder.checkpoints / "missing", final)

@@ -11,7 +11,6 @@ One write goes on at a time, so at most one staged copy of the state waits for t
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from areal_sc.durable import commit_folder, partial_of
 from areal_sc.engines.fsdp.process_group import ProcessGroup
 from areal_sc.errors import CheckpointError
 
@@ -139,10 +139,7 @@ class BackgroundWriter:
 
 
 def replace_folder(folder: Path, group: SideGroup, fill: Callable[[Path], None]) -> None:
-    """Fills a folder beside `folder` on all ranks, then puts it in its place.
-
-    All is on the disk before the name changes. Killed at any moment, `folder`, or after
-    `recover_folder` again `folder`, holds its former content or the whole new one.
+    """Fills a folder beside `folder` on all ranks, then puts it in its place: `commit_folder`.
 
     Args:
         folder: every rank must see it, also from another node.
@@ -150,68 +147,36 @@ def replace_folder(folder: Path, group: SideGroup, fill: Callable[[Path], None])
     Raises: CheckpointError: the former content stays.
     """
     what = f"cannot write {folder}"
-    part = folder.with_name(f".{folder.name}.part")
-    former = _former(folder)
+    partial = partial_of(folder)
 
     def prepare() -> None:
         if group.rank == 0:
-            recover_folder(folder)
-            for leftover in (part, former):
-                if leftover.exists():
-                    shutil.rmtree(leftover)
-            part.mkdir(parents=True)
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
 
     def check() -> None:
-        if not part.is_dir():
-            raise FileNotFoundError(f"{part} is not seen here; it must be on a shared file system")
+        if not partial.is_dir():
+            raise FileNotFoundError(
+                f"{partial} is not seen here; it must be on a shared file system"
+            )
 
-    def swap() -> None:
+    def commit() -> None:
         if group.rank == 0:
-            _flush(part)
-            if folder.exists():
-                folder.rename(former)
-            part.rename(folder)
-            _flush_entry(folder.parent)
-            shutil.rmtree(former, ignore_errors=True)
+            commit_folder(partial, folder)
 
     try:
         group.together(what, prepare)
         group.together(what, check)
-        fill(part)
-        group.together(what, swap)
+        fill(partial)
+        group.together(what, commit)
     except CheckpointError:
         if group.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            recover_folder(folder)
+            shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def recover_folder(folder: Path) -> None:
-    """Gives back the content of a folder whose replacement was cut short between its renames."""
-    former = _former(folder)
-    if former.exists() and not folder.exists():
-        former.rename(folder)
-
-
-def _former(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.former")
 
 
 def _report_failure(written: Future[None]) -> None:
     """A failure is seen even where nobody asks the future."""
     if not written.cancelled() and (error := written.exception()) is not None:
         logger.warning("%s", error)
-
-
-def _flush(folder: Path) -> None:
-    """Brings all files below `folder`, and their names, to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        _flush_entry(path)
-
-
-def _flush_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -26,12 +26,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from areal_sc.engines.fsdp.background import (
-    FAILURES,
-    BackgroundWriter,
-    recover_folder,
-    replace_folder,
-)
+from areal_sc.durable import recover_folder
+from areal_sc.engines.fsdp.background import FAILURES, BackgroundWriter, replace_folder
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.fsdp.storage import (
     SnapshotIndex,

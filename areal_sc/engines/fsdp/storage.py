@@ -1,7 +1,7 @@
 """How distributed checkpoints (`torch.distributed.checkpoint`, DCP) lie in a snapshot's folder.
 
     rank-<n>.safetensors   what rank n wrote, each tensor or part of one by its name and position
-    snapshot.json          written last: what is where, sizes and checksums of the files
+    snapshot.json          written last: what is where, sizes and checksums of the files; its own
 
 DCP's planners decide who writes and reads which part, for any number of ranks then and now. Its
 own file format is not used, because it begins with a pickle (`.metadata`). Unpickling runs
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -46,7 +47,7 @@ from torch.futures import Future
 from areal_sc.engines.fsdp.tensor_file import TensorFile, file_checksum
 from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
 
-FORMAT = 2
+FORMAT = 3
 INDEX_NAME = "snapshot.json"
 
 
@@ -90,26 +91,24 @@ class SnapshotIndex:
     ranks: Mapping[str, tuple[int, ...]]
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "architecture": self.architecture,
-                "world_size": self.world_size,
-                "num_updates": self.num_updates,
-                "files": [[f.rank, f.num_bytes, f.checksum] for f in self.files],
-                "tensors": {
-                    name: {
-                        "dtype": dtype_name(tensor.properties.dtype),
-                        "shape": list(tensor.size),
-                        "parts": [
-                            [rank, list(part.offsets), list(part.sizes)]
-                            for rank, part in zip(self.ranks[name], tensor.chunks, strict=True)
-                        ],
-                    }
-                    for name, tensor in self.tensors.items()
-                },
-            }
-        )
+        content = {
+            "architecture": self.architecture,
+            "world_size": self.world_size,
+            "num_updates": self.num_updates,
+            "files": [[f.rank, f.num_bytes, f.checksum] for f in self.files],
+            "tensors": {
+                name: {
+                    "dtype": dtype_name(tensor.properties.dtype),
+                    "shape": list(tensor.size),
+                    "parts": [
+                        [rank, list(part.offsets), list(part.sizes)]
+                        for rank, part in zip(self.ranks[name], tensor.chunks, strict=True)
+                    ],
+                }
+                for name, tensor in self.tensors.items()
+            },
+        }
+        return json.dumps({"format": FORMAT, "checksum": _checksum(content), **content})
 
     @classmethod
     def read(cls, folder: Path) -> SnapshotIndex:
@@ -124,6 +123,9 @@ class SnapshotIndex:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else content
             raise ValueError(f"{path}: expected format {FORMAT}, got {found!r}")
+        del content["format"]
+        if content.pop("checksum", None) != _checksum(content):
+            raise ValueError(f"{path}: its checksum is wrong, its content damaged")
         try:
             index = cls._parse(content)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -308,6 +310,11 @@ def verify_checksums(folder: Path, files: Sequence[StoredFile]) -> None:
     for file in files:
         if file_checksum(folder / file.name) != file.checksum:
             raise ValueError(f"{folder / file.name}: its checksum is wrong, its content damaged")
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    """crc32 of what an index says, however it is spelled."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _file_name(rank: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_sc.errors import CheckpointError
+from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.recovery import CONTROLLERS, SnapshotWriter, load_latest_snapshot
 
@@ -134,6 +134,53 @@ def test_unreadable_ones_are_skipped_with_a_warning(
     assert (step, actor.loaded) == (1, [1])
     assert len(warnings) == 1
     assert "step-000002 cannot be read (the files of step 2 are damaged)" in warnings[0]
-    (folder.checkpoints / "step-000001" / CONTROLLERS).write_bytes(bytes([0xC1]))
+    (folder.checkpoints / "step-000001" / CONTROLLERS).unlink()
     with pytest.raises(CheckpointError, match=r"no snapshot in .* can be read: .*000002.*000001"):
+        load_latest_snapshot(folder, actor, rollout)
+
+
+def test_no_flipped_bit_of_the_controllers_is_loaded(
+    folder: RunFolder, writer: SnapshotWriter
+) -> None:
+    """Every single bit: the snapshot before is loaded in its place, with a warning."""
+    actor: Any = Actor(folder)
+    rollout: Any = Rollout()
+    for step in (1, 2):
+        snapshot(writer, actor, rollout, step)
+    path = folder.checkpoints / "step-000002" / CONTROLLERS
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        step, warnings = load_latest_snapshot(folder, actor, rollout)
+        assert (step, len(warnings)) == (1, 1), f"bit {bit}"
+        assert "its checksum is wrong, its content damaged" in warnings[0]
+        assert rollout.restored.pop() == {"version": 1}
+    path.write_bytes(content)
+    assert load_latest_snapshot(folder, actor, rollout) == (2, [])
+
+
+def test_a_snapshot_of_another_step_is_not_loaded(
+    folder: RunFolder, writer: SnapshotWriter
+) -> None:
+    actor: Any = Actor(folder)
+    snapshot(writer, actor, Rollout(), 3)
+    folder.snapshot_path(3).rename(folder.snapshot_path(8))
+    with pytest.raises(CheckpointError, match="expected the state after step 8, got that after 3"):
+        load_latest_snapshot(folder, actor, Rollout())  # type: ignore[arg-type]
+    assert actor.loaded == []
+
+
+def test_a_snapshot_of_a_newer_version_is_left_alone(
+    folder: RunFolder, writer: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going back to the one before would throw away what the newer version did."""
+    actor: Any = Actor(folder)
+    rollout: Any = Rollout()
+    snapshot(writer, actor, rollout, 1)
+    with monkeypatch.context() as newer:
+        newer.setattr("areal_sc.trainer.recovery.FORMAT", 7)
+        snapshot(writer, actor, rollout, 2)
+    with pytest.raises(RunFolderError, match="expected format 1, got 7: another version of areal"):
         load_latest_snapshot(folder, actor, rollout)

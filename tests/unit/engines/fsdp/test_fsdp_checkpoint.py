@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 from areal_sc.config.schema import ActorConfig, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
-from areal_sc.engines.fsdp.storage import SnapshotReader
+from areal_sc.engines.fsdp.storage import FORMAT, SnapshotReader, _checksum
 from areal_sc.errors import CheckpointError
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -198,7 +199,7 @@ def test_an_interrupted_replacement_is_made_good(build: Build, tmp_path: Path) -
     engine = build()
     engine.save_snapshot(tmp_path / "snapshot")
     (tmp_path / "snapshot").rename(tmp_path / ".snapshot.former")
-    (tmp_path / ".snapshot.part").mkdir()
+    (tmp_path / ".snapshot.partial").mkdir()
     engine.load_snapshot(tmp_path / "snapshot")
     engine.save_snapshot(tmp_path / "snapshot")
     assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]
@@ -241,17 +242,29 @@ def old_format(path: Path) -> None:
     path.write_text(json.dumps({"format": 1, "shapes": {}}))
 
 
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """An index that says something else, and has the right checksum for it."""
+    content = json.loads(path.read_text())
+    change(content)
+    del content["format"], content["checksum"]
+    checksum = _checksum(content)
+    path.write_text(json.dumps({"format": FORMAT, "checksum": checksum, **content}))
+
+
 def other_place(path: Path) -> None:
     """Names of files are not taken from the index."""
-    content = json.loads(path.read_text())
-    content["files"][0][0] = "../../secret"
-    path.write_text(json.dumps(content))
+
+    def change(content: dict[str, Any]) -> None:
+        content["files"][0][0] = "../../secret"
+
+    rewrite(path, change)
 
 
 def fewer_rows(path: Path) -> None:
-    content = json.loads(path.read_text())
-    content["tensors"]["parameter.model.norm.weight"]["parts"] = [[0, [0], [31]]]
-    path.write_text(json.dumps(content))
+    def change(content: dict[str, Any]) -> None:
+        content["tensors"]["parameter.model.norm.weight"]["parts"] = [[0, [0], [31]]]
+
+    rewrite(path, change)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +275,7 @@ def fewer_rows(path: Path) -> None:
         ("rank-0.safetensors", Path.unlink, "FileNotFoundError"),
         ("snapshot.json", Path.unlink, r"is no snapshot: it has no snapshot\.json"),
         ("snapshot.json", cut, "cannot read the snapshot in .*JSONDecodeError"),
-        ("snapshot.json", old_format, "expected format 2, got 1"),
+        ("snapshot.json", old_format, "expected format 3, got 1"),
         ("snapshot.json", other_place, "content is damaged"),
         ("snapshot.json", fewer_rows, "parts of parameter.model.norm.weight do not make its shape"),
     ],
@@ -278,6 +291,30 @@ def test_damage_is_found_before_anything_changes(
     with pytest.raises(CheckpointError, match=message):
         engine.load_snapshot(tmp_path / "snapshot")
     assert_equal(weights(engine), before)
+
+
+def test_no_flipped_bit_is_loaded(build: Build, tmp_path: Path) -> None:
+    """Any bit of any file: it is refused, and the engine stays as it is."""
+    engine = build()
+    train(engine, 0)
+    engine.save_snapshot(tmp_path / "snapshot")
+    stored = weights(engine)
+    train(engine, 1)
+    before = weights(engine)
+    rng = random.Random(0)
+    for path in sorted((tmp_path / "snapshot").iterdir()):
+        content = path.read_bytes()
+        bits = range(8 * len(content))
+        for bit in rng.sample(bits, min(len(bits), 400)):
+            damaged = bytearray(content)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError):
+                engine.load_snapshot(tmp_path / "snapshot")
+        path.write_bytes(content)
+    assert_equal(weights(engine), before)
+    engine.load_snapshot(tmp_path / "snapshot")
+    assert_equal(weights(engine), stored)
 
 
 def test_nothing_is_unpickled(

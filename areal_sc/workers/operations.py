@@ -1,0 +1,186 @@
+"""Operations: state-changing calls of a worker, each carried out once, whoever asks how often.
+
+    consumes      operations; each is named by the policy that it begins from and what is done, so a
+                  controller that was restarted, or repeats a call, names the same one
+    waits for     the operations noted before it: one runs at a time
+    unblocked by  their ends
+
+An operation is noted before it runs. A repeat joins the one that runs, or gets its reply. A caller
+that is cancelled does not cancel it: other ranks take part in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import msgpack
+
+from areal_sc.errors import EngineFailed, StaleCall
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a state-changing call does; its identity is (lineage, version, name).
+
+    Attributes:
+        lineage, version: the policy that it begins from.
+        name: what is done; with a number where it may be done several times.
+        content: digest of what it is done with. A repeat must have the same.
+    """
+
+    lineage: int
+    version: int
+    name: str
+    content: str = field(default="", compare=False)
+
+    def to_wire(self) -> list[Any]:
+        return [self.lineage, self.version, self.name, self.content]
+
+    @classmethod
+    def from_wire(cls, wire: Sequence[Any]) -> Self:
+        lineage, version, name, content = wire
+        return cls(int(lineage), int(version), str(name), str(content))
+
+    def __str__(self) -> str:
+        return f"{self.name} at lineage {self.lineage}, policy version {self.version}"
+
+
+def digest(content: Any) -> str:
+    """A short name of something msgpack-able, the same in every process."""
+    return hashlib.sha256(msgpack.packb(content)).hexdigest()[:16]
+
+
+@dataclass
+class _Noted:
+    content: str
+    task: asyncio.Task[Any]
+
+
+class Operations:
+    """The operations of one worker.
+
+    Only those of the current policy version and the one before are remembered.
+
+    Args:
+        worker: its name, for messages.
+
+    Attributes:
+        lineage, version: the policy that the worker is at.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self.lineage = 0
+        self.version = 0
+        self._worker = worker
+        self._noted: dict[Operation, _Noted] = {}
+        self._turn = asyncio.Lock()
+        self._broken = ""  # what says that a change failed half-way
+
+    async def join(
+        self,
+        operation: Operation,
+        prepare: Callable[[], Awaitable[T]],
+        change: Callable[[T], Awaitable[Any]] | None = None,
+        *,
+        next_version: int | None = None,
+        begins_lineage: bool = False,
+    ) -> Any:
+        """Reply of the operation: of its first run, which may have ended or go on.
+
+        Args:
+            prepare: what may be done again if it fails: reading, copying, writing files.
+            change: gets what `prepare` returned. If it fails the state is in between, and nothing
+                but a new lineage is accepted afterwards. Without it the reply is `prepare`'s.
+            next_version: policy version once it is done; None: as before.
+            begins_lineage: it replaces the whole state, and needs a lineage above the worker's.
+        Raises: StaleCall: the worker is at another policy, or the operation was asked for before
+            with something else. EngineFailed: an earlier change failed. What the run raises.
+        """
+        noted = self._noted.get(operation)
+        if noted is None:
+            run = self._run(operation, prepare, change, next_version, begins_lineage)
+            task = asyncio.create_task(run, name=f"{operation} on {self._worker}")
+            noted = self._noted[operation] = _Noted(operation.content, task)
+            task.add_done_callback(partial(self._on_end, operation))
+        elif noted.content != operation.content:
+            raise StaleCall(
+                f"{operation} on {self._worker}: it was asked for before, with something else; "
+                "repeat it as it was, or publish the weights first"
+            )
+        return await asyncio.shield(noted.task)
+
+    def forget(self, operation: Operation) -> None:
+        """The next call of it is not a repeat."""
+        self._noted.pop(operation, None)
+
+    async def close(self) -> None:
+        """Cancels what waits or runs."""
+        tasks = [noted.task for noted in self._noted.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # callers have got what they raised
+
+    async def _run(
+        self,
+        operation: Operation,
+        prepare: Callable[[], Awaitable[Any]],
+        change: Callable[[Any], Awaitable[Any]] | None,
+        next_version: int | None,
+        begins_lineage: bool,
+    ) -> Any:
+        async with self._turn:
+            self._check(operation, begins_lineage)
+            reply = await prepare()
+            if change is not None:
+                try:
+                    reply = await change(reply)
+                except BaseException as error:
+                    self._broken = (
+                        f"{operation} failed on {self._worker}, and has left the engine in between "
+                        f"two versions: {error!r}; load a snapshot, or start again"
+                    )
+                    raise
+            if begins_lineage:
+                self.lineage, self._broken = operation.lineage, ""
+            if next_version is not None:
+                self.version = next_version
+            self._forget_old()
+            return reply
+
+    def _check(self, operation: Operation, begins_lineage: bool) -> None:
+        if begins_lineage:
+            is_stale = operation.lineage <= self.lineage
+        else:
+            is_stale = (operation.lineage, operation.version) != (self.lineage, self.version)
+        if is_stale:
+            raise StaleCall(
+                f"{operation}: {self._worker} is at lineage {self.lineage}, policy version "
+                f"{self.version}"
+            )
+        if self._broken and not begins_lineage:
+            raise EngineFailed(self._broken)
+
+    def _forget_old(self) -> None:
+        for operation, noted in list(self._noted.items()):
+            is_old = (operation.lineage, operation.version) < (self.lineage, self.version - 1)
+            if is_old and noted.task.done():
+                del self._noted[operation]
+
+    def _on_end(self, operation: Operation, task: asyncio.Task[Any]) -> None:
+        """What failed is not remembered: see `join` for what a repeat gets."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.warning("operation=%s failed: %r", operation, error)
+        noted = self._noted.get(operation)
+        if noted is not None and noted.task is task and (task.cancelled() or error is not None):
+            self.forget(operation)

@@ -1,0 +1,74 @@
+"""A training step is carried out once by real workers, whoever asks for it, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
+
+from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
+from areal_sc.controller.fleet import Member
+from areal_sc.controller.runtime import Runtime
+from areal_sc.errors import StaleCall
+from areal_sc.metadata import BatchMetadata
+from areal_sc.schedulers.base import Scheduler
+
+
+def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
+    """A controller of another life: it has new ids and connections, and the same ranks."""
+    runtime = Runtime.create(scheduler.keys)
+    again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
+    again._lineage = actor._lineage
+    for member in actor._fleet.members:
+        worker = member.worker
+        connection = runtime.transport.connect(
+            worker.report.address, worker.name, worker.spec.incarnation
+        )
+        again._fleet.members.append(Member(worker, connection))
+    return again
+
+
+def test_a_step_is_trained_once(
+    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler, tmp_path: Path
+) -> None:
+    config = tiny_config("actor.num_workers=2", "actor.optimizer.lr=1e-2")
+    with controllers(config, scheduler) as (actor, rollout):
+        rows = actor.compute_advantages(rollout.rollout_batch(PROMPTS, WORKFLOW, 4))
+        batch = actor.compute_proximal_logprobs(rows)
+
+        async def give_up_and_repeat() -> list[dict[str, float]]:
+            given_up = asyncio.create_task(actor.ppo_update_async(batch))
+            await asyncio.sleep(0)  # both calls are on their way
+            asked = [asyncio.create_task(actor.ppo_update_async(batch)) for _ in range(2)]
+            given_up.cancel()
+            return await asyncio.gather(*asked)
+
+        first, second = actor._run(give_up_and_repeat())
+        assert first == second
+        weights = model_of(actor, tmp_path / "once")
+
+        async def after_a_restart(batch: BatchMetadata) -> dict[str, float]:
+            again = restarted(actor, scheduler)
+            try:
+                return await again.ppo_update_async(batch)
+            finally:
+                await again._runtime.transport.close()
+
+        assert actor._run(after_a_restart(batch)) == first
+        with pytest.raises(StaleCall, match="asked for before, with something else"):
+            actor._run(after_a_restart(batch.take(range(4))))
+        assert model_of(actor, tmp_path / "repeated") == weights
+
+        actor.publish_weights(rollout)
+        actor.publish_weights(rollout)  # at the next version, this is another publication
+        with pytest.raises(StaleCall, match=r"policy version 0: train/\d is at .* version 2"):
+            actor._run(after_a_restart(batch))
+        assert model_of(actor, tmp_path / "published") == weights
+
+
+def model_of(actor: TrainController, folder: Path) -> bytes:
+    actor.save_hf(folder)
+    return (folder / "model.safetensors").read_bytes()
