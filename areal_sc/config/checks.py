@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+from omegaconf import MISSING
+
 from areal_sc.config.keys import value_at
 from areal_sc.config.machine import count_cuda_devices, interface_names, why_not_listen
 from areal_sc.config.model_folder import read_model_shape
@@ -25,6 +27,7 @@ from areal_sc.config.schema import (
     WeightUpdateMethod,
 )
 from areal_sc.config.sglang_checks import check_sglang_config, sglang_of_worker
+from areal_sc.config.sharing import differing_sections
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.errors import ConfigError
 
@@ -44,6 +47,7 @@ def check_config(
         ConfigError: names the setting, its value, and what is allowed.
         ModelError: the folder at `actor.path` exists and cannot be read.
     """
+    _check_python_values(config)
     check_ranges(config)
     _check_lists_and_names(config)
     _check_transport(config)
@@ -62,6 +66,18 @@ def resolved_device(device: Device, num_cuda_devices: int) -> Device:
     if device != Device.auto:
         return device
     return Device.cuda if num_cuda_devices else Device.cpu
+
+
+def _check_python_values(config: GRPOConfig) -> None:
+    """What the loader has seen to, unless the settings were built in Python."""
+    for key in ("run_dir", "total_steps", "actor.path", "rollout.path", "scheduler.run_dir"):
+        if value_at(config, key) == MISSING:
+            raise ConfigError(f"{key}: no value; set it in the YAML, or when GRPOConfig is made")
+    for key, origin in differing_sections(config):
+        raise ConfigError(
+            f"{key}: differs from {origin}, which it has to be; set {origin}, and leave {key} out "
+            "(after a change of it call areal_sc.config.sharing.join_sections)"
+        )
 
 
 def _check_lists_and_names(config: GRPOConfig) -> None:

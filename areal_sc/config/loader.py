@@ -33,6 +33,7 @@ from areal_sc.config.keys import is_free_form, is_section, known_keys
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.plan import plan
 from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.sharing import shared_settings
 from areal_sc.errors import ConfigError
 from areal_sc.run_folder import RunFolder
 
@@ -99,7 +100,7 @@ def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T])
     folder = config_path.absolute().parent
     with _isolated_hydra():
         store = ConfigStore.instance()
-        store.store(name=_SCHEMA_NAME, node=schema)
+        store.store(name=_SCHEMA_NAME, node=_defaults(schema))
         store.store(
             name=_PRIMARY_NAME,
             node={"defaults": [_SCHEMA_NAME, config_path.absolute().stem, "_self_"]},
@@ -125,26 +126,17 @@ def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T])
     return config
 
 
-def resolve(config: T) -> T:
-    """A configuration built in Python, its types checked and its `${...}` replaced.
-
-    Raises: ConfigError: a value of the wrong type, a missing one, or a `${...}` without a target.
-    """
-    source = Path(type(config).__name__)
-    keys = known_keys(type(config))
-    try:
-        structured = OmegaConf.structured(config)
-        _require_all_set(structured, source)
-        resolved = OmegaConf.to_object(structured)
-    except OmegaConfBaseException as error:
-        raise explain.refused_value(error, source, keys) from None
-    assert isinstance(resolved, type(config))
-    return resolved
-
-
 def config_text(config: Any) -> str:
     """The configuration as YAML; `load_config` of it gives the same configuration again."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def _defaults(schema: type[Any]) -> DictConfig:
+    """A schema's defaults; shared settings lead to where they are taken from by `${...}`."""
+    defaults: DictConfig = OmegaConf.structured(schema)
+    for key, template in shared_settings(schema).items():
+        OmegaConf.update(defaults, key, template, merge=False)
+    return defaults
 
 
 @contextmanager
@@ -246,9 +238,7 @@ def _missing_keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
 
 def _describe_settings(schema: type[Any]) -> str:
     """All settings with their defaults, for `--help`."""
-    defaults: Any = OmegaConf.to_container(
-        OmegaConf.structured(schema), resolve=False, enum_to_str=True
-    )
+    defaults: Any = OmegaConf.to_container(_defaults(schema), resolve=False, enum_to_str=True)
     lines = ["", "settings and their defaults:"]
     for key, annotation in known_keys(schema).items():
         if not is_section(annotation):

@@ -6,14 +6,22 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
+
+from areal_sc.errors import ConfigError
 
 T = TypeVar("T")
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A section of the settings as nested dicts of numbers, strings and lists."""
+    """A section of the settings as nested dicts of numbers, strings and lists.
+
+    Raises: ConfigError: a setting without a default has no value.
+    """
     plain: dict[str, Any] = asdict(config)
+    missing = [name for name, value in plain.items() if value == MISSING]
+    if missing:
+        raise ConfigError(f"{type(config).__name__}: no value for {', '.join(missing)}")
     return plain
 
 

@@ -118,11 +118,8 @@ def check_ranges(config: GRPOConfig) -> None:
     """Raises: ConfigError: names the setting, its value, and what is allowed."""
     for key, allowed in RANGES.items():
         value = value_at(config, key)
-        if isinstance(value, str):
-            raise ConfigError(
-                f"{key}: {value!r} is not replaced by its value yet; "
-                "pass a configuration built in Python through resolve() first"
-            )
+        if not isinstance(value, int | float):  # only settings built in Python have other types
+            raise ConfigError(f"{key}: expected a number, got {value!r}")
         if value not in allowed:
             raise ConfigError(f"{key}: expected {_kind(value)} {allowed}, got {value}")
 

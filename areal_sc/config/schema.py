@@ -1,7 +1,8 @@
 """Every setting of a run, as dataclasses that hydra fills.
 
 The comment of a setting gives its unit and meaning; `checks.py` holds what each may be, and what
-goes together. `${...}` defaults take the value of another setting, so that each is set once.
+goes together. A `shared` setting takes the value of another one unless it is given, so that each is
+set once; in a section built by itself it has the value that stands second.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
+
+from areal_sc.config.sharing import Section, join_sections, shared
 
 
 class Dtype(StrEnum):
@@ -101,7 +104,7 @@ class GenerationConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW; the learning rate is constant within a training step."""
 
     lr: float = 1e-6
@@ -113,7 +116,7 @@ class OptimizerConfig:
     schedule: LrSchedule = LrSchedule.constant
     warmup_steps: int = 0  # training steps from 0 to lr
     min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
-    total_steps: int = "${total_steps}"  # type: ignore[assignment]  # training steps of the schedule
+    total_steps: int = shared("${total_steps}", lambda: 0)  # training steps of the schedule
 
 
 @dataclass
@@ -132,11 +135,12 @@ class PPOConfig:
 
 
 @dataclass
-class WeightUpdateConfig:
+class WeightUpdateConfig(Section):
     """The way of new weights from the trainers to generation."""
 
     method: WeightUpdateMethod = WeightUpdateMethod.pull
-    folder: str = "${run_dir}/weights"  # of `disk`: seen by trainers and servers
+    # of `disk`: seen by trainers and servers
+    folder: str = shared("${run_dir}/weights", lambda: "weights")
     bucket_bytes: int = 256 << 20  # weights on their way at one time; two buckets exist at most
     step_timeout_s: float = 600.0  # of one step: a bucket, a load, a meeting of ranks
 
@@ -167,7 +171,7 @@ class SGLangConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(Section):
     """The trained policy: model, parallelism, memory, optimizer."""
 
     path: str = MISSING  # Hugging Face model folder
@@ -180,27 +184,27 @@ class ActorConfig:
     logprob_chunk_tokens: int = 1024  # tokens whose logits exist at one time
     num_threads: int = 1  # CPU threads a rank
     store_bytes: int = 4 << 30  # limit of one rank's tensor store
-    seed: int = "${seed}"  # type: ignore[assignment]
+    seed: int = shared("${seed}", lambda: 0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
-    weight_update: WeightUpdateConfig = "${weight_update}"  # type: ignore[assignment]
+    weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Section):
     """Generation: engines, admission, staleness, limits."""
 
     engine: RolloutEngine = RolloutEngine.local
-    path: str = "${actor.path}"
-    generation: GenerationConfig = "${generation}"  # type: ignore[assignment]
+    path: str = shared("${actor.path}", lambda: MISSING)
+    generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = 1
     device: Device = Device.auto
-    dtype: Dtype = "${actor.dtype}"  # type: ignore[assignment]
+    dtype: Dtype = shared("${actor.dtype}", lambda: Dtype.float32)
     max_running_sequences: int = 64  # decode slots a worker
     max_context_tokens: int = 4096  # prompt and completion
     max_prefill_tokens: int = 8192  # prompt tokens computed between two decode steps
     num_threads: int = 1
-    seed: int = "${seed}"  # type: ignore[assignment]
+    seed: int = shared("${seed}", lambda: 0)
     train_batch_groups: int = 32  # B: groups a training step
     group_size: int = 8  # completions a prompt
     max_staleness: int = 4  # eta; 0 is synchronous
@@ -215,8 +219,8 @@ class RolloutConfig:
     max_unavailable: int = 0  # servers that an update may stop at one time; 0: all of them
     max_rejection_rate: float = 0.5  # over the last `rejection_window` groups; 1: never stop
     rejection_window: int = 128
-    sglang: SGLangConfig = "${sglang}"  # type: ignore[assignment]  # with `engine: sglang`
-    weight_update: WeightUpdateConfig = "${weight_update}"  # type: ignore[assignment]
+    sglang: SGLangConfig = shared("${sglang}", SGLangConfig)  # with `engine: sglang`
+    weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
 
 
 @dataclass
@@ -238,12 +242,12 @@ class TransportConfig:
 
 
 @dataclass
-class SchedulerConfig:
+class SchedulerConfig(Section):
     """Where and how worker processes run."""
 
     type: str = "local"
-    run_dir: str = "${run_dir}"
-    transport: TransportConfig = "${transport}"  # type: ignore[assignment]
+    run_dir: str = shared("${run_dir}", lambda: MISSING)
+    transport: TransportConfig = shared("${transport}", TransportConfig)
     startup_timeout_s: float = 180.0
     heartbeat_interval_s: float = 2.0
     hung_after_s: float = 60.0  # a worker whose event loop does not turn for so long is lost
@@ -267,7 +271,7 @@ class CheckpointConfig:
 
 @dataclass
 class GRPOConfig:
-    """A whole run."""
+    """A whole run. What is changed after it was made reaches shared settings by `join_sections`."""
 
     run_dir: str = MISSING
     total_steps: int = MISSING  # training steps
@@ -284,3 +288,6 @@ class GRPOConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     task: dict[str, Any] = field(default_factory=dict)  # the script's own settings
+
+    def __post_init__(self) -> None:
+        join_sections(self)

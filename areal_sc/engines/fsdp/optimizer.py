@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_sc.config.schema import LrSchedule, OptimizerConfig
 from areal_sc.engines.fsdp.process_group import ProcessGroup
+from areal_sc.errors import ConfigError
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -43,11 +44,17 @@ class ShardedAdamW:
     Attributes:
         config: the settings.
         num_updates: optimizer updates so far.
+    Raises: ConfigError: the learning rate falls, and nothing says over how many steps.
     """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, group: ProcessGroup
     ) -> None:
+        if config.schedule != LrSchedule.constant and config.total_steps < 1:
+            raise ConfigError(
+                f"optimizer.total_steps: expected at least 1 with schedule={config.schedule}, "
+                f"got {config.total_steps}"
+            )
         self.config = config
         self.num_updates = 0
         self._group = group

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
-from areal_sc.config.loader import compose_config, config_text, load_config, resolve
+from areal_sc.config.loader import compose_config, config_text, load_config
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
 from areal_sc.errors import ConfigError
 
@@ -206,16 +206,6 @@ def test_hydra_state_of_the_caller_is_left_alone(write_yaml: WriteYaml, tmp_path
     GlobalHydra.instance().clear()
     compose_config(path, [], GRPOConfig)
     assert not GlobalHydra.instance().is_initialized()
-
-
-def test_resolve_fills_a_configuration_built_in_python() -> None:
-    config = GRPOConfig(run_dir="r", total_steps=5, seed=9)
-    config.actor.path = "m"
-    resolved = resolve(config)
-    assert (resolved.actor.seed, resolved.rollout.path) == (9, "m")
-    assert resolved.actor.optimizer.total_steps == 5
-    with pytest.raises(ConfigError, match=r"GRPOConfig: no value for run_dir, total_steps"):
-        resolve(GRPOConfig())
 
 
 def test_warnings_are_logged(load: Load, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import torch
 from areal_sc.config.schema import LrSchedule, OptimizerConfig
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, learning_rate
 from areal_sc.engines.fsdp.process_group import ProcessGroup
+from areal_sc.errors import ConfigError
 
 ALONE = ProcessGroup(rank=0, world_size=1, device=torch.device("cpu"), is_owner=False)
 
@@ -93,3 +94,8 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(bad: float) ->
         assert torch.equal(ours[name], parameter)
     assert optimizer.num_updates == 0
     assert all(state["step"] == 0 for state in optimizer.moments().values())
+
+
+def test_a_falling_learning_rate_needs_the_number_of_its_steps() -> None:
+    with pytest.raises(ConfigError, match="total_steps: expected at least 1 with"):
+        ShardedAdamW(parameters(), OptimizerConfig(schedule=LrSchedule.linear), ALONE)
