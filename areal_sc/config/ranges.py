@@ -68,6 +68,7 @@ RANGES: dict[str, Range] = {
     "actor.ppo.behavior_weight_cap": Range(low=0, low_open=True, infinite=True),
     "actor.ppo.advantage_eps": POSITIVE,
     "actor.ppo.temperature": POSITIVE,
+    "rollout.total_steps": NOT_NEGATIVE,
     "rollout.num_workers": COUNT,
     "rollout.max_running_sequences": COUNT,
     "rollout.max_context_tokens": Range(low=2),

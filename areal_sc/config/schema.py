@@ -202,6 +202,7 @@ class RolloutConfig:
     max_prefill_tokens: int = 8192  # prompt tokens computed between two decode steps
     num_threads: int = 1
     seed: int = "${seed}"  # type: ignore[assignment]
+    total_steps: int = "${total_steps}"  # type: ignore[assignment]  # 0: admit groups without end
     train_batch_groups: int = 32  # B: groups a training step
     group_size: int = 8  # completions a prompt
     max_staleness: int = 4  # eta; 0 is synchronous

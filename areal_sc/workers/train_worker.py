@@ -142,11 +142,14 @@ class TrainWorker(Worker):
         self.version = int(args["version"])
         return reply
 
-    async def save_weights(self, args: dict[str, Any]) -> str:
-        """Writes the weights to `weight_update.folder`; the policy version becomes `version`."""
+    async def save_weights(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Writes the weights to `weight_update.folder`; the policy version becomes `version`.
+
+        Returns: the `folder`, and the `sequence` number of the newest shard in the store.
+        """
         folder = await self.publication.save(int(args["version"]), int(args["oldest"]))
         self.version = int(args["version"])
-        return folder
+        return {"folder": folder, "sequence": self.plane.store.last_sequence}
 
     async def open_weight_group(self, args: dict[str, Any]) -> dict[str, Any]:
         """Rank 0 listens for the ranks of a weight group; see `WeightPublication`."""
