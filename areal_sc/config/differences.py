@@ -24,6 +24,7 @@ FREE = (
     "resume",
     "overwrite",
     "total_steps",
+    "rollout.total_steps",
     "evaluation",
     "checkpoint",
     "scheduler",

@@ -67,6 +67,7 @@ RANGES: dict[str, Range] = {
     "actor.ppo.clip_high": POSITIVE,
     "actor.ppo.behavior_weight_cap": Range(low=0, low_open=True, infinite=True),
     "actor.ppo.advantage_eps": POSITIVE,
+    "rollout.total_steps": NOT_NEGATIVE,
     "rollout.num_workers": COUNT,
     "rollout.max_running_sequences": COUNT,
     "rollout.max_context_tokens": Range(low=2),

@@ -205,6 +205,7 @@ class RolloutConfig(Section):
     max_prefill_tokens: int = 8192  # prompt tokens computed between two decode steps
     num_threads: int = 1
     seed: int = shared("${seed}", lambda: 0)
+    total_steps: int = shared("${total_steps}", lambda: 0)  # 0: admit groups without end
     train_batch_groups: int = 32  # B: groups a training step
     group_size: int = 8  # completions a prompt
     max_staleness: int = 4  # eta; 0 is synchronous

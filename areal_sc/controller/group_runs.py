@@ -3,11 +3,16 @@
 consumes     groups, whoever admitted them
 waits for    a worker that holds the group's version and has room; then the reply of `run_group`
 unblocked by a weight update, a group that ends, a sweep; the reply, or the loss of the worker
+
+given up     a run whose caller is cancelled goes on in the background until the worker, which is
+             told to end it, has replied: only then nothing more can be sealed in its room
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +22,11 @@ from areal_sc.controller.evaluation import MetricSums
 from areal_sc.controller.group import Group
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers, RolloutWorkerState
+from areal_sc.controller.worker_store import GroupRun, ShardOwner
+from areal_sc.errors import ArealError
 from areal_sc.metadata import BatchMetadata, PromptReference
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,14 @@ class GroupRunner:
         self._workers = workers
         self._rejections = rejections
         self._background = background
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def close(self) -> None:
+        """Ends the calls that go on; nobody waits for them any more."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def wait_for_worker(self, version: int) -> RolloutWorkerState:
         """The least loaded worker that holds `version` or a later one and has room.
@@ -84,14 +101,19 @@ class GroupRunner:
             )
         return worker
 
-    async def run(self, group: Group, source: Source, worker: RolloutWorkerState) -> GroupResult:
+    async def run(
+        self, group: Group, source: Source, worker: RolloutWorkerState, owner: ShardOwner
+    ) -> GroupResult:
         """Plays the group's episodes on `worker`; its rejected rows are counted.
+
+        Its shard stays while `owner` needs it. Cancelled, the run is given up.
 
         Raises: WorkerLost: the worker died. What the engine raised.
         """
-        worker.num_running += 1
-        try:
-            reply = await self._workers.call(
+        run = GroupRun(owner, group.group_id, group.attempt)
+        self._workers.begin_run(worker, run)
+        call = self._spawn(
+            self._workers.call(
                 worker,
                 "run_group",
                 {
@@ -104,8 +126,42 @@ class GroupRunner:
                     "group_size": self._group_size,
                 },
             )
-        finally:
-            worker.num_running -= 1
-            self._background.notify()  # a group that leaves no rows leaves room
+        )
+        try:
+            reply = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._spawn(self._background.guard(self._give_up(worker, run, call)))
+            raise
+        except ArealError:
+            self._workers.end_run(worker, run, None)
+            raise
+        result = GroupResult.from_reply(reply)
+        self._workers.end_run(worker, run, result.batch)
         self._rejections.add_group(reply["rejected"], self._group_size)
-        return GroupResult.from_reply(reply)
+        return result
+
+    async def _give_up(
+        self, worker: RolloutWorkerState, run: GroupRun, call: asyncio.Task[Any]
+    ) -> None:
+        """Has the worker end the run, and waits until it has; what it sealed is swept."""
+        order = {"group_id": run.group_id, "attempt": run.attempt}
+        outcomes = await asyncio.gather(
+            self._workers.call(worker, "give_up_group", order), call, return_exceptions=True
+        )
+        batch = None
+        for outcome in outcomes:
+            if isinstance(outcome, ArealError):  # of a group that is nobody's any more
+                logger.info("given_up_group=%d failed=%r", run.group_id, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            elif outcome is not None:
+                batch = GroupResult.from_reply(outcome).batch
+        self._workers.end_run(worker, run, batch)
+        self._workers.sweep_one(worker)
+        self._workers.on_room()
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -11,8 +11,8 @@ under the same admission version, and what an earlier attempt still sends is ign
 
 Pure state: nothing here waits, reads a clock or touches a file. Every change is first handed to
 the injected `journal`, as a msgpack-able record, and made only when that returns; `replay` makes
-the same changes from the records. Consumed and rejected groups leave nothing but counts and a mark
-in `_IdSet`, so that the ledger's size is that of the groups in flight, however long the run.
+the same changes from the records. Consumed and rejected groups leave nothing but counts, so that
+the ledger's size is that of the groups in flight, however long the run.
 """
 
 from __future__ import annotations
@@ -28,25 +28,6 @@ from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
 Record = dict[str, Any]
 """One change of the ledger: `op` and its arguments, msgpack-able."""
-
-
-class _IdSet:
-    """A set of group ids that only grows: all below a mark, and the few above it."""
-
-    def __init__(self, mark: int = 0, above: Iterable[int] = ()) -> None:
-        self.mark = mark
-        self.above = set(above)
-
-    def __contains__(self, group_id: int) -> bool:
-        return group_id < self.mark or group_id in self.above
-
-    def add(self, group_id: int) -> None:
-        if group_id < self.mark:
-            return
-        self.above.add(group_id)
-        while self.mark in self.above:
-            self.above.remove(self.mark)
-            self.mark += 1
 
 
 class Ledger:
@@ -68,7 +49,8 @@ class Ledger:
         self._rows_consumed = 0
         self._rows_trained = 0
         self._rows_trained_twice = 0
-        self._trained_or_rejected = _IdSet()
+        self._untrained: set[int] = set()  # of the groups that the newest step consumed
+        self._untrained_step = 0
 
     @property
     def num_admitted(self) -> int:
@@ -103,6 +85,11 @@ class Ledger:
         if group_id not in self._unconsumed:
             raise LedgerError(f"group {group_id} is {self._state_of(group_id)}")
         return self._unconsumed[group_id]
+
+    def is_finished(self, group_id: int, attempt: int) -> bool:
+        """Whether the group is finished, with the rows of this attempt."""
+        group = self._by_state[GroupState.finished].get(group_id)
+        return group is not None and group.attempt == attempt
 
     def admit(self, prompt: PromptReference, version: int) -> Group:
         """A new group, queued, admitted under policy `version`."""
@@ -186,11 +173,12 @@ class Ledger:
         self._remove(group, GroupState.rejected)
         group.reject_reason = reason
         self._rejected[reason] += 1
-        self._trained_or_rejected.add(group_id)
         return group
 
     def consume(self, group_ids: Sequence[int], step: int) -> list[BatchMetadata]:
         """finished -> consumed by training step `step`; all of them, or none when one cannot be.
+
+        Groups that an earlier step consumed are trained by now, or never.
 
         Returns: the groups' batches, in the order of `group_ids`; the ledger lets go of them.
         Raises: LedgerError: a group is not finished, is named twice, or was consumed before.
@@ -210,6 +198,9 @@ class Ledger:
             batches.append(group.batch)
             self._remove(group, GroupState.consumed)
             group.consumed_step = step
+        if step != self._untrained_step:
+            self._untrained, self._untrained_step = set(), step
+        self._untrained.update(group_ids)
         self._num_consumed += len(groups)
         self._rows_consumed += sum(batch.total_batch_size for batch in batches)
         return batches
@@ -217,8 +208,9 @@ class Ledger:
     def record_trained(self, rows: Iterable[RowMetadata]) -> None:
         """Counts the rows that one training step was really given, once it is done.
 
-        A row of a group that an earlier call named was trained twice, and is counted as such: the
-        account says what happened, not what was meant to.
+        A row of a group that is not waiting to be trained, because an earlier call named it or a
+        later step has begun, was trained twice, and is counted as such: the account says what
+        happened, not what was meant to.
 
         Raises: LedgerError: a row's group was not consumed.
         """
@@ -234,9 +226,9 @@ class Ledger:
         self._write(op="trained", num_rows=[[g, n] for g, n in num_rows.items()])
         for group_id, count in num_rows.items():
             self._rows_trained += count
-            if group_id in self._trained_or_rejected:
+            if group_id not in self._untrained:
                 self._rows_trained_twice += count
-            self._trained_or_rejected.add(group_id)
+        self._untrained.difference_update(num_rows)
 
     def account(self) -> dict[str, Any]:
         """Where every group ever admitted is, and what was trained.
@@ -279,10 +271,7 @@ class Ledger:
             "num_consumed": self._num_consumed,
             "rejected": dict(self._rejected),
             "rows": [self._rows_consumed, self._rows_trained, self._rows_trained_twice],
-            "trained_or_rejected": [
-                self._trained_or_rejected.mark,
-                sorted(self._trained_or_rejected.above),
-            ],
+            "untrained": [self._untrained_step, sorted(self._untrained)],
         }
 
     @classmethod
@@ -315,7 +304,8 @@ class Ledger:
         ledger._rows_consumed = rows_consumed
         ledger._rows_trained = rows_trained
         ledger._rows_trained_twice = rows_trained_twice
-        ledger._trained_or_rejected = _IdSet(*snapshot["trained_or_rejected"])
+        ledger._untrained_step, untrained = snapshot["untrained"]
+        ledger._untrained = set(untrained)
         ledger._journal = journal
         return ledger
 

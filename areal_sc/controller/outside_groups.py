@@ -42,7 +42,12 @@ class OutsideGroups:
         self._rejections = rejections
         self._new_id = new_id
         self._num_groups = 0
-        self._batches: list[BatchMetadata] = []
+        self._needed: set[int] = set()  # groups whose rows may still be read
+        self._returned: set[int] = set()  # those of them that a batch was returned of
+
+    def needs(self, group_id: int, attempt: int) -> bool:
+        """Whether these rows are in a batch that was not forgotten, or will be in one."""
+        return group_id in self._needed
 
     async def run_batch(self, source: Source, num_groups: int, version: int) -> BatchMetadata:
         """The rows of the source's first `num_groups` groups, under `version` or later ones.
@@ -56,18 +61,29 @@ class OutsideGroups:
             self._num_groups += 1
             prompt = source.reference(index % source.num_prompts, self._config.seed)
             groups.append(Group(-self._num_groups, prompt, version))
-        results = await self._gather([self._run(group, source) for group in groups])
+        group_ids = {group.group_id for group in groups}
+        self._needed |= group_ids
+        try:
+            results = await self._gather([self._run(group, source) for group in groups])
+        except BaseException:
+            self._let_go(group_ids)
+            raise
+        self._returned |= group_ids
         batches = [batch for batch in results if batch is not None]
         if not batches:
             causes = self._rejections.describe_causes()
             raise WorkflowError(f"all {len(groups)} groups were rejected: {causes}")
         return concat(batches, batch_id=self._new_id(), global_step=version)
 
-    async def forget(self) -> None:
-        """Lets go of the rows of all batches so far."""
-        batches, self._batches = self._batches, []
-        if batches:
-            await self._workers.forget(batches)
+    def forget(self) -> None:
+        """Lets go of the rows of all batches that were returned so far."""
+        returned, self._returned = self._returned, set()
+        self._let_go(returned)
+
+    def _let_go(self, group_ids: set[int]) -> None:
+        self._needed -= group_ids
+        if group_ids:
+            self._workers.sweep()
 
     async def evaluate(
         self, source: Source, num_prompts: int, temperature: float | None
@@ -99,10 +115,9 @@ class OutsideGroups:
     async def _run(self, group: Group, source: Source) -> BatchMetadata | None:
         """The group's rows; None when all were rejected."""
         worker = await self._runner.wait_for_worker(group.admitted_version)
-        result = await self._runner.run(group, source, worker)
-        if result.batch is not None:
-            worker.num_held += 1
-            self._batches.append(result.batch)
+        result = await self._runner.run(group, source, worker, self)
+        if result.batch is None:
+            self._workers.on_room()
         return result.batch
 
     async def _gather(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

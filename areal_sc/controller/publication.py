@@ -131,28 +131,31 @@ class Publisher:
 
     async def _save(self, operation: Operation, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
-        folders = await self._call_all(
+        replies = await self._call_all(
             "save_weights",
             {"operation": operation.to_wire(), "version": version, "oldest": oldest},
             timeout_s=WRITE_TIMEOUT_S,  # a snapshot that is being written is waited for
         )
+        await self._sweep([{"live": [], "acknowledged": r["sequence"]} for r in replies])
         self.times.publish_seal_s += time.perf_counter() - started
-        return WeightsReference(version, folder=folders[0])
+        return WeightsReference(version, folder=replies[0]["folder"])
 
     async def _seal(self, operation: Operation, version: int) -> WeightsReference:
         started = time.perf_counter()
         replies = await self._call_all(
             "seal_weights", {"operation": operation.to_wire(), "version": version}
         )
-        # Between two training steps nothing else on the ranks is still referenced.
-        await self._fleet.call_all(
-            "sweep",
-            [{"live": [r["sequence"]], "acknowledged": r["sequence"]} for r in replies],
+        await self._sweep(
+            [{"live": [r["sequence"]], "acknowledged": r["sequence"]} for r in replies]
         )
         self.times.publish_seal_s += time.perf_counter() - started
         return WeightsReference(
             version, tuple((r["node_id"], r["node_addr"], r["shard_id"]) for r in replies)
         )
+
+    async def _sweep(self, args: Sequence[dict[str, Any]]) -> None:
+        """The ranks forget all else: between two training steps nothing of it is still read."""
+        await self._fleet.call_all("sweep", args)
 
     async def _broadcast(
         self,

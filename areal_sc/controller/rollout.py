@@ -73,19 +73,20 @@ class RolloutController(Shell):
         self._workers = RolloutWorkers(self.config, self._fleet, self._background)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
-        runner = GroupRunner(
+        self._runner = GroupRunner(
             self.config.group_size, self._workers, self.rejections, self._background
         )
         self.groups = TrainingGroups(
             self.config,
             self._workers,
-            runner,
+            self._runner,
             self.rejections,
             self._background,
             self._runtime.new_id,
         )
+        self.groups.total_steps = self.config.total_steps or None
         self._outside = OutsideGroups(
-            self.config, self._workers, runner, self.rejections, self._runtime.new_id
+            self.config, self._workers, self._runner, self.rejections, self._runtime.new_id
         )
 
     @property
@@ -97,7 +98,8 @@ class RolloutController(Shell):
     def total_steps(self) -> int | None:
         """Training steps that the run will make; nothing is admitted beyond what they need.
 
-        None, unless it is set: groups are admitted without end.
+        `rollout.total_steps` at first, which is the run's own. None: groups are admitted without
+        end.
         """
         return self.groups.total_steps
 
@@ -137,6 +139,7 @@ class RolloutController(Shell):
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
         await self.groups.close()
+        await self._runner.close()
         await self._workers.close()
         await self._fleet.close()
         if self._owns_transport:
@@ -148,17 +151,19 @@ class RolloutController(Shell):
         return self._fleet.num_bytes
 
     async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
-        """The batch to train the current policy version on.
+        """The batch to train the current policy version on, however often it is asked for.
 
-        Generation goes on from here, also between two calls, and admits what the staleness bound
-        allows. A batch's rows live until the next call.
+        Its rows live until the next version is published. Generation goes on from here, also
+        between two calls, and admits what the staleness bound allows. Other prompts, or another
+        workflow, than those of the call before are those of the groups admitted from now on; a
+        batch of groups that were admitted before does not change.
 
-        Raises: WorkflowError: the workflow or dataset cannot be used. TooManyRejections: most
-            rows are rejected. WorkerLost: a worker died. WaitTimeout: no group ended for longer
-            than a group may take.
+        Raises: WorkflowError: the workflow or dataset cannot be used. ConfigError: all of
+            `total_steps` are trained. TooManyRejections: most rows are rejected. WorkerLost: a
+            worker died. WaitTimeout: no group ended for longer than a group may take.
         """
         source = self.register(prompts, workflow)
-        await self._outside.forget()
+        self._outside.forget()
         return await self.groups.next_batch(source)
 
     async def rollout_batch_async(
@@ -174,7 +179,7 @@ class RolloutController(Shell):
             the stores have no room for so many groups.
         """
         source = self.register(prompts, workflow)
-        await self._outside.forget()
+        self._outside.forget()
         num_groups = source.num_prompts if num_groups is None else num_groups
         return await self._outside.run_batch(source, num_groups, self.version)
 

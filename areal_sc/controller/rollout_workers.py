@@ -3,16 +3,15 @@
 weights      one update a worker at a time, always to the newest version; none begins while
              the trainer seals the next one, or while an evaluation holds the worker. With
              `max_unavailable` workers take turns
-stores       what the ledger let go of is forgotten by name; what nobody knows of (a group
-             that was given up, a batch that was never asked for again) by the mark below.
-             A group reserves its worst-case bytes in a worker's store and in its node's memory
-             before it is admitted: a full store means that admission waits, not that a put fails
+stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
+             until nothing of it is left there (`worker_store`): a full store means that admission
+             waits, not that a put fails. Shards that nobody needs are swept beside everything else
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +25,10 @@ from areal_sc.config.schema import (
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet, Member
+from areal_sc.controller.worker_store import GroupRun, WorkerStore
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, WeightsReference
 from areal_sc.transport.arena.free_extents import block_span
-from areal_sc.transport.shard_ids import parse_shard_id
 
 UPDATE_STEPS = 4
 """Of a weight update that may take `weight_update.step_timeout_s` each; most take far less."""
@@ -44,28 +43,18 @@ class RolloutWorkerState:
 
     Attributes:
         version: the policy version that its engine holds.
-        num_running: groups running on it.
-        num_held: groups whose rows lie in its store: finished ones, those of the batch that is
-            being trained, and dead ones.
-        dead: shards that nothing refers to any more, to be forgotten at the next sweep.
+        store: the groups that take room in its store.
         num_evaluations: while there are any, it skips publications.
-        open_calls: calls in flight that may seal a shard whose name is not known here yet.
-        mark: (last sequence, calls open when the worker told it): once those calls have returned,
-            every shard up to that sequence is known here or abandoned.
-        acknowledged: shards up to this sequence are known or abandoned.
         update: the weight update that goes on, or the last one.
+        sweep: the sweep of its store that goes on, or the last one.
     """
 
     member: Member
     version: int = 0
-    num_running: int = 0
-    num_held: int = 0
-    dead: list[int] = field(default_factory=list)
+    store: WorkerStore = field(default_factory=WorkerStore)
     num_evaluations: int = 0
-    open_calls: set[int] = field(default_factory=set)
-    mark: tuple[int, frozenset[int]] | None = None
-    acknowledged: int = 0
     update: asyncio.Task[None] | None = None
+    sweep: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -80,6 +69,16 @@ class RolloutWorkerState:
         return self.member.worker.report.node
 
     @property
+    def num_running(self) -> int:
+        """Groups that it has not ended yet, those that were given up included."""
+        return self.store.num_running
+
+    @property
+    def num_held(self) -> int:
+        """Groups whose rows lie in its store, those that nobody needs any more included."""
+        return self.store.num_held
+
+    @property
     def num_stored(self) -> int:
         """Groups that take room in its store, or will."""
         return self.num_running + self.num_held
@@ -88,18 +87,28 @@ class RolloutWorkerState:
     def is_updating(self) -> bool:
         return self.update is not None and not self.update.done()
 
+    @property
+    def is_swept(self) -> bool:
+        return self.sweep is not None and not self.sweep.done()
+
 
 class RolloutWorkers:
-    """Chooses, calls, updates and sweeps the workers of one RolloutController."""
+    """Chooses, calls, updates and sweeps the workers of one RolloutController.
+
+    Attributes:
+        num_running: groups that the workers have not ended yet.
+        on_room: to be called when room in a store has come back, whoever's it was.
+    """
 
     def __init__(self, config: RolloutConfig, fleet: Fleet, background: Background) -> None:
+        self.num_running = 0
+        self.on_room: Callable[[], None] = lambda: None
         self._config = config
         self._fleet = fleet
         self._background = background
         self._states: list[RolloutWorkerState] = []
         self._weights: WeightsReference | None = None
         self._are_updates_held = False
-        self._num_calls = 0
         self._group_bytes = max_group_bytes(config)
         self._method = config.weight_update.method
         self._update_places = asyncio.Semaphore(_num_updated_at_once(config))
@@ -112,18 +121,18 @@ class RolloutWorkers:
         self._states = [RolloutWorkerState(member) for member in members]
 
     async def close(self) -> None:
-        """Ends the pulls; their failures are the background's already."""
-        updates = [state.update for state in self._states if state.update]
-        for update in updates:
-            update.cancel()
-        await asyncio.gather(*updates, return_exceptions=True)
+        """Ends updates and sweeps; their failures are the background's already."""
+        tasks = [task for state in self._states for task in (state.update, state.sweep) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._states.clear()
 
     def has_room(self, num_open: int) -> bool:
         """Whether the stores can hold one more group at its worst-case size.
 
         Args:
-            num_open: groups that are queued or running.
+            num_open: groups that are queued, or that a worker has not ended.
         """
         num_stored = num_open + sum(state.num_held for state in self._states)
         return num_stored < self._max_groups
@@ -157,16 +166,43 @@ class RolloutWorkers:
         return min(able, key=lambda state: state.num_running, default=None)
 
     async def call(self, state: RolloutWorkerState, method: str, args: dict[str, Any]) -> Any:
-        """Reply of a call that may take as long as a group, and may seal a shard."""
-        self._num_calls += 1
-        call = self._num_calls
-        state.open_calls.add(call)
-        try:
-            return await self._fleet.call(
-                state.member, method, args, timeout_s=self._config.group_timeout_s + RPC_MARGIN_S
+        """Reply of a call that may take as long as a group."""
+        return await self._fleet.call(
+            state.member, method, args, timeout_s=self._config.group_timeout_s + RPC_MARGIN_S
+        )
+
+    def begin_run(self, state: RolloutWorkerState, run: GroupRun) -> None:
+        """The worker is asked to run a group, which takes room from now on."""
+        state.store.begin(run)
+        self.num_running += 1
+
+    def end_run(
+        self, state: RolloutWorkerState, run: GroupRun, batch: BatchMetadata | None
+    ) -> None:
+        """The worker has ended the run; the shards of `batch` take its room, if there are any."""
+        state.store.end(run, [] if batch is None else [s.shard_id for s in batch.shards])
+        self.num_running -= 1
+        self._background.notify()
+
+    def sweep(self) -> None:
+        """Workers begin to forget the shards that their owners do not need any more."""
+        for state in self._states:
+            self.sweep_one(state)
+
+    def sweep_one(self, state: RolloutWorkerState) -> None:
+        """One worker begins to forget such shards; no-op if there are none, or it is at it."""
+        if state.store.has_dead and not state.is_swept:
+            state.sweep = asyncio.create_task(
+                self._background.guard(self._sweep(state)), name=f"sweep {state.name}"
             )
-        finally:
-            state.open_calls.discard(call)
+
+    async def _sweep(self, state: RolloutWorkerState) -> None:
+        while state.store.has_dead:
+            plan = state.store.plan_sweep(state.incarnation)
+            reply = await self._fleet.call(state.member, "sweep", plan.args)
+            state.store.confirm_sweep(plan, reply["last_sequence"])
+            self.on_room()
+            self._background.notify()
 
     async def call_all(self, method: str, args: dict[str, Any] | None = None) -> list[Any]:
         """Replies of all workers to the same call."""
@@ -227,64 +263,6 @@ class RolloutWorkers:
             lambda: all(self._is_current(state) for state in self._states),
             "rollout workers to hold the newest weights",
         )
-
-    def release(self, batch: BatchMetadata) -> None:
-        """Its shards are dead from the next sweep on."""
-        states = {state.name: state for state in self._states}
-        for shard in batch.shards:
-            incarnation, sequence = parse_shard_id(shard.shard_id)
-            if incarnation == states[shard.node_id].incarnation:
-                states[shard.node_id].dead.append(sequence)
-
-    async def forget(self, batches: Iterable[BatchMetadata]) -> None:
-        """Workers forget these groups' shards now, and nothing else."""
-        dead: dict[str, list[int]] = {}
-        for batch in batches:
-            for shard in batch.shards:
-                dead.setdefault(shard.node_id, []).append(parse_shard_id(shard.shard_id)[1])
-        for state in self._states:
-            if state.name in dead:
-                await self._fleet.call(
-                    state.member, "sweep", {"dead": dead[state.name], "acknowledged": 0}
-                )
-                state.num_held -= len(dead[state.name])
-        self._background.notify()
-
-    async def sweep(self, finished: Iterable[BatchMetadata]) -> None:
-        """Workers forget every shard that none of the `finished` groups refers to."""
-        live: dict[str, list[str]] = {state.name: [] for state in self._states}
-        for batch in finished:
-            for shard in batch.shards:
-                live[shard.node_id].append(shard.shard_id)
-        for state in self._states:
-            await self._sweep_one(state, live[state.name])
-        self._background.notify()
-
-    async def _sweep_one(self, state: RolloutWorkerState, live: Iterable[str]) -> None:
-        own, adopted = [], []
-        for shard_id in live:
-            incarnation, sequence = parse_shard_id(shard_id)
-            if incarnation == state.incarnation:
-                own.append(sequence)
-            else:
-                adopted.append(shard_id)
-        if state.mark and not state.mark[1] & state.open_calls:
-            state.acknowledged = state.mark[0]
-            state.mark = None
-        dead, state.dead = state.dead, []
-        reply = await self._fleet.call(
-            state.member,
-            "sweep",
-            {
-                "live": own,
-                "adopted_live": adopted,
-                "dead": dead,
-                "acknowledged": state.acknowledged,
-            },
-        )
-        state.num_held -= len(dead)
-        if state.mark is None:
-            state.mark = (reply["last_sequence"], frozenset(state.open_calls))
 
     @property
     def _groups_per_worker(self) -> int:

@@ -34,6 +34,7 @@ from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
+from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.workflows.prompts import prompt_at
 
@@ -78,10 +79,14 @@ class TrainingGroups:
         )
         self._source: Source | None = None
         self._is_paused = False
+        self._batch: BatchMetadata | None = None  # of the current version, once it is formed
+        self._batch_attempts: dict[int, int] = {}  # of its groups
         self._returned_prompts: deque[PromptReference] = deque()
+        self._restored: dict[int, None] = {}  # queued groups without a task, oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._group_metrics: dict[int, MetricSums] = {}
+        workers.on_room = self.admit
 
     async def close(self) -> None:
         """Ends all running groups; their failures are the background's already."""
@@ -95,26 +100,35 @@ class TrainingGroups:
         """Groups that are queued or running."""
         return self.ledger.num(GroupState.queued) + self.ledger.num(GroupState.running)
 
+    def needs(self, group_id: int, attempt: int) -> bool:
+        """Whether these rows wait to be trained, or are in the batch of the current version."""
+        is_in_batch = self._batch_attempts.get(group_id) == attempt
+        return is_in_batch or self.ledger.is_finished(group_id, attempt)
+
     async def next_batch(self, source: Source) -> BatchMetadata:
-        """The batch of the current version; its rows live until the next call.
+        """The batch of the current version, however often it is asked for.
 
-        Groups are admitted from `source` from here on, also between two calls.
+        Its rows live until the next version begins. Groups are admitted from `source` from here on,
+        also between two calls.
 
-        Raises: TooManyRejections, WorkerLost: as of a group. WaitTimeout: nothing changed for too
-            long.
+        Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
+            a group. WaitTimeout: nothing changed for too long.
         """
+        if self.total_steps is not None and self.version >= self.total_steps:
+            raise ConfigError(
+                f"there is no batch for policy version {self.version}: total_steps is "
+                f"{self.total_steps}; train fewer steps, or raise it"
+            )
         self._source = source
-        finished = self.ledger.in_state(GroupState.finished)
-        await self._workers.sweep([group.batch for group in finished if group.batch])
-        for group in self.ledger.in_state(GroupState.queued):
-            if group.group_id not in self._group_tasks:  # restored
-                self._spawn(group, source)
         self.admit()
         while True:
             self._background.raise_failure()
+            if self._batch is not None:
+                return self._batch
             decision = self._policy.form_batch(self.ledger.unconsumed(), self.version)
-            for group in decision.stale:
-                self._reject_stale(group)
+            if decision.stale:
+                self._reject_stale(decision.stale)
+                self._workers.sweep()
             if decision.groups is not None:
                 return self._consume(decision.groups)
             self.admit()
@@ -130,9 +144,11 @@ class TrainingGroups:
                 account.
         """
         self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
+        if version != self.version:
+            self._batch, self._batch_attempts = None, {}
         self.version = version
-        for group in self._policy.expired(list(self.ledger.unconsumed()), version):
-            self._reject_stale(group)
+        self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
+        self._workers.sweep()
 
     def pause(self) -> None:
         """Stops admission; groups that run go on."""
@@ -144,17 +160,21 @@ class TrainingGroups:
         self.admit()
 
     def admit(self) -> None:
-        """Admits groups while eq. 3, concurrency and store bytes allow."""
+        """Admits groups while eq. 3, concurrency and store bytes allow; restored ones go first."""
         if self._source is None or self._is_paused or self._background.has_failed:
             return
+        while self._restored and self._has_slot:
+            group_id = next(iter(self._restored))
+            del self._restored[group_id]
+            self._spawn(self.ledger.group(group_id), self._source)
         num_counted = self.ledger.num_admitted_not_rejected
         num_admissible = self._policy.num_admissible(self.version, num_counted)
         if self.total_steps is not None:
             needed = self.total_steps * self._config.train_batch_groups
             num_admissible = min(num_admissible, needed - num_counted)
         for _ in range(num_admissible):
-            has_slot = self.num_open < self._config.max_concurrent_groups
-            if not has_slot or not self._workers.has_room(self.num_open):
+            num_open = self.ledger.num(GroupState.queued) + self._workers.num_running
+            if not self._has_slot or not self._workers.has_room(num_open):
                 return
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._spawn(group, self._source)
@@ -175,6 +195,11 @@ class TrainingGroups:
         self._returned_prompts = deque(PromptReference(*p) for p in snapshot["returned_prompts"])
         self.ledger = Ledger.restore(snapshot["ledger"])
         self.ledger.requeue_all()
+        self._restored = dict.fromkeys(group.group_id for group in self.ledger.unconsumed())
+
+    @property
+    def _has_slot(self) -> bool:
+        return self.num_open - len(self._restored) < self._config.max_concurrent_groups
 
     def _next_prompt(self, source: Source) -> PromptReference:
         """Prompts of stale groups come again first; else the shuffled stream goes on."""
@@ -197,12 +222,13 @@ class TrainingGroups:
         """From queued to finished or rejected."""
         worker = await self._runner.wait_for_worker(group.admitted_version)
         attempt = self.ledger.start(group.group_id, worker.name)
-        result = await self._runner.run(group, source, worker)
+        result = await self._runner.run(group, source, worker, self)
         if result.batch is None:
             self.ledger.reject(group.group_id, result.cause)
         elif self.ledger.finish(group.group_id, attempt, result.batch):
-            worker.num_held += 1
             self._group_metrics[group.group_id] = result.metrics
+        else:
+            self._workers.sweep_one(worker)
         self._rejections.check_rate()
         self.admit()
         self._background.notify()
@@ -210,30 +236,30 @@ class TrainingGroups:
     def _consume(self, groups: Sequence[Group]) -> BatchMetadata:
         ids = [group.group_id for group in groups]
         batches = self.ledger.consume(ids, self.version)
-        for rows in batches:
-            self._workers.release(rows)  # the next sweep is that of the next batch
         self.batch_metrics = mean_metrics(
             [self._group_metrics.pop(group_id, {}) for group_id in ids]
         )
-        batch = concat(
+        self._batch = concat(
             batches,
             batch_id=self._new_id(),
             global_step=self.version,
             min_token_version=self._policy.min_token_version(self.version),
         )
+        self._batch_attempts = {row.group_id: row.attempt for row in self._batch.rows}
         self.admit()
-        return batch
+        return self._batch
 
-    def _reject_stale(self, group: Group) -> None:
-        """Refunds the group and ends it where it runs; its prompt is admitted anew."""
-        if group.state == GroupState.running:
-            self._rejections.add_stale_running(self._config.group_size)
-        if group.batch is not None:
-            self._rejections.add_stale_finished(group.batch.rows)
-            self._group_metrics.pop(group.group_id, None)
-            self._workers.release(group.batch)
-        task = self._group_tasks.pop(group.group_id, None)
-        if task:
-            task.cancel()
-        self.ledger.reject(group.group_id, "stale")
-        self._returned_prompts.append(group.prompt)
+    def _reject_stale(self, groups: Iterable[Group]) -> None:
+        """Refunds the groups and ends them where they run; their prompts are admitted anew."""
+        for group in groups:
+            if group.state == GroupState.running:
+                self._rejections.add_stale_running(self._config.group_size)
+            if group.batch is not None:
+                self._rejections.add_stale_finished(group.batch.rows)
+                self._group_metrics.pop(group.group_id, None)
+            task = self._group_tasks.pop(group.group_id, None)
+            if task:
+                task.cancel()
+            self._restored.pop(group.group_id, None)
+            self.ledger.reject(group.group_id, "stale")
+            self._returned_prompts.append(group.prompt)

@@ -181,7 +181,6 @@ class PPOTrainer:
         check_model_folder(self.config.actor.path)  # before any worker is started
         actor = TrainController(FSDPPPOActor(self.config.actor), self.scheduler)
         rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
-        rollout.total_steps = self.config.total_steps
         evaluations = Evaluations(
             self.config,
             rollout,

@@ -3,6 +3,7 @@
 run_group    `group_size` episodes of one prompt, concurrently -> one sealed shard; the reply
              is its metadata. A row whose workflow or reward fails is rejected with its cause;
              an engine that fails is no result of any row and fails the call.
+             `give_up_group` ends the episodes; the reply then says that nothing was sealed
 weights      pulled beside generation, then applied by the engine between two decode steps
 """
 
@@ -67,6 +68,7 @@ class RolloutWorker(Worker):
             log_path=Path(spec.run_dir) / "logs" / f"reward-{spec.index}.log",
         )
         self._engine: GenerationEngine | None = None
+        self._group_episodes: dict[tuple[int, int], asyncio.Task[list[Trajectory | Rejection]]] = {}
 
     @property
     def engine(self) -> GenerationEngine:
@@ -77,6 +79,7 @@ class RolloutWorker(Worker):
         return super().methods() | {
             "initialize": self.initialize,
             "run_group": self.run_group,
+            "give_up_group": self.give_up_group,
             "run_evaluation": self.run_evaluation,
             "update_weights": self.update_weights,
             "weight_ranks": self.weight_ranks,
@@ -106,8 +109,21 @@ class RolloutWorker(Worker):
         return self.handle.build()  # type: ignore[no-any-return]
 
     async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Episodes of one prompt; `batch` of the reply is None when every row was rejected."""
-        rows = await self._episodes(args, int(args["group_size"]))
+        """Episodes of one prompt; `batch` of the reply is None when nothing was sealed.
+
+        That is so when every row was rejected, or the group was given up meanwhile.
+        """
+        key = (int(args["group_id"]), int(args["attempt"]))
+        episodes = asyncio.create_task(self._episodes(args, int(args["group_size"])))
+        self._group_episodes[key] = episodes
+        try:
+            rows = await episodes
+        except asyncio.CancelledError:
+            if key in self._group_episodes:  # the call itself is cancelled
+                raise
+            rows = []
+        finally:
+            self._group_episodes.pop(key, None)
         trajectories = [row for row in rows if isinstance(row, Trajectory)]
         rejected: dict[str, list[Any]] = {}
         for row in rows:
@@ -126,6 +142,12 @@ class RolloutWorker(Worker):
             "rejected": rejected,
             "metrics": metrics,
         }
+
+    async def give_up_group(self, args: dict[str, Any]) -> None:
+        """Ends the episodes of a group, if they go on; the reply of its `run_group` follows."""
+        key = (int(args["group_id"]), int(args["attempt"]))
+        if key in self._group_episodes:
+            self._group_episodes.pop(key).cancel()
 
     async def run_evaluation(self, args: dict[str, Any]) -> dict[str, Any]:
         """One episode, reward and metrics only; nothing is stored."""

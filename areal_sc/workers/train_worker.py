@@ -152,14 +152,18 @@ class TrainWorker(Worker):
         version = int(args["version"])
         return dict(await self.operations.join(_operation(args), seal, next_version=version))
 
-    async def save_weights(self, args: dict[str, Any]) -> str:
-        """Writes the weights to `weight_update.folder`; the policy version becomes `version`."""
+    async def save_weights(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Writes the weights to `weight_update.folder`; the policy version becomes `version`.
+
+        Returns: the `folder`, and the `sequence` number of the newest shard in the store.
+        """
         version, oldest = int(args["version"]), int(args["oldest"])
 
-        async def save() -> str:
-            return await self.publication.save(version, oldest)
+        async def save() -> dict[str, Any]:
+            folder = await self.publication.save(version, oldest)
+            return {"folder": folder, "sequence": self.plane.store.last_sequence}
 
-        return str(await self.operations.join(_operation(args), save, next_version=version))
+        return dict(await self.operations.join(_operation(args), save, next_version=version))
 
     async def open_weight_group(self, args: dict[str, Any]) -> dict[str, Any]:
         """Rank 0 listens for the ranks of a weight group; see `WeightPublication`."""

@@ -24,6 +24,8 @@ class Behavior:
         latency_s: of one message, one way.
         reply_delay_s: what the reply of a finished group takes longer, while other messages of
             the worker overtake it.
+        sweep_delay_s: the same, of the reply to a sweep.
+        give_up_s: how long a group goes on that the worker was told to end.
         group_rejection: probability that all rows of a group are rejected.
         row_rejection: the same, of each row.
     """
@@ -36,5 +38,7 @@ class Behavior:
     evaluation_s: Number = 1.0
     latency_s: float = 0.001
     reply_delay_s: Number = 0.0
+    sweep_delay_s: Number = 0.0
+    give_up_s: Number = 0.0
     group_rejection: float = 0.0
     row_rejection: float = 0.0

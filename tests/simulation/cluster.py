@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class SimulatedCluster:
         starts: groups that workers were asked to run, in order.
         trained: what the ranks trained, in order.
         sealed_versions: (time, version) of each rank's publications.
+        on_forgotten: is told the id and the group of every shard of rows that a sweep drops.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
@@ -75,6 +76,7 @@ class SimulatedCluster:
         self.starts: list[GroupStart] = []
         self.trained: list[TrainedStep] = []
         self.sealed_versions: list[tuple[float, int]] = []
+        self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
         self._ids = itertools.count()
 
     # ------------------------------------------------------------------ Scheduler

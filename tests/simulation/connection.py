@@ -132,8 +132,11 @@ class SimulatedConnection:
             reply = failure_of(error, request.request_id)
         frame = encode(reply, LIMITS)
         cluster = worker.cluster
-        delay_s = cluster.behavior.reply_delay_s if request.method == "run_group" else 0.0
-        await asyncio.sleep(self._latency_s + cluster.draw(delay_s))
+        delays = {
+            "run_group": cluster.behavior.reply_delay_s,
+            "sweep": cluster.behavior.sweep_delay_s,
+        }
+        await asyncio.sleep(self._latency_s + cluster.draw(delays.get(request.method, 0.0)))
         self.bytes_received += len(frame)
         if not answer.done():
             message = decode([memoryview(frame)], LIMITS)

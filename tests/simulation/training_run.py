@@ -7,7 +7,6 @@ does, and checks what every mode promises at each admission, start, batch and sw
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -31,6 +30,7 @@ from areal_sc.config.schema import (
     PPOConfig,
     RolloutConfig,
     WeightUpdateConfig,
+    WeightUpdateMethod,
 )
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.evaluation import EvaluationOutcome
@@ -65,6 +65,7 @@ class Settings:
     group_timeout_s: float = 50_000.0
     ends_at_last_step: bool = True
     evaluate_every: int = 0
+    weight_update: WeightUpdateMethod = WeightUpdateMethod.pull
     num_prompts: int = 1000
     seed: int = 0
     behavior: Behavior = field(default_factory=Behavior)
@@ -104,8 +105,8 @@ class TrainingRun:
         self.rollout = RolloutController(
             LocalGenerator(rollout_config), self.cluster, runtime=runtime
         )
-        if settings.ends_at_last_step:
-            self.rollout.total_steps = settings.num_steps
+        self.rollout.total_steps = settings.num_steps if settings.ends_at_last_step else None
+        self.cluster.on_forgotten = self.before_forgotten
         ledger = WatchedLedger()
         ledger.run = self
         self.rollout.groups.ledger = ledger
@@ -144,7 +145,7 @@ class TrainingRun:
 
     async def step(self, *, checks_business: bool = True) -> BatchMetadata:
         """One training step, as in a script."""
-        rollout, actor = self.rollout, self.actor
+        settings, rollout, actor = self.settings, self.rollout, self.actor
         batch = await rollout.prepare_batch_async(self.prompts, self.workflow)
         self.batches.append(batch)
         self.check_batch(batch)
@@ -157,8 +158,9 @@ class TrainingRun:
         await actor.publish_weights_async(rollout)
         if checks_business:
             self.check_generation_is_busy()
+        num_sealed = settings.weight_update is not WeightUpdateMethod.disk
         for rank in self.cluster.train_workers:
-            assert len(rank.store.sizes) == 1, "beside the weights, a rank still holds shards"
+            assert len(rank.store.sizes) == num_sealed, "a rank holds more than the weights"
         return batch
 
     # ------------------------------------------------------------------ recovery
@@ -198,10 +200,19 @@ class TrainingRun:
         assert version == self.rollout.version == self.actor.version
         num_counted = len(self.admitted) - len(self.rejected)
         assert num_counted // settings.batch_groups <= version + settings.max_staleness
-        num_open = len(self.admitted) - len(self.rejected) - len(self.trained_at)
-        held = sum(len(worker.store.group_of) for worker in self.cluster.rollout_workers)
-        assert max(num_open, held) < settings.store_groups * settings.num_rollout_workers
+        num_unconsumed = len(self.admitted) - len(self.rejected) - len(self.trained_at)
+        taken = sum(
+            len(worker.running) + len(worker.store.group_of)
+            for worker in self.cluster.rollout_workers
+        )
+        assert max(num_unconsumed, taken) < settings.store_groups * settings.num_rollout_workers
         self.admitted.append((prompt, version))
+
+    def before_forgotten(self, shard_id: str, group_id: int) -> None:
+        """Its group is rejected, or was trained in a step that is over."""
+        version = self.rollout.version
+        is_over = group_id in self.rejected or self.trained_at.get(group_id, version) < version
+        assert group_id < 0 or is_over, f"group {group_id} is needed, and swept: {shard_id}"
 
     def check_batch(self, batch: BatchMetadata) -> None:
         settings, version = self.settings, len(self.batches) - 1
@@ -229,7 +240,10 @@ class TrainingRun:
             assert trainable == set(batch.group_ids), "a group without a trainable token"
 
     def check_stores(self, batch: BatchMetadata) -> None:
-        """Right after a batch is formed, the stores hold what is still needed, and little else."""
+        """Right after a batch is formed, the stores hold what is still needed, and little else.
+
+        What the step before has trained may still be on its way out; all before that is gone.
+        """
         needed = {shard.shard_id for shard in batch.shards}
         for group in self.rollout.groups.ledger.in_state(GroupState.finished):
             assert group.batch is not None
@@ -240,11 +254,13 @@ class TrainingRun:
             for sequence, group_id in worker.store.group_of.items()
         }
         assert needed <= held.keys()
+        if self.settings.behavior.sweep_delay_s:
+            return
         for shard_id in held.keys() - needed:
-            group_id = held[shard_id]
-            assert group_id not in self.trained_at, (
-                f"group {group_id}, trained at {self.trained_at[group_id]}, is still held at "
-                f"version {batch.global_step}"
+            trained_at = self.trained_at.get(held[shard_id], batch.global_step)
+            assert trained_at >= batch.global_step - 1, (
+                f"group {held[shard_id]}, trained at {trained_at}, is still held at version "
+                f"{batch.global_step}"
             )
 
     def check_step_was_trained(self, batch: BatchMetadata) -> None:
@@ -289,11 +305,8 @@ class TrainingRun:
             assert start.worker_version >= start.admitted_version
 
     async def _check_stores_drain(self) -> None:
-        """Nothing is needed any more, so the next sweeps leave nothing, whatever was given up."""
-        for _ in range(3):
-            with contextlib.suppress(TimeoutError):  # there is no further batch
-                async with asyncio.timeout(SLOWEST_MESSAGES_S):
-                    await self.rollout.prepare_batch_async(self.prompts, self.workflow)
+        """Nothing is needed any more, so nothing is left, whatever was given up."""
+        await asyncio.sleep(SLOWEST_MESSAGES_S)
         for worker in self.cluster.rollout_workers:
             assert not worker.store.sizes, f"{worker.name} still holds {worker.store.group_of}"
 
@@ -334,7 +347,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
         ppo=PPOConfig(num_minibatches=settings.num_minibatches),
-        weight_update=WeightUpdateConfig(folder="weights"),
+        weight_update=WeightUpdateConfig(settings.weight_update, folder="weights"),
     )
     rollout = RolloutConfig(
         path="/no/model",
@@ -352,7 +365,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         group_timeout_s=settings.group_timeout_s,
         max_rejection_rate=settings.max_rejection_rate,
         rejection_window=settings.rejection_window,
-        weight_update=WeightUpdateConfig(folder="weights"),
+        weight_update=WeightUpdateConfig(settings.weight_update, folder="weights"),
     )
     return actor, rollout
 

@@ -1,12 +1,13 @@
 """Workers without engines: rows are numbers of tokens, stores hold names of shards.
 
 Generation, training and transfers are pauses of random length. Whoever reads a shard that was
-swept fails, as with real workers.
+swept fails, as with real workers, and so does whoever seals one that the store has no room for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +69,16 @@ class SimulatedStore:
         if incarnation != self.incarnation or sequence not in self.sizes:
             raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
 
-    def sweep(self, args: dict[str, Any]) -> None:
+    def sweep(self, args: dict[str, Any]) -> dict[str, int]:
+        """Drops what the call names; returns the groups whose shards went, by their ids."""
         live, dead = set(args.get("live", ())), set(args.get("dead", ()))
+        dropped: dict[str, int] = {}
         for n in list(self.sizes):
             if n in dead or (n <= args["acknowledged"] and n not in live):
                 del self.sizes[n]
-                self.group_of.pop(n, None)
+                if n in self.group_of:
+                    dropped[make_shard_id(self.incarnation, n)] = self.group_of.pop(n)
+        return dropped
 
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -147,7 +152,8 @@ class SimulatedWorker:
         asyncio.get_running_loop().call_later(0.05, self.end, "exit code 0")
 
     async def sweep(self, args: dict[str, Any]) -> dict[str, int]:
-        self.store.sweep(args)
+        for shard_id, group_id in self.store.sweep(args).items():
+            self.cluster.on_forgotten(shard_id, group_id)
         return {"last_sequence": self.store.last_sequence}
 
     async def stats(self, args: dict[str, Any]) -> dict[str, float]:
@@ -181,13 +187,13 @@ class SimulatedRolloutWorker(SimulatedWorker):
     """Generates rows of random length in random time.
 
     Attributes:
-        running: (group id, attempt) of the groups that run now.
+        running: (group id, attempt) of the groups that run now -> set when it is given up.
         history: (time, policy version held from then on), ascending.
     """
 
     def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
         super().__init__(cluster, request, incarnation)
-        self.running: set[tuple[int, int]] = set()
+        self.running: dict[tuple[int, int], asyncio.Event] = {}
         self.history: list[tuple[float, int]] = [(cluster.now_s, 0)]
         self.num_evaluations = 0
         self.is_updating = False
@@ -195,6 +201,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         self.is_awake.set()
         self.methods |= {
             "run_group": self.run_group,
+            "give_up_group": self.give_up_group,
             "run_evaluation": self.run_evaluation,
             "update_weights": self.update_weights,
             "pause": self.fall_asleep,
@@ -211,13 +218,19 @@ class SimulatedRolloutWorker(SimulatedWorker):
         behavior, rng = self.cluster.behavior, self.cluster.rng
         self.cluster.note_start(self, args)
         key = (args["group_id"], args["attempt"])
-        self.running.add(key)
+        self.check_room()
+        given_up = self.running[key] = asyncio.Event()
         try:
             began = self.cluster.now_s
-            await self.cluster.spend(behavior.generation_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.cluster.draw(behavior.generation_s)):
+                    await given_up.wait()
+            if given_up.is_set():
+                await self.cluster.spend(behavior.give_up_s)
+                return {"batch": None, "rejected": {}, "metrics": {}}
             await self.is_awake.wait()
         finally:
-            self.running.discard(key)
+            del self.running[key]
         num_rows = args["group_size"]
         num_kept = sum(rng.random() >= behavior.row_rejection for _ in range(num_rows))
         if rng.random() < behavior.group_rejection:
@@ -233,6 +246,18 @@ class SimulatedRolloutWorker(SimulatedWorker):
             "rejected": rejected,
             "metrics": {"accuracy": [rewards, num_kept]},
         }
+
+    def check_room(self) -> None:
+        """Whatever runs here may fill its rows, and one more group is about to begin."""
+        config, num_groups = self.config, len(self.running) + len(self.store.group_of) + 1
+        group_bytes = trajectory_bytes(config["group_size"] * config["max_context_tokens"])
+        if num_groups * group_bytes > self.store.max_bytes:
+            raise StoreFull(f"{self.name} was given {num_groups} groups of {group_bytes} bytes")
+
+    async def give_up_group(self, args: dict[str, Any]) -> None:
+        run = self.running.get((args["group_id"], args["attempt"]))
+        if run is not None:
+            run.set()
 
     async def run_evaluation(self, args: dict[str, Any]) -> dict[str, Any]:
         self.num_evaluations += 1
@@ -313,6 +338,7 @@ class SimulatedTrainWorker(SimulatedWorker):
             "compute_logprobs": self.compute_logprobs,
             "ppo_update": self.ppo_update,
             "seal_weights": self.seal_weights,
+            "save_weights": self.save_weights,
             "load_snapshot": self.load_snapshot,
         }
 
@@ -354,12 +380,23 @@ class SimulatedTrainWorker(SimulatedWorker):
 
     async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
         async def seal() -> dict[str, Any]:
-            await self.cluster.spend(self.cluster.behavior.sealing_s)
-            shard_id = self.store.put(WEIGHTS_BYTES)
-            self.version = version
-            self.cluster.sealed_versions.append((self.cluster.now_s, version))
-            return self.shard_reply(shard_id)
+            await self._make_version(version)
+            return self.shard_reply(self.store.put(WEIGHTS_BYTES))
 
         version = int(args["version"])
         operation = Operation.from_wire(args["operation"])
         return dict(await self.operations.join(operation, seal, next_version=version))
+
+    async def save_weights(self, args: dict[str, Any]) -> dict[str, Any]:
+        async def save() -> dict[str, Any]:
+            await self._make_version(version)
+            return {"folder": f"version-{version}", "sequence": self.store.last_sequence}
+
+        version = int(args["version"])
+        operation = Operation.from_wire(args["operation"])
+        return dict(await self.operations.join(operation, save, next_version=version))
+
+    async def _make_version(self, version: int) -> None:
+        await self.cluster.spend(self.cluster.behavior.sealing_s)
+        self.version = version
+        self.cluster.sealed_versions.append((self.cluster.now_s, version))

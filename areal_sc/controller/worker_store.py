@@ -1,0 +1,144 @@
+"""What a controller knows of one rollout worker's store: the room that groups take in it.
+
+    begin ──► running ──► end ──► sealed, needed ──► sealed, dead ──► forgotten by the worker
+              takes room   │      takes room         takes room       room is free
+                           └────► nothing was sealed                  room is free
+
+A group takes room from the moment it is given to the worker until the worker has said that nothing
+of it is left. A run that nobody waits for any more may still seal its shard, so it keeps its room
+until the worker has ended it.
+
+Whether a shard is needed is asked of its owner, when a sweep is planned. The plan is sent in the
+same turn of the event loop, so what it says of live, dead and acknowledged shards is one state.
+
+Pure state: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from areal_sc.transport.shard_ids import parse_shard_id
+
+
+class ShardOwner(Protocol):
+    """Who asked for a group, and knows how long its rows are read."""
+
+    def needs(self, group_id: int, attempt: int) -> bool:
+        """Whether the rows of this attempt of the group may still be read."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRun:
+    """One run of a group on one worker."""
+
+    owner: ShardOwner
+    group_id: int
+    attempt: int
+
+    @property
+    def is_needed(self) -> bool:
+        return self.owner.needs(self.group_id, self.attempt)
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What one call of `sweep` says.
+
+    Attributes:
+        incarnation: the life of the worker that it is meant for.
+        args: of the call.
+        dead: ids of the shards that are gone when the worker replies.
+    """
+
+    incarnation: str
+    args: dict[str, Any]
+    dead: tuple[str, ...]
+
+
+class _Mark(NamedTuple):
+    """A point in the order of sealing that may be acknowledged once `runs` have ended."""
+
+    incarnation: str
+    sequence: int
+    runs: frozenset[GroupRun]
+
+
+class WorkerStore:
+    """The groups that take room in one worker's store."""
+
+    def __init__(self) -> None:
+        self._runs: set[GroupRun] = set()
+        self._shards: dict[str, GroupRun] = {}
+        self._mark = _Mark("", 0, frozenset())
+        self._acknowledged = self._mark
+
+    @property
+    def num_running(self) -> int:
+        """Groups that the worker has not ended: each may still seal a shard."""
+        return len(self._runs)
+
+    @property
+    def num_held(self) -> int:
+        """Groups whose shard was sealed, and is not known to be gone."""
+        return len(self._shards)
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether a shard lies in the store that its owner does not need any more."""
+        return any(not run.is_needed for run in self._shards.values())
+
+    def begin(self, run: GroupRun) -> None:
+        """The worker is asked to run a group."""
+        self._runs.add(run)
+
+    def end(self, run: GroupRun, shard_ids: Iterable[str]) -> None:
+        """The worker has ended the run, and told what it sealed."""
+        self._runs.remove(run)
+        self._shards.update(dict.fromkeys(shard_ids, run))
+
+    def plan_sweep(self, incarnation: str) -> SweepPlan:
+        """What the worker may forget now; to be sent before anything else happens.
+
+        Args:
+            incarnation: the worker's present life. Shards of earlier lives are adopted ones, and
+                what an earlier life has acknowledged is not said to this one.
+        """
+        if not self._mark.runs & self._runs:
+            self._acknowledged = self._mark
+        live: list[int] = []
+        adopted_live: list[str] = []
+        dead: list[int] = []
+        dead_ids: list[str] = []
+        for shard_id, run in self._shards.items():
+            life, sequence = parse_shard_id(shard_id)
+            is_own, is_needed = life == incarnation, run.is_needed
+            if is_own:
+                (live if is_needed else dead).append(sequence)
+            elif is_needed:
+                adopted_live.append(shard_id)
+            if not is_needed:
+                dead_ids.append(shard_id)
+        is_current = self._acknowledged.incarnation == incarnation
+        args = {
+            "live": live,
+            "adopted_live": adopted_live,
+            "dead": dead,
+            "acknowledged": self._acknowledged.sequence if is_current else 0,
+        }
+        return SweepPlan(incarnation, args, tuple(dead_ids))
+
+    def confirm_sweep(self, plan: SweepPlan, last_sequence: int) -> None:
+        """The worker has done what the plan said.
+
+        Args:
+            last_sequence: of the newest shard in its store then. Once the runs of now have ended,
+                every shard up to it is known here, or of no use to anybody: a reply was lost.
+        """
+        for shard_id in plan.dead:
+            del self._shards[shard_id]
+        if self._mark is self._acknowledged:
+            self._mark = _Mark(plan.incarnation, last_sequence, frozenset(self._runs))
