@@ -261,7 +261,7 @@ class RolloutWorker(Worker):
             self._rewards,
             group,
             config.generation,
-            evaluation and evaluation["temperature"],
+            None if evaluation is None else evaluation["temperature"],
         )
         limit_s = config.group_timeout_s
         try:
