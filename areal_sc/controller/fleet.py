@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ class Fleet:
         self._on_lost = on_lost
         self._heartbeats = Heartbeats(runtime.transport, scheduler.config, self._lose_named)
         self._watches: list[asyncio.Task[None]] = []
+        self._watch_error: Exception | None = None
+        self._by_name: dict[str, Member] = {}
         self.members: list[Member] = []
 
     @property
@@ -81,8 +83,8 @@ class Fleet:
         Raises: WorkerStartError: one did not come up; the others are stopped.
         """
         self._watches = [
-            asyncio.create_task(self._heartbeats.run(), name="heartbeats"),
-            asyncio.create_task(self._watch_processes(), name="ends of processes"),
+            asyncio.create_task(self._guard(self._heartbeats.run()), name="heartbeats"),
+            asyncio.create_task(self._guard(self._watch_processes()), name="ends of processes"),
         ]
         launches = [asyncio.create_task(self._launch(request)) for request in requests]
         async with contextlib.AsyncExitStack() as undo:
@@ -97,8 +99,11 @@ class Fleet:
         connection = self._runtime.transport.connect(
             worker.report.address, worker.name, worker.spec.incarnation, keeps_trying=True
         )
-        self.members.append(Member(worker, connection))
+        member = self._by_name[worker.name] = Member(worker, connection)
+        self.members.append(member)
         self._heartbeats.watch(worker)
+        if self._watch_error is not None:
+            self._lose_unwatched(member, self._watch_error)
 
     async def call(
         self, member: Member, method: str, args: dict[str, Any], *, timeout_s: float | None = None
@@ -152,6 +157,16 @@ class Fleet:
         for member in self.members:
             await member.connection.close()
         self.members.clear()
+        self._by_name.clear()
+
+    async def _guard(self, watch: Coroutine[Any, Any, None]) -> None:
+        try:
+            await watch
+        except Exception as error:  # the task's end: nobody awaits it, so the members' callers hear
+            logger.exception("the watch over the workers failed")
+            self._watch_error = error
+            for member in self.members:
+                self._lose_unwatched(member, error)
 
     async def _watch_processes(self) -> None:
         while True:
@@ -164,16 +179,18 @@ class Fleet:
                 causes = {name: f"{name} ended with {status}" for name, status in ended.items()}
             except ArealError as error:
                 causes = {m.name: f"{m.name} cannot be watched: {error}" for m in members}
-            for member in members:
-                if member.name in causes:
-                    self._lose(member, causes[member.name])
+            for name, cause in causes.items():
+                self._lose_named(name, cause)
 
     def _lose_named(self, name: str, cause: str) -> None:
-        for member in self.members:
-            if member.name == name:
-                self._lose(member, cause)
+        member = self._by_name.get(name)
+        if member is not None:
+            self._lose(member, cause)
 
-    def _lose(self, member: Member, cause: str) -> None:
+    def _lose_unwatched(self, member: Member, error: Exception) -> None:
+        self._lose(member, f"{member.name} cannot be watched any more: {error!r}", error)
+
+    def _lose(self, member: Member, cause: str, error: Exception | None = None) -> None:
         if member.failure:
             return
         self._heartbeats.forget(member.worker)
@@ -183,6 +200,7 @@ class Fleet:
             log_path=str(log_path),
             log_tail=log_tail(log_path),
         )
+        member.failure.__cause__ = error
         logger.error("worker=%s lost=%r", member.name, cause)
         member.connection.fail_pending(member.failure)
         self._on_lost(member.failure)

@@ -111,7 +111,17 @@ class Heartbeats:
             self._empty.append(self._nodes.pop(node.name))
 
     async def run(self) -> None:
-        """Asks one node after the other, each once an interval, until it is cancelled."""
+        """Asks one node after the other, each once an interval, until it is cancelled.
+
+        Raises: what asking a node raised, if that was no TransportError.
+        """
+        try:
+            async with asyncio.TaskGroup() as asking:
+                await self._take_turns(asking)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _take_turns(self, asking: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
@@ -122,7 +132,7 @@ class Heartbeats:
             due_s = max(due_s, now_s - self._interval_s)
             while due_s <= now_s:
                 due_s += self._interval_s / max(1, len(self._nodes))
-                self._begin_to_ask(self._next_node(), now_s)
+                self._begin_to_ask(asking, self._next_node(), now_s)
             await asyncio.sleep(max(due_s - now_s, MIN_PAUSE_S))
 
     async def close(self) -> None:
@@ -133,12 +143,12 @@ class Heartbeats:
         for node in nodes:
             await self._leave(node)
 
-    def _begin_to_ask(self, node: _Node | None, now_s: float) -> None:
+    def _begin_to_ask(self, asking: asyncio.TaskGroup, node: _Node | None, now_s: float) -> None:
         if node is None:
             return
         self._judge_silence(node, now_s)
         if node.members and node.asking is None:
-            node.asking = asyncio.create_task(self._ask(node), name=f"beats of {node.name}")
+            node.asking = asking.create_task(self._ask(node), name=f"beats of {node.name}")
 
     def _next_node(self) -> _Node | None:
         """The node whose turn it is."""
@@ -232,8 +242,10 @@ class Heartbeats:
     def _judge_silence(self, node: _Node, now_s: float) -> None:
         limit_s = MAX_MISSED * self._interval_s
         silent = [w for w in node.members.values() if now_s - w.last_beat_s > limit_s]
-        others = "nobody else" if len(silent) == len(node.members) else "its neighbours"
+        is_any_heard = len(silent) < len(node.members)
         for watched in silent:
+            role = watched.worker.spec.role  # other roles have a watch of their own
+            others = f"other {role} workers" if is_any_heard else f"no {role} worker"
             self._lose(
                 watched,
                 f"{watched.worker.name} missed {MAX_MISSED} heartbeats of {self._interval_s:g} s "

@@ -148,7 +148,7 @@ async def test_a_stopped_worker_is_lost_and_its_neighbours_are_heard(tmp_path: P
             scheduler.processes[member.name].send_signal(signal.SIGSTOP)
             with pytest.raises(WorkerLost) as caught:
                 await fleet.call(member, "ping", {}, timeout_s=LIMIT_S)
-            assert f"{member.name} missed 5 heartbeats of 0.5 s (its neighbours on " in str(
+            assert f"{member.name} missed 5 heartbeats of 0.5 s (other rollout workers on " in str(
                 caught.value
             )
             assert caught.value.log_path == str(member.worker.spec.log_path)

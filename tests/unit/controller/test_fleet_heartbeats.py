@@ -131,7 +131,11 @@ def test_when_the_speaker_of_a_node_falls_silent_another_one_speaks(
             assert watched.lost.keys() == {name}
             time_s, error = watched.lost[name]
             assert time_s - began <= (1.0 if is_killed else LIMIT_S)
-            said = "signal 9" if is_killed else "missed 5 heartbeats of 2 s (its neighbours on node"
+            said = (
+                "signal 9"
+                if is_killed
+                else "missed 5 heartbeats of 2 s (other rollout workers on node"
+            )
             assert said in str(error)
             assert watched.cluster.speaker("node-0") != name
 
@@ -149,9 +153,8 @@ def test_a_node_that_falls_silent_is_lost_with_all_its_workers(tmp_path: Path) -
             assert watched.lost.keys() == {"rollout/2", "rollout/3"}
             for time_s, error in watched.lost.values():
                 assert time_s - began <= LIMIT_S
-                assert "missed 5 heartbeats of 2 s (nobody else on node-1 can be heard)" in str(
-                    error
-                )
+                expected = "missed 5 heartbeats of 2 s (no rollout worker on node-1 can be heard)"
+                assert expected in str(error)
 
     run_virtual(scenario())
 
@@ -260,6 +263,34 @@ def test_a_scheduler_that_does_not_answer_loses_the_workers(tmp_path: Path) -> N
             await asyncio.sleep(1.0)
             assert watched.lost.keys() == {"rollout/0", "rollout/1"}
             assert "cannot be watched: the fork server" in str(watched.lost["rollout/0"][1])
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("when", ["launching", "watching", "asking"])
+def test_a_watch_that_fails_loses_the_workers_with_its_cause(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody would hear of a worker's end any more."""
+
+    async def fail(*_: Any) -> Any:
+        raise LookupError("a defect of the watch")
+
+    async def scenario() -> None:
+        watched = WatchedFleet(tmp_path, 2)
+        if when == "launching":
+            monkeypatch.setattr(watched.cluster, "exit_statuses", fail)
+        async with watched.started():
+            if when == "watching":
+                monkeypatch.setattr(watched.cluster, "exit_statuses", fail)
+            elif when == "asking":
+                monkeypatch.setattr(watched.fleet._heartbeats, "_connection_to", fail)
+            watched.cluster.workers["rollout/0"].is_blocked = True
+            with pytest.raises(WorkerLost, match="cannot be watched any more: LookupError") as lost:
+                await watched.fleet.call(watched.fleet.members[0], "ping", {}, timeout_s=1000.0)
+            assert isinstance(lost.value.__cause__, LookupError)
+            assert watched.lost.keys() == {"rollout/0", "rollout/1"}
+            assert watched.cluster.now_s < 10.0
 
     run_virtual(scenario())
 
