@@ -1,6 +1,6 @@
 """The folder that a run lives in: one owner at a time, and files that survive a crash.
 
-    run.json         marks the folder as a run's; only such a folder is ever emptied
+    run.json         marks the folder as a run's, and says its format; only such a folder is emptied
     config.yaml      the resolved settings
     summary.json     written last: the run is finished
     metrics.jsonl    one line a training step
@@ -29,12 +29,15 @@ import shutil
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from areal_sc.config.differences import check_resumable
 from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of all that a run goes on from; to be raised whenever an older areal_sc could not read it."""
+
 OWNER_ONLY = 0o700
 
 _LOCK = ".lock"
@@ -132,7 +135,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"run folder {self.path}: it is a file, not a folder")
         is_new = not self._entries()
-        if not is_new and not self._is_marked():
+        if not is_new and not self._marker():
             raise RunFolderError(
                 f"run folder {self.path}: it has other files in it ({self._sample()}) and is not "
                 "the folder of a run, so it is left alone; choose another run_dir"
@@ -143,6 +146,12 @@ class RunFolder:
             return Opening.start
         if overwrite:
             return Opening.overwrite
+        if (found := self._marker().get("format_version")) != FORMAT_VERSION:
+            raise RunFolderError(
+                f"run folder {self.path}: expected format {FORMAT_VERSION}, got {found}: another "
+                "version of areal_sc made it; go on with that one, choose another run_dir, or "
+                "delete the run by --overwrite"
+            )
         if self.summary_path.exists():
             raise RunFolderError(
                 f"run folder {self.path}: its run is finished; choose another run_dir, "
@@ -234,7 +243,9 @@ class RunFolder:
             lineage = int(path.read_text()) + 1 if path.exists() else 1
             self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
         except (OSError, ValueError) as error:
-            raise RunFolderError(f"cannot count in {path}: {error}") from error
+            raise RunFolderError(
+                f"cannot count in {path}: {error}; it must hold a number above all earlier ones"
+            ) from error
         self.write_atomic(path, f"{lineage}\n".encode())
         return lineage
 
@@ -292,19 +303,21 @@ class RunFolder:
         own = (_LOCK, _LINEAGE, f".{_MARKER}.", f".{_LINEAGE}.")
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 
-    def _is_marked(self) -> bool:
+    def _marker(self) -> dict[str, Any]:
+        """What `run.json` says; nothing if it is not a run's."""
         try:
             marker = json.loads((self.path / _MARKER).read_text())
         except (OSError, ValueError):
-            return False
-        return isinstance(marker, dict) and marker.get("kind") == "areal_sc run"
+            return {}
+        is_marker = isinstance(marker, dict) and marker.get("kind") == "areal_sc run"
+        return marker if is_marker else {}
 
     def _sample(self) -> str:
         names = [entry.name for entry in self._entries()]
         return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
     def _empty(self) -> None:
-        """Deletes all but the lock; the marker last, so that a crash leaves a marked folder."""
+        """Deletes all but lock and count; the marker last: a crash leaves a marked folder."""
         for entry in self._entries():
             if entry.name == _MARKER:
                 continue

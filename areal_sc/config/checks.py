@@ -286,10 +286,13 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
             rollout.max_rejection_rate == 1,
             "rollout.max_rejection_rate=1: no share of rejections ends the run",
         ),
-        (
-            "checkpoint.keep",
-            config.checkpoint.every_steps == 0,
-            "checkpoint.every_steps=0: only the final model is kept",
+        *(
+            (
+                f"checkpoint.{name}",
+                config.checkpoint.every_steps == 0,
+                "checkpoint.every_steps=0: only the final model is kept",
+            )
+            for name in ("every_minutes", "keep")
         ),
     ]
     if ppo.clip_center == ClipCenter.proximal and ppo.num_minibatches == 1:
@@ -310,7 +313,8 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
         )
     for section in ("evaluation", "checkpoint"):
         every = value_at(config, f"{section}.every_steps")
-        if every > config.total_steps:
+        is_default = every == value_at(defaults, f"{section}.every_steps")
+        if every > config.total_steps and not is_default:
             yield (
                 f"{section}.every_steps={every} has no effect with total_steps={config.total_steps}"
             )

@@ -110,6 +110,7 @@ RANGES: dict[str, Range] = {
     "evaluation.every_steps": NOT_NEGATIVE,
     "evaluation.num_prompts": COUNT,
     "checkpoint.every_steps": NOT_NEGATIVE,
+    "checkpoint.every_minutes": NOT_NEGATIVE,
     "checkpoint.keep": COUNT,
     "checkpoint.export_every_steps": NOT_NEGATIVE,
 }

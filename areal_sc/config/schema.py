@@ -265,7 +265,8 @@ class EvaluationConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 0  # snapshots to resume from; 0: none but the final model
+    every_steps: int = 10  # training steps between snapshots to resume from; 0: no snapshots
+    every_minutes: float = 10.0  # and after so long at the latest; 0: however long the steps take
     keep: int = 2  # newest snapshots that stay
     export_every_steps: int = 0  # models in Hugging Face layout, all kept; 0: only the final one
 

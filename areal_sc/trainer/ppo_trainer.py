@@ -136,10 +136,13 @@ class PPOTrainer:
                 make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)
             )
             self._log = stack.enter_context(MetricsLog(self.folder.metrics_path))
-            self._snapshots = SnapshotWriter(
-                self.folder, self.config.checkpoint.keep, self._log.event
-            )
+            self._snapshots = SnapshotWriter(self.folder, self.config.checkpoint, self._log.event)
             self._exports = ModelExports(self.folder.path / "models", self._log.event)
+            if self._opening is Opening.restart:
+                self.display.warning(
+                    f"an earlier start in {self.folder.path} left no snapshot, so the run starts "
+                    "again from nothing; what is left of that start is in previous/"
+                )
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -239,7 +242,7 @@ class PPOTrainer:
             evaluations.collect(wait=True)
             evaluations.begin("periodic", actor.version)
         self._collect_writes(wait=False)
-        is_snapshot_due = _is_due(actor.version, self.config.checkpoint.every_steps)
+        is_snapshot_due = self._snapshots.is_due(actor.version)
         is_export_due = _is_due(actor.version, self.config.checkpoint.export_every_steps)
         if (is_snapshot_due or is_export_due) and not is_last:
             self._collect_writes(wait=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgpack
 
+from areal_sc.config.schema import CheckpointConfig
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
 from areal_sc.durable import commit_folder
@@ -46,18 +48,29 @@ class SnapshotWriter:
 
     Args:
         folder: the run's, opened by this process.
-        keep: number of newest snapshots that stay.
+        config: when snapshots are due, and how many of the newest stay.
         record: keeps `snapshot` and `snapshot_failed`, each with its step, in the run's metrics.
     """
 
-    def __init__(self, folder: RunFolder, keep: int, record: Callable[..., None]) -> None:
+    def __init__(
+        self, folder: RunFolder, config: CheckpointConfig, record: Callable[..., None]
+    ) -> None:
         self._folder = folder
-        self._keep = keep
+        self._config = config
+        self._began_s = time.monotonic()
         self._record = record
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._completed: Future[None] | None = None
         for leftover in folder.checkpoints.glob("*" + _PARTIAL):
             shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed meanwhile
+
+    def is_due(self, version: int) -> bool:
+        """Whether to begin one: after so many steps, or so many minutes if those come first."""
+        every_steps, limit_s = self._config.every_steps, 60 * self._config.every_minutes
+        if every_steps == 0:
+            return False
+        is_late = 0 < limit_s <= time.monotonic() - self._began_s
+        return is_late or version % every_steps == 0
 
     def begin(self, actor: TrainController, rollout: RolloutController) -> None:
         """Takes the current policy version; the snapshot before has been collected.
@@ -66,6 +79,7 @@ class SnapshotWriter:
         """
         assert self._completed is None, "the snapshot before is not collected"
         step, partial = actor.version, self._partial(actor.version)
+        self._began_s = time.monotonic()
         try:
             partial.mkdir(parents=True, exist_ok=True)
             self._folder.write_atomic(partial / CONTROLLERS, _sealed(rollout.state()))
@@ -90,7 +104,7 @@ class SnapshotWriter:
             commit_folder(self._partial(step), self._folder.snapshot_path(step))
         except (OSError, CheckpointError) as error:
             raise self._failed(step, error) from error
-        for outdated in self._folder.snapshots()[: -self._keep]:
+        for outdated in self._folder.snapshots()[: -self._config.keep]:
             shutil.rmtree(outdated, ignore_errors=True)
         self._record("snapshot", step=step)
 

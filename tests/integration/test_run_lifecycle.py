@@ -6,11 +6,14 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from integration.run_process import SCRIPTS, open_gate, tiny_run
+
+from areal_sc import GRPOConfig, PPOTrainer
 
 ROWS_A_STEP = 4 * 2
 ENDLESS = "total_steps=100000"
@@ -21,10 +24,12 @@ SEEN_BY_OTHERS = ("cmdline", "environ")
 def test_kill_9_of_the_script_leaves_no_orphan_and_the_same_command_goes_on(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    arguments = ("total_steps=7", "checkpoint.every_steps=1", "task.num_free_episodes=32")
+    """With the settings as they come: snapshots are on."""
+    total = 16
+    arguments = (f"total_steps={total}", "task.num_free_episodes=112")
     with tiny_run(tmp_path / "run", tiny_model_folder, *arguments) as killed:
-        snapshot = killed.run_dir / "checkpoints" / "step-000002"
-        killed.wait_until(snapshot.is_dir, "the snapshot of step 2")
+        snapshot = killed.run_dir / "checkpoints" / "step-000010"
+        killed.wait_until(snapshot.is_dir, "the snapshot of step 10")
         killed.send(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL
         open_gate(killed.run_dir)
@@ -34,15 +39,32 @@ def test_kill_9_of_the_script_leaves_no_orphan_and_the_same_command_goes_on(
             resumed.finish()
             resumed.wait_until_gone()
             (event,) = resumed.events("resumed")
-            assert event["step"] >= 2
-            assert f"resumed after step {event['step']}" in resumed.output
+            assert event["step"] == 10
+            assert "resumed after step 10" in resumed.output
             records = resumed.records("step") + resumed.events("resumed")
             after = [r["step"] for r in sorted(records, key=lambda r: r["time"]) if "reward" in r]
-            assert after[-(7 - event["step"]) :] == list(range(event["step"] + 1, 8))
+            assert after[-6:] == list(range(11, total + 1))
             summary = resumed.summary()
-    assert summary["num_steps"] == 7
-    assert summary["num_rows_trained"] == 7 * ROWS_A_STEP
+    assert summary["num_steps"] == total
+    assert summary["num_rows_trained"] == total * ROWS_A_STEP
     assert summary["num_rows_trained_twice"] == 0
+
+
+def test_a_start_from_nothing_says_so(
+    tiny_config: Callable[..., GRPOConfig],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # that would change the logging of this process
+    monkeypatch.setattr("areal_sc.trainer.ppo_trainer.setup_logging", lambda role, path: None)
+    config = tiny_config(f"run_dir={tmp_path / 'run'}")
+    with PPOTrainer(config):
+        assert "from nothing" not in capsys.readouterr().out
+    with PPOTrainer(config):  # the first one might have been killed
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if "from nothing" in x)
+        assert "WARNING" in line
+        assert "an earlier start in" in line
 
 
 def test_orphans_of_a_killed_script_end_by_themselves(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -139,6 +140,37 @@ def test_refused_states(path: Path, state: dict[str, bool], resume: str, message
     run_again = RunFolder(path)  # the refusal gave the lock back
     run_again.open(config_text=CONFIG, overwrite=True)
     run_again.close()
+
+
+@pytest.mark.parametrize("found", [1, 99, None])
+def test_a_run_of_another_format_is_left_alone(path: Path, found: int | None) -> None:
+    run_once(path, snapshot=True)
+    marker = {"kind": "areal_sc run", "format_version": found}
+    (path / "run.json").write_text(json.dumps(marker))
+    message = (
+        rf"expected format 2, got {found}: another version .* go on with that one, .*overwrite"
+    )
+    for resume in ("auto", "must", "never"):
+        with pytest.raises(RunFolderError, match=message):
+            RunFolder(path).open(config_text=CONFIG, resume=resume)
+    assert json.loads((path / "run.json").read_text()) == marker
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG) is Opening.restart
+
+
+def test_the_number_of_a_lineage_never_comes_again(path: Path) -> None:
+    folder = RunFolder(path)
+    numbers = [folder.begin_lineage()]  # before it is a run's, as in a loop of one's own
+    for overwrite in (False, False, True):  # start, restart, overwrite
+        with RunFolder(path) as folder:
+            folder.open(config_text=CONFIG, overwrite=overwrite)
+            numbers += [folder.begin_lineage(), RunFolder(path).begin_lineage()]
+    assert numbers == [1, 2, 3, 4, 5, 6, 7]
+    (path / ".lineage").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot count in .*\.lineage: invalid literal"):
+        folder.begin_lineage()
 
 
 def test_must_resume_creates_nothing(path: Path) -> None:

@@ -222,7 +222,14 @@ def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
             "rollout.rejection_window=5 rollout.max_rejection_rate=1",
             "rollout.rejection_window=5 has no effect with rollout.max_rejection_rate=1",
         ),
-        ("checkpoint.keep=5", "checkpoint.keep=5 has no effect with checkpoint.every_steps=0"),
+        (
+            "checkpoint.every_steps=0 checkpoint.keep=5",
+            "checkpoint.keep=5 has no effect with checkpoint.every_steps=0",
+        ),
+        (
+            "checkpoint.every_steps=0 checkpoint.every_minutes=5",
+            "checkpoint.every_minutes=5.0 has no effect with checkpoint.every_steps=0",
+        ),
         ("actor.optimizer.warmup_steps=10", "actor.optimizer.warmup_steps=10 is not below"),
         ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),

@@ -76,7 +76,8 @@ WriteYaml = Callable[..., Path]
         (
             "checkpoint=3",
             "override checkpoint=3: checkpoint: "
-            "expected a section with the keys every_steps, keep, export_every_steps, got 3",
+            "expected a section with the keys every_steps, every_minutes, keep, "
+            "export_every_steps, got 3",
         ),
         ("task=3", "override task=3: task: expected a mapping, got 3"),
         (
@@ -122,8 +123,8 @@ def test_wrong_command_line(load: Load, override: str, message: str) -> None:
         ("max_staleness: 1\n", "unknown setting max_staleness; did you mean rollout.max_staleness"),
         ("rollout: {max_staleness: x}\n", "rollout.max_staleness: expected an integer, got 'x'"),
         ("rollout: {over_bound: x}\n", "rollout.over_bound: expected one of train, mask, "),
-        ("checkpoint: [1]\n", "checkpoint: expected a section with the keys every_steps, keep, "),
-        ("checkpoint: 1\n", "checkpoint: expected a section with the keys every_steps, keep, "),
+        ("checkpoint: [1]\n", "checkpoint: expected a section with the keys every_steps, "),
+        ("checkpoint: 1\n", "checkpoint: expected a section with the keys every_steps, "),
         ("rollout:\n", "rollout: expected a section with the keys "),
         ("run_dir: ${nope}\ntotal_steps: 1\nactor: {path: m}\n", "run_dir: ${nope} names no"),
         ("run_dir: ${nope\n", "run_dir: not a valid ${...}: "),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from areal_sc.config.schema import CheckpointConfig
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.recovery import CONTROLLERS, SnapshotWriter, load_latest_snapshot
@@ -62,7 +63,10 @@ def events() -> list[tuple[str, int]]:
 
 @pytest.fixture
 def writer(folder: RunFolder, events: list[tuple[str, int]]) -> SnapshotWriter:
-    return SnapshotWriter(folder, 2, lambda name, **values: events.append((name, values["step"])))
+    def record(name: str, **values: Any) -> None:
+        events.append((name, values["step"]))
+
+    return SnapshotWriter(folder, CheckpointConfig(), record)
 
 
 def snapshot(writer: SnapshotWriter, actor: Any, rollout: Any, step: int) -> None:
@@ -118,8 +122,34 @@ def test_a_failed_one_is_told_and_leaves_the_others(
 
 def test_what_a_killed_run_left_unfinished_is_deleted(folder: RunFolder) -> None:
     (folder.checkpoints / "step-000007.partial" / "engine").mkdir(parents=True)
-    SnapshotWriter(folder, 2, lambda name, **values: None)
+    SnapshotWriter(folder, CheckpointConfig(), lambda name, **values: None)
     assert names(folder) == []
+
+
+def test_one_is_due_after_so_many_steps_or_minutes(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("areal_sc.trainer.recovery.time.monotonic", lambda: now_s)
+
+    def due(config: CheckpointConfig, minutes: float) -> list[int]:
+        """Of 30 steps that take so many minutes each."""
+        nonlocal now_s
+        writer = SnapshotWriter(folder, config, lambda name, **values: None)
+        actor, taken = Actor(folder), []
+        for step in range(1, 31):
+            now_s += 60 * minutes
+            actor.version = step
+            if writer.is_due(step):
+                taken.append(step)
+                snapshot(writer, actor, Rollout(), step)
+        return taken
+
+    assert due(CheckpointConfig(), minutes=0.1) == [10, 20, 30]
+    assert due(CheckpointConfig(), minutes=4) == [*range(3, 10, 3), 10, *range(13, 20, 3), 20,
+                                                  *range(23, 30, 3), 30]  # fmt: skip
+    assert due(CheckpointConfig(every_minutes=0), minutes=60) == [10, 20, 30]
+    assert due(CheckpointConfig(every_steps=0), minutes=60) == []
 
 
 def test_unreadable_ones_are_skipped_with_a_warning(
