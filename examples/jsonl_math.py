@@ -2,8 +2,9 @@
 
     python examples/jsonl_math.py --config configs/jsonl_math.yaml actor.path=<model folder>
 
-`task.reward` is `numeric` (the last number of the completion counts) or `exact`. The last
-`task.num_held_out` rows of the file are kept for evaluation.
+`task.reward` is `numeric` (the completion's final answer has the same value; docs/rewards.md) or
+`exact` (it is the same text). The last `task.num_held_out` rows of the file are kept for
+evaluation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from areal_sc import (
     run_script,
 )
 from areal_sc.errors import ConfigError
-from areal_sc.workflows.math_reward import exact_match, numeric_match
+from areal_sc.workflows.math_reward import check_answers, exact_match, numeric_match
 
 REWARDS = {"exact": exact_match, "numeric": numeric_match}
 
@@ -30,6 +31,8 @@ def main(argv: list[str]) -> None:
     if task["reward"] not in REWARDS:
         raise ConfigError(f"task.reward: expected one of {list(REWARDS)}, got {task['reward']!r}")
     rows = JsonlPrompts(task["dataset"])
+    if task["reward"] == "numeric":
+        check_answers(rows[index] for index in range(len(rows)))
     num_train = len(rows) - task["num_held_out"]
     if num_train < 1:
         raise ConfigError(

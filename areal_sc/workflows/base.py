@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -15,6 +15,43 @@ if TYPE_CHECKING:
 
 RewardFunction = Callable[..., float | Awaitable[float]]
 """reward(prompt: dict, completion: str) -> float; sync (run in a killable process) or async."""
+
+DECLARATION = "areal_sc_declaration"
+"""Attribute of a reward function that holds its `RewardDeclaration`."""
+
+_Reward = TypeVar("_Reward", bound=RewardFunction)
+
+
+@dataclass(frozen=True)
+class RewardDeclaration:
+    """What a sync reward says about itself.
+
+    Attributes:
+        late_reward: what it means by taking long: no failure, but this number.
+        late_after_s: CPU seconds of one call after which it is given. The process is killed.
+        prepare: called once in each reward process, before its calls; its time is not limited by
+            `rollout.reward_timeout_s`. For slow imports.
+    """
+
+    late_reward: float
+    late_after_s: float
+    prepare: Callable[[], None]
+
+
+def declare_reward(
+    *, late_reward: float, late_after_s: float, prepare: Callable[[], None]
+) -> Callable[[_Reward], _Reward]:
+    """Decorates a sync reward with a `RewardDeclaration`.
+
+    Without one, passing `rollout.reward_timeout_s` rejects the row.
+    """
+    declaration = RewardDeclaration(late_reward, late_after_s, prepare)
+
+    def declare(function: _Reward) -> _Reward:
+        setattr(function, DECLARATION, declaration)
+        return function
+
+    return declare
 
 
 @dataclass

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-RELATIVE_TOLERANCE = 1e-6
+from areal_sc.errors import ConfigError
+from areal_sc.workflows import math_answer
+from areal_sc.workflows.base import declare_reward
+from areal_sc.workflows.math_answer import Answer
+from areal_sc.workflows.math_compare import Unparsable, are_equal, check_parsable, warm_up
 
-_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
-# a minus right behind a word, a number or a bracket subtracts; it is no sign
-_SIGN = r"(?:(?<![\w)\]}])[-+]\s?)?"
-_NUMBER = re.compile(rf"({_SIGN}{_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?", re.ASCII)
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_MINUS_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-"})
+TIME_LIMIT_S = 5.0
+"""CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""
+
+_MAX_NAMED = 5
 
 
 def exact_match(prompt: Mapping[str, Any], completion: str) -> float:
@@ -22,59 +23,94 @@ def exact_match(prompt: Mapping[str, Any], completion: str) -> float:
     return float(completion.strip() == str(prompt["answer"]).strip())
 
 
+@declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=warm_up)
 def numeric_match(prompt: Mapping[str, Any], completion: str) -> float:
-    """1.0 where the completion's final number equals that of `prompt["answer"]`.
+    """1.0 where the completion's one final answer equals `prompt["answer"]`.
 
-    Final is what stands behind the last `####`, else in the last `\\boxed{}`, else the last
-    number. `1,234.5`, `-3/4`, `\\frac{3}{4}` and `2e-3` are numbers. Equal is a relative
-    difference of at most 1e-6.
+    The final answer is what stands behind the last `\\boxed{}`, `####` or "answer is"; without
+    them, the last expression of the last sentence. See docs/rewards.md for what is equal.
 
-    Raises: ValueError: the answer has no number.
+    Raises: ValueError: the reference answer cannot be read.
     """
-    expected = final_number(str(prompt["answer"]))
-    if expected is None:
-        raise ValueError(f"the row's answer {prompt['answer']!r} has no number")
-    given = final_number(completion)
-    if given is None:
+    gold = _read_reference(str(prompt["answer"]))
+    if isinstance(gold, str):
+        return float(_has_words(gold, completion))
+    given = _given_answer(completion)
+    try:
+        return float(given is not None and are_equal(gold, given))
+    except Exception:  # sympy raises whatever it likes over what a model writes
         return 0.0
-    return float(math.isclose(given, expected, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12))
 
 
-def final_number(text: str) -> float | None:
-    """The number that the text ends up with, None where there is none."""
-    text = text.translate(_MINUS_SIGNS)
-    _, marker, behind = text.rpartition("####")
-    if marker:
-        numbers = _numbers(behind)
-        return numbers[0] if numbers else None
-    boxed = _last_boxed(text)
-    numbers = _numbers(text if boxed is None else boxed)
-    return numbers[-1] if numbers else None
+def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Reads the reference answers of all rows, so that none fails during the run.
+
+    Raises: ConfigError: some cannot be read; names the first of them, with their indices.
+    """
+    faults = []
+    for index, row in enumerate(rows):
+        if "answer" not in row:
+            faults.append(f"row {index} has no 'answer', only {sorted(row)}")
+            continue
+        try:
+            _read_reference(str(row["answer"]))
+        except ValueError as error:
+            faults.append(f"row {index}: {error}")
+    if faults:
+        more = f"\n  and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
+        raise ConfigError(
+            f"{len(faults)} reference answers cannot be read:\n  "
+            + "\n  ".join(faults[:_MAX_NAMED])
+            + more
+            + "\nexpected a number, an expression, a list, a tuple, a set, or a word; "
+            "mend these rows, or leave them out"
+        )
 
 
-def _numbers(text: str) -> list[float]:
-    numbers = []
-    for numerator, denominator in _NUMBER.findall(_LATEX_FRACTION.sub(r" \1/\2 ", text)):
-        number = _to_float(numerator)
-        if denominator:
-            divisor = _to_float(denominator)
-            number = number / divisor if divisor else math.nan
-        numbers.append(number)
-    return numbers
+def _read_reference(text: str) -> Answer | str:
+    """The reference as mathematics, or, where it has letters alone, as words.
+
+    Raises: ValueError: it is neither.
+    """
+    marked = math_answer.final_answer(text)
+    content = text if marked is None else marked
+    answer = math_answer.read_answer(content)
+    if answer is None and marked is not None:
+        answer = math_answer.read_first_clause(content)
+    if answer is not None:
+        try:
+            check_parsable(answer)
+        except Unparsable as error:
+            raise ValueError(f"the reference answer {text!r} cannot be parsed") from error
+        return answer
+    words = math_answer.plain_words(content)
+    if re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", words):
+        return words
+    raise ValueError(f"the reference answer {text!r} cannot be parsed")
 
 
-def _to_float(digits: str) -> float:
-    return float(digits.replace(",", "").replace(" ", ""))
+def _has_words(gold: str, completion: str) -> bool:
+    marked = math_answer.final_answer(completion)
+    text = completion if marked is None else marked
+    return gold in (
+        math_answer.plain_words(text),
+        math_answer.plain_words(math_answer.last_sentence(text)),
+    )
 
 
-def _last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{...}`, braces within it included."""
-    _, marker, behind = text.rpartition("\\boxed{")
-    if not marker:
-        return None
-    depth = 1
-    for position, character in enumerate(behind):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return behind[:position]
-    return behind
+def _given_answer(completion: str) -> Answer | None:
+    """The one answer that the completion gives, None where none is understood."""
+    marked = math_answer.final_answer(completion)
+    if marked is not None:
+        return (
+            math_answer.read_answer(marked)
+            or math_answer.read_first_clause(marked)
+            or math_answer.read_first_clause(math_answer.last_expression(marked, is_only=True))
+        )
+    sentence = math_answer.last_sentence(completion)
+    expression = math_answer.last_expression(sentence)
+    return (
+        math_answer.read_answer(sentence)
+        or math_answer.read_answer(expression)
+        or math_answer.read_first_clause(expression)
+    )

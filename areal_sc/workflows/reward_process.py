@@ -21,6 +21,7 @@ from typing import Any
 import msgpack
 
 from areal_sc.errors import RewardError
+from areal_sc.workflows.base import DECLARATION, RewardDeclaration
 from areal_sc.workflows.reference import ObjectReference, resolve
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -100,6 +101,9 @@ def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]]) -> list[
     try:
         if kind == "load":
             rewards[key] = resolve(ObjectReference.from_wire(rest[0]))
+            declaration: RewardDeclaration | None = getattr(rewards[key], DECLARATION, None)
+            if declaration is not None:
+                declaration.prepare()
             return ["loaded", key]
         prompt, completion, extra = rest
         return ["value", finite_reward(rewards[key](prompt, completion, **extra))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import os
 import signal
@@ -17,6 +18,8 @@ import pytest
 
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
 from areal_sc.workers.fork_client import ForkServerClient, fork_server_child
+from areal_sc.workflows.base import DECLARATION
+from areal_sc.workflows.math_reward import numeric_match
 from areal_sc.workflows.reference import Referable
 from areal_sc.workflows.rewards import RewardPool
 
@@ -219,6 +222,36 @@ async def test_a_reward_that_hangs_in_c_code_is_killed(
         await hung
     assert await waiting == 1.0
     assert server.wait(before, 10.0) == -signal.SIGKILL
+    await pool.close()
+
+
+async def test_a_declared_limit_is_a_verdict_on_cpu_seconds(
+    server: ForkServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Completions over which sympy hangs get 0; that of a call that waits says nothing."""
+    monkeypatch.setattr(
+        numeric_match,
+        DECLARATION,
+        dataclasses.replace(getattr(numeric_match, DECLARATION), late_after_s=0.5),
+    )
+    pool = make_pool(server, tmp_path)
+    for completion in (r"\binom{1000000}{500000}", r"\sum_{n=1}^{10000000} \sin(n)"):
+        assert await pool.score(numeric_match, {"answer": "x+1"}, completion) == 0.0
+        assert await pool.score(numeric_match, {"answer": "x+1"}, "1+x") == 1.0
+    [pid] = children_of(server.wait_ready(10.0))
+    (tmp_path / "user_declared.py").write_text(
+        "import time\n"
+        "from areal_sc.workflows.base import declare_reward\n"
+        "@declare_reward(late_reward=0.0, late_after_s=0.1, prepare=list)\n"
+        "def waits(prompt, completion):\n    time.sleep(600)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    waits = importlib.import_module("user_declared").waits
+    await pool.close()
+    assert server.wait(pid, 10.0) == -signal.SIGKILL
+    pool = make_pool(server, tmp_path, timeout_s=1.0)
+    with pytest.raises(RewardError, match=r"reward waits: took longer than 1 s"):
+        await pool.score(waits, {}, "")
     await pool.close()
 
 

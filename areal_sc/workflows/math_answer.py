@@ -1,0 +1,400 @@
+"""Finding the final answer of a text, and reading it as quantities, lists and tuples. No sympy.
+
+    text ── final_answer ──► "3 cm and 5 cm" ── read_answer ──► Group("list", 3 cm, 5 cm)
+
+Reading is strict: either all of an answer is understood, or it is no mathematics. A number is never
+picked out of something that was not understood.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass, replace
+
+from areal_sc.workflows.math_units import MULTIPLIERS, split_unit
+
+MAX_ANSWER_CHARS = 1000
+
+_MARKER = re.compile(
+    r"####|<answer>|\\(?:boxed|fbox)\s*(?=\{)|\\boxed\s+(?=[^\s{])"
+    r"|\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*"
+    r"|\bfinal answer\b\**:?\**\s*\n",
+    re.IGNORECASE,
+)
+_BETWEEN_BOXES = re.compile(r"[\s$,.;]*(?:(?:and|or)[\s$]*)?", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\.(?=\s+[A-Z])|(?:(?<![\d)}!])!|\?)(?=\s|$)|\.\s*$")
+_MATH_WORD = re.compile(r".*(?:\\[A-Za-z]|[=+^]).*|[-*/<>|&]|[xyznk]|pi|sqrt.*")
+_NOT_EMPTY = re.compile(r"[^\s*`$\\\[\]()]|\\[^\[\]()]")
+_CLAUSE_END = re.compile(
+    r"(?:[,;]\s*|\s+)\(?(?:because|since|as|so|which|when|where|that|if|after|but|not|for|in|at|of"
+    r"|on|is|are|was|were|has|have|every|each|altogether|total|left|i\.e\.|hence|thus|then|and so"
+    r"|instead|rather|remaining|more than|he|she|they|we|it)\b.*|;.*|\s*(?:=>|\\implies).*",
+    re.IGNORECASE | re.DOTALL,
+)
+_LEAD = re.compile(
+    r"(?:(?:therefore|thus|hence|so|simply|just|exactly|equal to|equals|is|are|the|an?|and|number"
+    r"|value|answer|result|option|choice|approximately|about|roughly|\\approx|of|to be|we get"
+    r"|we have|it|be|then)\b|[:=,~*\s]|\\approx\b)+",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One expression.
+
+    Attributes:
+        latex: the expression, in LaTeX that the parser takes.
+        name: what it is the value of, as `x` in `x = 5`; empty if that is not said.
+        unit: the words behind it, shortened: ("km/h",); without them any unit is meant.
+        is_percent: it was followed by a percent sign.
+        equation: the whole of it in LaTeX, where it is an equation.
+    """
+
+    latex: str
+    name: str = ""
+    unit: tuple[str, ...] = ()
+    is_percent: bool = False
+    equation: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Several answers.
+
+    Attributes:
+        kind: `list` (no brackets: 3, 4 or 5), `union`, `{}`, or the brackets: `()`, `[)`, ...
+        items: in the order of the text.
+        latex: all of it.
+        name: as that of a Quantity.
+    """
+
+    kind: str
+    items: tuple[Answer, ...]
+    latex: str
+    name: str = ""
+
+
+Answer = Quantity | Group
+
+
+def final_answer(text: str) -> str | None:
+    """What stands behind the last of `\\boxed{}`, `####` and "answer is"; None: there is none.
+
+    Boxes with nothing but "and", "or" and commas between them are one list.
+    """
+    markers = list(_MARKER.finditer(text))
+    if not markers:
+        return None
+    marker = markers[-1]
+    if not marker.group().startswith("\\"):
+        return _behind(text[marker.end() :])
+    answer, _ = _box(text, marker.end())
+    start = marker.start()
+    for previous in reversed(markers[:-1]):
+        if not previous.group().startswith("\\"):
+            break
+        content, end = _box(text, previous.end())
+        if end > start or not _BETWEEN_BOXES.fullmatch(text, end, start):
+            break
+        answer, start = f"{content}, {answer}", previous.start()
+    return answer
+
+
+def last_sentence(text: str) -> str:
+    """Of the last line that is not empty."""
+    lines = [line for line in text.splitlines() if _NOT_EMPTY.search(line)]
+    if not lines:
+        return ""
+    sentences = [part.strip() for part in _SENTENCE_END.split(lines[-1]) if part.strip()]
+    return sentences[-1] if sentences else ""
+
+
+def last_expression(sentence: str, *, is_only: bool = False) -> str:
+    """The last run of words that look like mathematics, with what follows it.
+
+    Empty where there is none, where a word before it changes its meaning (less than 5), and, with
+    `is_only`, where there is another one.
+    """
+    words = sentence.split()
+    is_math = [_looks_like_math(word) for word in words]
+    if True not in is_math:
+        return ""
+    end = len(words) - is_math[::-1].index(True)
+    start = end - 1
+    while start > 0 and (is_math[start - 1] or _is_connector(words[start - 1])):
+        start -= 1
+    while not is_math[start]:
+        start += 1
+    refused = {"not", "than", "least", "most", "between", "from", "no", "never", "except"}
+    if start and words[start - 1].lower().strip(",") in refused:
+        return ""
+    if is_only and any(is_math[:start]):
+        return ""
+    return " ".join(words[start:])
+
+
+def read_answer(text: str) -> Answer | None:
+    """The whole text as mathematics; None if any part of it is something else."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
+    return _read(_without_thousands(plain_latex(text)))
+
+
+def read_first_clause(text: str) -> Answer | None:
+    """As `read_answer`, without an explanation that follows: `5, because 2 + 3 = 5`."""
+    return read_answer(_CLAUSE_END.sub("", text, count=1)) if len(text) <= 4000 else None
+
+
+def plain_latex(text: str) -> str:
+    """The same mathematics without layout: one way to write each thing."""
+    for character, latex in _CHARACTERS.items():
+        text = text.replace(character, latex)
+    text = _SUPERSCRIPTS.sub(lambda match: f"^{{{_normal(match.group())}}}", text)
+    text = unicodedata.normalize("NFKC", text)
+    for pattern, replacement in _LAYOUT:
+        text = pattern.sub(replacement, text)
+    text = _without_text_commands(text)
+    text = _LEAD.sub("", text.strip(), count=1) if _LEAD.match(text.strip()) else text
+    text = text.strip().rstrip(".,;:* \n")
+    for pattern, replacement in _NOTATION:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def plain_words(text: str) -> str:
+    """Letters and digits alone, in lower case and without an article: to compare words by."""
+    text = _without_text_commands(unicodedata.normalize("NFKC", text)).casefold()
+    words = re.sub(r"[^\w+\-*/=<>]+", " ", text).strip(" _").split()
+    return " ".join(words[1:] if words[:1] in (["the"], ["a"], ["an"]) and words[1:] else words)
+
+
+def _behind(text: str) -> str:
+    """The rest of the line, or the next line that is not empty; its first sentence."""
+    lines = [line.strip() for line in text.splitlines() if _NOT_EMPTY.search(line)]
+    return _SENTENCE_END.split(lines[0].partition("</")[0])[0] if lines else ""
+
+
+def _box(text: str, start: int) -> tuple[str, int]:
+    """Content of the braces at `start`, and where they end there; nothing without an end."""
+    if text[start : start + 1] != "{":
+        return text[start : start + 1], start + 1
+    depth = 0
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0) * (text[position - 1] != "\\")
+        if depth == 0:
+            return text[start + 1 : position], position + 1
+    return "", len(text)
+
+
+def _looks_like_math(word: str) -> bool:
+    bare = word.strip("*_`$.,;:!?()[]{}")
+    if any(character in _CHARACTERS or character.isnumeric() for character in bare):
+        return True
+    return bool(_MATH_WORD.fullmatch(bare or word))
+
+
+def _is_connector(word: str) -> bool:
+    return word.lower().strip(",") in {"and", "or", "", "to", "not", "between"}
+
+
+def _read(text: str) -> Answer | None:
+    if "\\pm" in text:
+        text = f"{text.replace(chr(92) + 'pm', '+')}, {text.replace(chr(92) + 'pm', '-')}"
+    for separator, kind in ((_LIST_SEPARATOR, "list"), (_UNION, "union")):
+        parts = _split(text, separator)
+        if len(parts) > 1:
+            items = [_read(part) for part in parts]
+            if any(item is None for item in items):
+                return None
+            return Group(kind, tuple(item for item in items if item is not None), text)
+    parts = _split(text, _EQUALS)
+    if len(parts) > 1:
+        return _read_equation(text, parts)
+    return _read_brackets(text) or _read_quantity(text)
+
+
+def _read_equation(text: str, parts: list[str]) -> Answer | None:
+    """`x = 5` is 5 with the name x; `3 + 4 = 7` is 7; anything else is an expression itself."""
+    if not all(parts):
+        return None
+    value = _read(parts[-1])
+    first = re.sub(r"\s", "", parts[0])
+    if value is not None and _NAME.fullmatch(first):
+        if isinstance(value, Quantity):
+            value = replace(value, equation=text)
+        return replace(value, name=first)
+    if value is not None and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", first)):
+        return value
+    quantity = _read_quantity(text)
+    return quantity and replace(quantity, equation=text)
+
+
+def _read_brackets(text: str) -> Answer | None:
+    for opening, closing in (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")")):
+        if not (text.startswith(opening) and text.endswith(closing)):
+            continue
+        inner = text[len(opening) : -len(closing)]
+        if not _is_balanced(inner):
+            continue
+        parts = _split(inner, _ITEM_SEPARATOR)
+        kind = f"{opening}{closing}".replace("\\", "")
+        if len(parts) == 1 and kind == "()":
+            return _read(inner)
+        items = [_read(part) for part in parts]
+        if any(item is None for item in items):
+            return None
+        return Group(kind, tuple(item for item in items if item is not None), text)
+    return None
+
+
+def _read_quantity(text: str) -> Quantity | None:
+    text, unit = split_unit(text)
+    if unit and unit[0] in MULTIPLIERS:
+        text, unit = f"({text})\\cdot{MULTIPLIERS[unit[0]]}", unit[1:]
+    is_percent = text.endswith("%")
+    text = text.removesuffix("%").strip()
+    text = _MIXED.sub(r"(\1+\\frac{\2}{\3})", text)
+    text = text.replace("°", "\\cdot\\frac{\\pi}{180}")
+    if not text or re.fullmatch(r"[A-Za-z ]{2,}", text) or not _is_balanced(text):
+        return None
+    if _UNREADABLE.search(_COMMAND.sub(" \\\\ ", text)):
+        return None
+    return Quantity(text, "", unit, is_percent)
+
+
+def _split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """At separators outside of all brackets."""
+    parts, start = [], 0
+    for match in separator.finditer(text):
+        if _is_balanced(text[start : match.start()]) and match.start() >= start:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    return [part.strip() for part in (*parts, text[start:])]
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _without_thousands(text: str) -> str:
+    """1,234 is a number; within brackets, as in (1,234), the comma separates."""
+    return _THOUSANDS.sub(
+        lambda match: (
+            match.group().replace(",", "")
+            if _is_balanced(text[: match.start()].replace("{", "").replace("}", ""))
+            else match.group()
+        ),
+        text,
+    )
+
+
+def _without_text_commands(text: str) -> str:
+    return _TEXT_COMMAND.sub(r" \1 ", text)
+
+
+def _normal(characters: str) -> str:
+    return unicodedata.normalize("NFKC", characters).replace("\N{MINUS SIGN}", "-")
+
+
+_CHARACTERS = {
+    "\N{MINUS SIGN}": "-",
+    "\N{EN DASH}": "-",
+    "\N{MULTIPLICATION SIGN}": r"\times ",
+    "\N{MIDDLE DOT}": r"\cdot ",
+    "\N{DOT OPERATOR}": r"\cdot ",
+    "\N{DIVISION SIGN}": "/",
+    "\N{GREEK SMALL LETTER PI}": r"\pi ",
+    "\N{INFINITY}": r"\infty ",
+    "\N{SQUARE ROOT}": "sqrt",
+    "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+    "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+    "\N{NOT EQUAL TO}": r"\ne ",
+    "\N{PLUS-MINUS SIGN}": r"\pm ",
+    "\N{UNION}": r"\cup ",
+    "\N{ELEMENT OF}": r"\in ",
+    "\N{ALMOST EQUAL TO}": r"\approx ",
+    "\N{VULGAR FRACTION ONE HALF}": r" \frac{1}{2}",
+    "\N{VULGAR FRACTION ONE QUARTER}": r" \frac{1}{4}",
+    "\N{VULGAR FRACTION THREE QUARTERS}": r" \frac{3}{4}",
+    "\N{VULGAR FRACTION ONE THIRD}": r" \frac{1}{3}",
+    "\N{VULGAR FRACTION TWO THIRDS}": r" \frac{2}{3}",
+    "\N{DEGREE SIGN}": r"^\circ",
+    "\N{NARROW NO-BREAK SPACE}": r"\,",
+    "\N{NO-BREAK SPACE}": " ",
+    "\N{THIN SPACE}": r"\,",
+}
+_SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname|rm|textit)\s*\{([^{}]*)\}"
+)
+
+_LAYOUT = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|displaystyle|limits|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])\.?", ""),
+        (r"\\[dtc]frac", r"\\frac"),
+        (r"\\(?:lbrace|rbrace)(?![A-Za-z])", lambda m: "\\{" if "l" in m.group() else "\\}"),
+        (r"(?<=\d)(?:\\[,;: ]|\{,\}|\\,|\{\\,\})(?=\d{3}(?!\d))", ","),
+        (r"\\!", ""),
+        (r"(?<!\\)\\[,;: !]|\\q?quad(?![A-Za-z])|~", " "),
+        (r"\\?%|\bper\s?cent(?:age)?\b|\bpct\b", "%"),
+        (r"\s*\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])", "°"),
+        (r"\\\(|\\\)|\\\[|\\\]|\$\$", " "),
+        (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
+        (r"\\\$", "$"),
+        (r"(?<![\w)}\]])\*\*|\*\*(?![\w({\\])|`", ""),
+        (r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le"),
+        (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
+        (r"\\neq(?![A-Za-z])", r"\\ne"),
+        (r"\\dots|\\ldots|\\cdots|\.\.\.", "\u2026"),
+    )
+]
+_NOTATION = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\s+\^", "^"),
+        (r"^(?:[A-Za-z]\s*)\\in(?![A-Za-z])", ""),
+        (r"(?<![A-Za-z\\])(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
+        (r"(?<![A-Za-z\\])(?:minus|negative)\s+(?=\d)", "-"),
+        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])sqrt\s*\{", r"\\sqrt{"),
+        (r"(?<![A-Za-z\\])sqrt\s*(\d+|[a-z](?![a-z]))", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp)(?![A-Za-z])", r"\\\1 "),
+        (r"\\frac\s*(\d|[a-z])\s*(\d|[a-z])(?![A-Za-z])", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d|[a-z])\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d|[a-z])", r"\1{\2}"),
+        (r"\\sqrt\s*(\d|[a-z])(?![A-Za-z])", r"\\sqrt{\1}"),
+        (r"(?<![\d.^{_/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+        (r"\\log\s*_\s*(\w)", r"\\log_{\1}"),
+        (r"\*\*", "^"),
+        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+        (r"\^\s*([-+]?\d+(?:\.\d+)?)", r"^{\1}"),
+        (
+            r"(?<![\d.A-Za-z])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?)\+?(\d+)(?![\w.])",
+            r"\1\\cdot10^{\2\3}",
+        ),
+        (r"\^\{\+", "^{"),
+        (r"(?<![\d,.])(\d{1,3}(?: \d{3})+)(?=\.\d|$)", lambda m: m.group().replace(" ", "")),
+        (r"(?<![.,\d])\.(?=\d)", "0."),
+    )
+]
+_LIST_SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
+_ITEM_SEPARATOR = re.compile(r"[,;]")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_UNION = re.compile(r"\\cup(?![A-Za-z])")
+_EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\approx(?![A-Za-z])")
+_NAME = re.compile(
+    r"\\?[A-Za-z]\w*'?(?:_\{?\w+\}?)?(?:\([A-Za-z\d,]+\))?|\([A-Za-z](?:,[A-Za-z])+\)"
+)
+_MIXED = re.compile(r"(?<![\d.^{_])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
+_COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
+_UNREADABLE = re.compile(
+    r"[A-Za-z]{4}|\d\s+\d|\d\.\d*\.|[$%°#@\"?…]|[A-Za-z]{2,}\s|\s[A-Za-z]{2,}|[-+*/^=<>]\s*$|\d_"
+)

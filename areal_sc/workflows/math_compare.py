@@ -1,0 +1,259 @@
+"""Whether two answers are equal. Imports sympy and math-verify when they are first needed.
+
+Numbers that are written out are compared as exact fractions, other constants to 30 digits, and the
+rest by math-verify, whose own time limits (signal.alarm) are off: the reward's process is killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from areal_sc.workflows.math_answer import Answer, Group, Quantity
+
+if TYPE_CHECKING:
+    import sympy
+
+MIN_ROUNDED_DIGITS = 6
+"""A decimal is taken for a number that it rounds, as 0.333333 for 1/3, from so many digits on."""
+
+MAX_DIGITS = 20_000
+"""Powers and factorials with more digits are not computed: 9^(9^9) equals only itself."""
+
+_PRECISION = 40
+_EQUAL_DIGITS = 30
+_NUMBER = re.compile(r"\(?([-+]?)\s*(\d+(?:\.\d*)?)\)?", re.ASCII)
+_FRACTION = re.compile(
+    r"([-+]?)\s*(?:\\frac\{([-+]?\d+)\}\{(\d+)\}|([-+]?\d+)\s*/\s*(\d+))", re.ASCII
+)
+_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+_LONE_DECIMAL = re.compile(r"(-?)(\d+)\.(\d*)", re.ASCII)
+_DECIMAL = re.compile(r"\d+\.\d*")
+
+
+class Unparsable(ValueError):
+    """The parser does not take it."""
+
+
+def are_equal(gold: Answer, given: Answer) -> bool:
+    """Whether the answer given is the reference answer. Not symmetric: units may be left out."""
+    if gold.name and given.name and gold.name != given.name:
+        return False
+    if isinstance(gold, Quantity) and isinstance(given, Quantity):
+        return _are_equal_quantities(gold, given)
+    if isinstance(gold, Group) and isinstance(given, Group):
+        return _are_equal_groups(gold, given)
+    for one, other in ((gold, given), (given, gold)):
+        if isinstance(one, Group) and isinstance(other, Quantity):
+            if one.kind == "{}":
+                return len(one.items) == 1 and are_equal(one.items[0], other)
+            return _INEQUALITY.search(other.latex) is not None and _verify(
+                parsed(gold.latex), parsed(given.latex)
+            )
+    return False
+
+
+def check_parsable(answer: Answer) -> None:
+    """Raises: Unparsable: a part of it is no mathematics that the library takes."""
+    if isinstance(answer, Group):
+        for item in answer.items:
+            check_parsable(item)
+    elif exact_number(answer.latex) is None:
+        parsed(answer.latex)
+
+
+def warm_up() -> None:
+    """Imports the libraries, and lets the parser build its tables: seconds at the first time."""
+    for latex in (r"\frac{\sqrt{2}}{2}", r"x^{2} + 2x - 1", r"1 < x < 2", r"2\cdot10^{-3}"):
+        _are_equal_values(latex, f"{latex} + 0")
+
+
+def exact_number(latex: str) -> Fraction | None:
+    """Value of an integer, a decimal or a fraction of integers; None of everything else."""
+    if number := _NUMBER.fullmatch(latex):
+        return Fraction(number[1] + number[2].rstrip("."))
+    if fraction := _FRACTION.fullmatch(latex):
+        numerator, denominator = fraction[2] or fraction[4], fraction[3] or fraction[5]
+        if int(denominator):
+            sign = -1 if fraction[1] == "-" else 1
+            return sign * Fraction(int(numerator), int(denominator))
+    return None
+
+
+@lru_cache(maxsize=256)
+def parsed(latex: str) -> sympy.Basic:
+    """The expression, not evaluated.
+
+    Raises: Unparsable.
+    """
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from sympy import Basic, MatrixBase, nan, zoo
+
+    exact = _DECIMAL.sub(lambda match: _as_fraction(match.group()), latex)
+    try:
+        expression = latex2sympy(
+            exact,
+            is_real=True,
+            normalization_config=None,
+            conversion_config=ConversionConfig(
+                interpret_as_mixed_fractions=False, lowercase_symbols=False
+            ),
+        )
+    except (Exception, RecursionError) as error:  # the parser raises whatever it likes
+        raise Unparsable(f"{latex!r}: {type(error).__name__}") from error
+    if isinstance(expression, MatrixBase):
+        return expression.as_immutable()
+    if not isinstance(expression, Basic) or expression in (zoo, nan):
+        raise Unparsable(f"{latex!r}: {expression!r}")
+    return expression
+
+
+def _are_equal_quantities(gold: Quantity, given: Quantity) -> bool:
+    if gold.unit and given.unit and gold.unit != given.unit[: len(gold.unit)]:
+        return False
+    if gold.is_percent == given.is_percent:
+        return _are_equal_values(gold.latex, given.latex) or _are_one_equation(gold, given)
+    share, bare = (gold, given) if gold.is_percent else (given, gold)
+    counts = exact_number(share.latex), exact_number(bare.latex)
+    if counts[0] is None or counts[1] is None:
+        return False
+    # up to 1 a bare number is a share, above it may be a count of percent: 50 is 50 %, 0.5 is too
+    return counts[0] / 100 == counts[1] or (abs(counts[1]) > 1 and counts[0] == counts[1])
+
+
+def _are_equal_groups(gold: Group, given: Group) -> bool:
+    kinds = {gold.kind, given.kind}
+    if kinds <= {"list", "{}"} and "{}" in kinds:
+        return _is_subset(gold, given) and _is_subset(given, gold)
+    if gold.kind != given.kind or len(gold.items) != len(given.items):
+        return False
+    if gold.kind not in ("list", "union"):
+        return all(map(are_equal, gold.items, given.items))
+    left = list(given.items)
+    for item in gold.items:
+        match = next((index for index, other in enumerate(left) if are_equal(item, other)), None)
+        if match is None:
+            return False
+        del left[match]
+    return True
+
+
+def _is_subset(one: Group, other: Group) -> bool:
+    return all(any(are_equal(item, candidate) for candidate in other.items) for item in one.items)
+
+
+def _are_equal_values(gold: str, given: str) -> bool:
+    if gold == given:
+        return True
+    exact = exact_number(gold), exact_number(given)
+    if exact[0] is not None and exact[1] is not None:
+        return exact[0] == exact[1] or _is_rounded(gold, given, (exact[0], exact[1]))
+    import sympy
+
+    one, other = parsed(gold), parsed(given)
+    if one == other:
+        return True
+    if not (_is_computable(one) and _is_computable(other)):
+        return False
+    values = _constant(one), _constant(other)
+    if values[0] is None or values[1] is None:
+        return values == (None, None) and _verify(one, other)
+    if not (values[0].is_finite and values[1].is_finite):
+        return bool(values[0] == values[1])
+    scale = max(abs(values[0]), abs(values[1]))
+    if abs(values[0] - values[1]) <= scale * sympy.Rational(1, 10**_EQUAL_DIGITS):
+        return True
+    return all(value.is_real for value in values) and _is_rounded(gold, given, values)
+
+
+def _is_rounded(one: str, other: str, values: tuple[Any, Any]) -> bool:
+    """Whether one is a decimal that the other rounds or is cut off to; two decimals are exact."""
+    decimals = [_LONE_DECIMAL.fullmatch(one), _LONE_DECIMAL.fullmatch(other)]
+    if (decimals[0] is None) == (decimals[1] is None):
+        return False
+    decimal = decimals[0] or decimals[1]
+    assert decimal is not None
+    sign, whole, places = decimal.groups()
+    if len((whole + places).lstrip("0")) < MIN_ROUNDED_DIGITS:
+        return False
+    value = values[0] if decimals[1] else values[1]
+    unit = Fraction(1, 10 ** len(places))
+    excess = (-value if sign else value) - Fraction(f"{whole}.{places}0")
+    return bool(-unit / 2 <= excess < unit)
+
+
+def _are_one_equation(gold: Quantity, given: Quantity) -> bool:
+    """Whether lhs - rhs of both are the same but for a factor: y = 2x + 3, and 2x - y + 3 = 0."""
+    import sympy
+
+    sides = [parsed(quantity.equation) for quantity in (gold, given) if quantity.equation]
+    if len(sides) != 2 or not all(isinstance(side, sympy.Eq) for side in sides):
+        return False
+    one, other = (side.lhs - side.rhs for side in sides)
+    if not (_is_computable(one) and _is_computable(other)) or not one.free_symbols:
+        return False
+    factor = sympy.simplify(one / other)
+    return bool(factor.is_number and factor.is_finite and factor.is_nonzero)
+
+
+def _verify(gold: sympy.Basic, given: sympy.Basic) -> bool:
+    """Expressions with variables, inequalities, matrices: the library's own comparison."""
+    import math_verify
+    from sympy import Eq, S
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its time limit is off
+    if S.EmptySet in (gold, given) or isinstance(gold, Eq) or isinstance(given, Eq):
+        return False  # to the library all equations without a solution are equal
+    return bool(
+        math_verify.verify(
+            gold,
+            given,
+            float_rounding=_EQUAL_DIGITS,
+            numeric_precision=_EQUAL_DIGITS,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+    )
+
+
+def _is_computable(expression: sympy.Basic) -> bool:
+    """Whether no part has more than MAX_DIGITS digits."""
+    return _num_digits(expression) <= MAX_DIGITS
+
+
+def _num_digits(expression: Any) -> float:
+    """An upper bound, without computing the number."""
+    import sympy
+
+    if isinstance(expression, sympy.Rational):
+        return math.log10(max(abs(expression.p), expression.q))
+    parts = [_num_digits(part) for part in expression.args]
+    if any(part > MAX_DIGITS for part in parts):
+        return math.inf
+    if isinstance(expression, sympy.Pow | sympy.exp):
+        base = parts[0] if isinstance(expression, sympy.Pow) else 0.44
+        return max(parts[-1], base * 10 ** min(parts[-1], 300))
+    if isinstance(expression, sympy.factorial | sympy.factorial2 | sympy.gamma):
+        return 10 ** min(parts[0], 300) * max(1.0, parts[0])
+    if isinstance(expression, sympy.Add):
+        return max(parts) + math.log10(len(parts))
+    return sum(parts)
+
+
+def _constant(expression: sympy.Basic) -> Any:
+    """Value of an expression without variables to _PRECISION digits; None of all others."""
+    import sympy
+
+    if not isinstance(expression, sympy.Expr) or expression.free_symbols:
+        return None
+    value = sympy.N(expression.doit(), _PRECISION)
+    return value if value.is_number and value is not sympy.nan else None
+
+
+def _as_fraction(decimal: str) -> str:
+    value = Fraction(decimal.rstrip("."))
+    return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
