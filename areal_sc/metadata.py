@@ -338,8 +338,9 @@ class BatchMetadata:
         """Row numbers of `n` parts; every row is in exactly one, ascending within its part.
 
         `tokens` puts the longest rows first into the lightest part, so parts differ by at most one
-        longest row; `rows` cuts consecutive runs whose sizes differ by at most one. Parts may be
-        empty when there are fewer rows than parts.
+        longest row; rows of advantage 0 count as 0 tokens there, since nothing is computed on
+        them. `rows` cuts consecutive runs whose sizes differ by at most one. Parts may be empty
+        when there are fewer rows than parts.
 
         Raises: MetadataError: n < 1.
         """
@@ -348,7 +349,7 @@ class BatchMetadata:
         if balance == "rows":
             bounds = [self.total_batch_size * i // n for i in range(n + 1)]
             return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
-        lengths = self.sequence_lengths
+        lengths = [0 if row.advantage == 0 else row.sequence_length for row in self.rows]
         parts: list[list[int]] = [[] for _ in range(n)]
         loads = [0] * n
         for row in sorted(range(self.total_batch_size), key=lambda row: (-lengths[row], row)):

@@ -235,8 +235,8 @@ def training_steps(
         times = [time.monotonic()]
         batch = rollout.prepare_batch(prompts, workflow)
         times.append(time.monotonic())
-        batch = actor.compute_proximal_logprobs(batch)
         batch = actor.compute_advantages(batch)
+        batch = actor.compute_proximal_logprobs(batch)
         actor.ppo_update(batch)
         times.append(time.monotonic())
         before_publication(batch)

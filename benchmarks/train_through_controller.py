@@ -128,8 +128,8 @@ class ControllerSide:
         self._batch = source.seal()
 
     def step(self) -> None:
-        batch = self._actor.compute_proximal_logprobs(self._batch)
-        batch = self._actor.compute_advantages(batch)
+        batch = self._actor.compute_advantages(self._batch)
+        batch = self._actor.compute_proximal_logprobs(batch)
         self._actor.ppo_update(batch)
 
     def publish(self) -> None:

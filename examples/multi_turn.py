@@ -88,8 +88,8 @@ def main(argv: list[str]) -> None:
     with start(actor, rollout):
         for _ in range(actor.version, config.total_steps):
             batch = rollout.prepare_batch(prompts, workflow=workflow)
-            batch = actor.compute_proximal_logprobs(batch)
             batch = actor.compute_advantages(batch)
+            batch = actor.compute_proximal_logprobs(batch)
             stats = actor.ppo_update(batch)
             actor.publish_weights(rollout)  # version += 1; generation goes on
             metrics = rollout.batch_metrics

@@ -22,8 +22,8 @@ def normalized_advantages(
     """(reward - mean) / (std + eps), each statistic over the group, over the batch, or left out.
 
     The standard deviation is that of the population. A group consists of all rows with its id,
-    wherever they stand. A group of one gets 0 when `mean` is "group". With `std="none"` nothing
-    is divided.
+    wherever they stand. A group of equal rewards, or of one, gets exactly 0 when `mean` is
+    "group". With `std="none"` nothing is divided.
 
     Args:
         rewards: [N] finite numbers: a sequence, a numpy array or a torch tensor.
@@ -58,13 +58,15 @@ def normalized_advantages(
 def _mean(
     values: npt.NDArray[np.float64], groups: npt.NDArray[np.int64], scope: str
 ) -> npt.NDArray[np.float64]:
-    """[N] mean over each row's group, or over all rows."""
+    """[N] mean over each row's group, or over all rows; exact where all of these are equal."""
     if not len(values):
         return values.copy()
     if scope == "batch":
-        return np.full_like(values, values.mean())
-    sums = np.bincount(groups, weights=values)
-    return np.asarray((sums / np.bincount(groups))[groups], dtype=np.float64)
+        groups = np.zeros_like(groups)
+    # The mean of equal numbers may be off by rounding; that of their differences to one is 0.
+    origins = values[np.unique(groups, return_index=True)[1]][groups]
+    sums = np.bincount(groups, weights=values - origins)
+    return np.asarray(origins + (sums / np.bincount(groups))[groups], dtype=np.float64)
 
 
 def _is_tensor(values: Any) -> bool:

@@ -1,8 +1,8 @@
 """TrainController: steers the ranks of one FSDP engine; sees rows only as metadata.
 
     consumes       batches (metadata) from a RolloutController, or any other source of rows
-    per step       proximal log-probabilities (recomputed by the ranks, sealed as new shards)
-                   -> advantages (scalars of the rows' metadata, computed here)
+    per step       advantages (scalars of the rows' metadata, computed here)
+                   -> proximal log-probabilities (recomputed by the ranks, sealed as new shards)
                    -> PPO minibatches, each split over the ranks by tokens
     publishes      policy version i+1, by pull, broadcast or disk; see `publication`
 
@@ -45,7 +45,7 @@ from areal_sc.workers.operations import Operation, digest
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
 
-LOGPROB_FIELDS = ("input_ids", "temperatures")
+LOGPROB_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
 
 
@@ -127,9 +127,13 @@ class TrainController(Shell):
     async def compute_proximal_logprobs_async(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with field `proximal_logprobs`: [T] float32, nats, of the current weights.
 
-        With `ppo.clip_center: behavior` there is nothing to compute and the batch is returned.
+        Tokens that are not trained hold 0. So do rows of advantage 0, where `compute_advantages`
+        came first: they are left out of the update, too.
+
+        The batch is returned as it is when nobody needs the field: with `ppo.clip_center:
+        behavior`, and with one minibatch, whose own forward is that of the proximal policy.
         """
-        if self.config.ppo.clip_center == ClipCenter.behavior:
+        if not self._needs_proximal_logprobs:
             return batch
         rank_rows = self._rows_by_rank(batch)
         selected = batch.select(LOGPROB_FIELDS)  # a rank may have no rows, and then has no fields
@@ -173,7 +177,7 @@ class TrainController(Shell):
         Raises: StaleCall: a call was given up, and this one has another batch.
         """
         fields: tuple[str, ...] = PPO_FIELDS
-        if self.config.ppo.clip_center == ClipCenter.proximal:
+        if self._needs_proximal_logprobs:
             fields = (*fields, "proximal_logprobs")
         minibatches = batch.select(fields).split(
             min(self.config.ppo.num_minibatches, batch.total_batch_size), balance="rows"
@@ -304,6 +308,11 @@ class TrainController(Shell):
 
     def load_snapshot(self, step: int) -> None:
         self._run(self.load_snapshot_async(step))
+
+    @property
+    def _needs_proximal_logprobs(self) -> bool:
+        ppo = self.config.ppo
+        return ppo.clip_center == ClipCenter.proximal and ppo.num_minibatches > 1
 
     def _rows_by_rank(self, batch: BatchMetadata) -> list[list[int]]:
         """The rows that each rank will train on, so that its log-probabilities stay with it."""

@@ -163,7 +163,7 @@ class TrainEngine(Protocol):
     def initialize(self, rank: int, world_size: int, init_method: str) -> None: ...
 
     def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
-        """[T] float32, nats: log-probability of each token given those before; 0 at row starts.
+        """[T] float32, nats: log-probability of each trained token given those before; else 0.
 
         Each is that of the distribution at the token's own `temperatures`.
         """

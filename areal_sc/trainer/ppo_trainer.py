@@ -2,8 +2,9 @@
 
     for each policy version:
         rollout.prepare_batch            waits for generation           wait_s
+        compute_advantages
         compute_proximal_logprobs
-        compute_advantages, ppo_update   trains                         train_s
+        ppo_update                       trains                         train_s
         publish_weights                  version += 1                   sync_s
 
 Generation never waits for this loop; it is limited by the staleness bound alone. Evaluations
@@ -220,8 +221,8 @@ class PPOTrainer:
                 with clock.part("wait"):
                     batch = rollout.prepare_batch(prompts, workflow)
                 with clock.part("train"):
-                    batch = actor.compute_proximal_logprobs(batch)
                     batch = actor.compute_advantages(batch)
+                    batch = actor.compute_proximal_logprobs(batch)
                     stats = actor.ppo_update(batch)
                 if step == 0:
                     evaluations.collect(wait=True)  # the first one sees no publication

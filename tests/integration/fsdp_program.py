@@ -8,10 +8,12 @@ rank of that, and forks nothing.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.fsdp.micro_batches import MicroBatch
 from areal_sc.errors import ArealError
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -47,6 +50,36 @@ def make_rows(seed: int, lengths: list[int], vocabulary: int) -> PackedRows:
     )
 
 
+def make_minibatch(step: int, index: int, minibatch: dict[str, Any]) -> PackedRows:
+    """All rows of a minibatch; `unrewarded` names those whose advantage is 0."""
+    rows = make_rows(100 * step + index, minibatch["lengths"], 30)
+    unrewarded = minibatch.get("unrewarded", [])
+    advantages = (0.0 if row in unrewarded else a for row, a in enumerate(rows.advantages or ()))
+    return replace(rows, advantages=tuple(advantages))
+
+
+class WeighedEngine(FSDPEngine):
+    """Notes the bytes of all tensors at the start of each micro-batch."""
+
+    def __init__(self, config: ActorConfig) -> None:
+        super().__init__(config)
+        self.tensor_bytes: list[int] = []
+
+    def _micro_batch(self, *args: Any) -> MicroBatch:
+        self.tensor_bytes.append(count_tensor_bytes())
+        return super()._micro_batch(*args)
+
+
+def count_tensor_bytes() -> int:
+    """Memory of all tensors of this process that Python, or a parameter's gradient, refers to."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 def actor_config(scenario: dict[str, Any]) -> ActorConfig:
     return ActorConfig(
         path=scenario["model"],
@@ -73,7 +106,8 @@ def run_rank(
     name: str, scenario: dict[str, Any], folder: Path, rank: int, world_size: int, address: str
 ) -> None:
     torch.set_num_threads(1)
-    engine = FSDPEngine(actor_config(scenario))
+    is_weighed = scenario.get("weighed", False)
+    engine = (WeighedEngine if is_weighed else FSDPEngine)(actor_config(scenario))
     if address == "" and rank == 0:
         address = engine.create_rendezvous()
         (folder / f"{name}.address.part").write_text(address)
@@ -87,16 +121,18 @@ def run_rank(
         result["logprobs"] = engine.compute_logprobs(rows)
         for step in scenario["steps"]:
             minibatches = [
-                make_rows(100 * step + index, minibatch["lengths"], 30).take(
-                    minibatch["rows"][rank]
-                )
+                make_minibatch(step, index, minibatch).take(minibatch["rows"][rank])
                 for index, minibatch in enumerate(scenario["minibatches"])
             ]
+            before = count_tensor_bytes() if is_weighed else 0
             result["stats"].append(
                 engine.ppo_update(
                     minibatches, step=step, min_token_version=scenario.get("min_token_version")
                 )
             )
+            if isinstance(engine, WeighedEngine):
+                result["held_bytes"] = [count - before for count in engine.tensor_bytes]
+                engine.tensor_bytes.clear()
             if step == scenario.get("snapshot_after"):
                 engine.save_snapshot(Path(scenario["snapshot"]))
         if "save_hf" in scenario:

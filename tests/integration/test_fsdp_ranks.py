@@ -33,16 +33,22 @@ MINIBATCHES_ONE_PROCESS = [
     {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4, 5, 6, 7]]},
     {"lengths": EIGHT[::-1], "rows": [[0, 1, 2, 3, 4, 5, 6, 7]]},
 ]
+# Of the first minibatch rank 1 has no row with an advantage; of the second, nobody has one.
+UNREWARDED = [
+    {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4], [5, 6, 7]], "unrewarded": [1, 5, 6, 7]},
+    {"lengths": EIGHT[::-1], "rows": [[0, 1, 2], [3, 4, 5, 6, 7]], "unrewarded": list(range(8))},
+]
+UNREWARDED_ONE_PROCESS = [
+    {**minibatch, "rows": [[0, 1, 2, 3, 4, 5, 6, 7]]} for minibatch in UNREWARDED
+]
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+def save_model(folder: Path, num_layers: int) -> Path:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=30,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -55,8 +61,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def deep_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("deep_model"), num_layers=6)
+
+
+@pytest.fixture(scope="module")
 def results(
-    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    model_folder: Path, deep_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """Scenario name -> what each rank left."""
     folder = tmp_path_factory.mktemp("ranks")
@@ -85,6 +101,16 @@ def results(
             "activation_checkpointing": True,
         },
         "masked_versions": {**common, "minibatches": MINIBATCHES_UNEVEN, "min_token_version": 1},
+        "unrewarded": {**common, "minibatches": UNREWARDED},
+        "unrewarded_one_process": {**alone, "minibatches": UNREWARDED_ONE_PROCESS},
+        "gradients": {
+            **common,
+            "model": str(deep_model_folder),
+            "steps": [0],
+            "minibatches": MINIBATCHES_UNEVEN[:1],
+            "max_tokens": 21,
+            "weighed": True,
+        },
         "bfloat16": {**common, "minibatches": MINIBATCHES_EVEN, "dtype": "bfloat16"},
         "one_process": alone,
         "one_row_at_a_time": {**alone, "max_tokens": 20},
@@ -131,7 +157,10 @@ def whole_weights(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def train_by_hand(
-    model_folder: Path, program: Any, min_token_version: int | None = None
+    model_folder: Path,
+    program: Any,
+    min_token_version: int | None = None,
+    minibatches: list[dict[str, Any]] = MINIBATCHES_ONE_PROCESS,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Float64, one row at a time, full logits, torch's AdamW: shares nothing with the engine."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64).eval()
@@ -140,8 +169,8 @@ def train_by_hand(
     for step, lr in ((0, 0.5e-3), (1, 1e-3), (2, 1e-3)):
         optimizer.param_groups[0]["lr"] = lr
         step_losses = []
-        for index, minibatch in enumerate(MINIBATCHES_ONE_PROCESS):
-            rows = program.make_rows(100 * step + index, minibatch["lengths"], 30)
+        for index, minibatch in enumerate(minibatches):
+            rows = program.make_minibatch(step, index, minibatch)
             step_losses.append(minibatch_loss(model, rows, min_token_version))
             optimizer.zero_grad()
             step_losses[-1].backward()
@@ -227,6 +256,35 @@ def test_masked_token_versions_leave_numerator_and_denominator(
     assert [entry["loss"] for entry in stats] == pytest.approx(losses, abs=1e-6)
 
 
+@pytest.mark.parametrize("scenario", ["unrewarded", "unrewarded_one_process"])
+def test_rows_of_advantage_zero_count_and_are_left_out(
+    scenario: str, results: Any, model_folder: Path, program: Any
+) -> None:
+    """A minibatch of nothing else is an update with zero gradients: AdamW's moments decay."""
+    expected, losses = train_by_hand(model_folder, program, minibatches=UNREWARDED)
+    stats = results[scenario][0]["stats"]
+    assert max_difference(whole_weights(results[scenario]), expected) <= 1e-5
+    assert [entry["loss"] for entry in stats] == pytest.approx(losses, abs=1e-6)
+    for entry in stats:
+        assert entry["num_updates"] == 2
+        assert entry["num_loss_tokens"] == 2 * sum(n - max(1, n // 3) for n in EIGHT)
+        # rows 0, 2, 3 and 4 of the first minibatch
+        assert entry["num_effective_tokens"] == (11 - 3) + (14 - 4) + (3 - 1) + (9 - 3)
+
+
+def test_ranks_hold_their_own_part_of_the_gradients_alone(
+    results: Any, deep_model_folder: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(deep_model_folder)
+    own_bytes = 4 * sum(parameter.numel() for parameter in model.parameters()) / 2
+    layer_bytes = 4 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    for rank in results["gradients"]:
+        between = rank["held_bytes"][-2:]  # the first micro-batch finds no gradients yet
+        assert len(rank["held_bytes"]) > 3
+        assert max(between) > 0.9 * own_bytes, "gradients are not seen"
+        assert max(between) <= own_bytes + layer_bytes
+
+
 def test_bfloat16_stays_near_float32_and_publishes_bfloat16(results: Any, by_hand: Any) -> None:
     trained = whole_weights(results["bfloat16"])
     assert {values.dtype for values in trained.values()} == {torch.bfloat16}
@@ -234,7 +292,7 @@ def test_bfloat16_stays_near_float32_and_publishes_bfloat16(results: Any, by_han
 
 
 def test_every_rank_reports_the_same(results: Any) -> None:
-    for name in ("even", "uneven", "empty_rank", "masked_versions"):
+    for name in ("even", "uneven", "empty_rank", "masked_versions", "unrewarded"):
         first, second = (rank["stats"] for rank in results[name])
         assert first == second
         assert all(math.isfinite(value) for entry in first for value in entry.values())
@@ -256,9 +314,11 @@ def test_logprobs_of_ranks_agree_with_a_plain_forward(
             rows = program.make_rows(99, lengths, 30)
             expected = []
             for index in range(rows.num_rows):
-                tokens = rows.take([index]).fields["input_ids"]
+                row = rows.take([index]).fields
+                tokens, mask = row["input_ids"], row["loss_mask"][1:]
                 logprobs = (model(tokens[None]).logits[0, :-1] / 0.9).log_softmax(-1)
-                expected += [0.0, *logprobs.gather(1, tokens[1:, None])[:, 0].tolist()]
+                found = logprobs.gather(1, tokens[1:, None])[:, 0]
+                expected += [0.0, *found.masked_fill(~mask, 0).tolist()]
             assert results[name][rank]["logprobs"].tolist() == pytest.approx(expected, abs=1e-5)
 
 

@@ -15,6 +15,7 @@ from simulation.behavior import Number
 
 from areal_sc.batch_wire import batch_from_wire, batch_to_wire
 from areal_sc.config.store_room import trajectory_bytes
+from areal_sc.controller.train import LOGPROB_FIELDS
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -351,7 +352,7 @@ class SimulatedTrainWorker(SimulatedWorker):
 
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
         batch = batch_from_wire(args["batch"])
-        assert batch.fields in (("input_ids",), ())
+        assert batch.fields in (LOGPROB_FIELDS, ())
         await self.read_shards(batch, self.cluster.behavior.training_s)
         return self.shard_reply(self.store.put(4 * batch.num_tokens) if batch.rows else "")
 

@@ -85,6 +85,14 @@ def test_parts_of_equal_tokens_are_filled_evenly() -> None:
     assert sorted(map(len, batch.partition(3))) == [2, 2, 2]
 
 
+def test_rows_on_which_nothing_is_computed_weigh_nothing() -> None:
+    lengths = (40, 10, 30, 20, 10)
+    rows = tuple(RowMetadata(i, 0, length, 0.0, 0, ()) for i, length in enumerate(lengths))
+    batch = BatchMetadata("b", 0, 5, (), rows).with_advantages([0.0, 1.0, -0.5, 2.0, 0.0])
+    loads = [sum(lengths[row] for row in part if row not in (0, 4)) for part in batch.partition(2)]
+    assert sorted(loads) == [30, 30]
+
+
 def row(**changes: Any) -> RowMetadata:
     return replace(RowMetadata(1, 0, 10, 0.5, 3, ((3, 4), (5, 2))), **changes)
 

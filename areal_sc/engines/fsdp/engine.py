@@ -1,9 +1,10 @@
 """The training engine on PyTorch's FSDP2: one rank of any Hugging Face causal language model.
 
 A minibatch (one optimizer update) is cut into micro-batches of whole rows, packed without
-padding. Each goes forward and backward once; gradients add up, and are averaged over the ranks
-with the last one. FSDP's collectives meet only if every rank runs equally many micro-batches, so
-ranks agree on the largest count, and a rank with fewer rows, even none, fills up with empty ones.
+padding. Each goes forward and backward once; its gradients are averaged over the ranks at once and
+added up in each rank's own part, so no rank ever holds those of the whole model. FSDP's collectives
+meet only if every rank runs equally many micro-batches, so ranks agree on the largest count, and a
+rank with fewer rows, even none, fills up with empty ones.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from areal_sc.engines.fsdp.checkpoint import Snapshots
 from areal_sc.engines.fsdp.export import begin_export
 from areal_sc.engines.fsdp.micro_batches import (
     MicroBatch,
+    learning_tokens,
     make_micro_batch,
     pack_rows,
+    require_field,
     rows_with_tokens,
     trained_tokens,
 )
@@ -115,15 +118,16 @@ class FSDPEngine:
         )
 
     def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
-        """Log-probabilities under the current weights, at the rows' own temperatures.
+        """Log-probabilities of trained tokens under the current weights, at their own temperatures.
 
         Args:
-            rows: fields `input_ids` and `temperatures`.
-        Returns: [T] float32 on the CPU, nats: of each token given those before it in its row; 0
-            at row starts.
+            rows: fields `input_ids`, `loss_mask` and `temperatures`. With advantages, rows of
+                advantage 0 are left out: nothing is trained on them.
+        Returns: [T] float32 on the CPU, nats: of each token in `loss_mask` given those before it
+            in its row; 0 at all others, at row starts, and in rows that were left out.
         """
-        asked = torch.ones(rows.num_tokens, dtype=torch.bool)
-        chosen = [row for row, length in enumerate(rows.lengths) if length > 1]
+        asked = learning_tokens(rows, trained_tokens(rows, None))
+        chosen = rows_with_tokens(rows, asked)
         (count,) = self._micro_batch_counts([rows], [chosen])
         logprobs = torch.zeros(rows.num_tokens)
         with torch.no_grad():
@@ -143,8 +147,11 @@ class FSDPEngine:
 
         Args:
             minibatches: this rank's rows of each; equally many on every rank. Fields `input_ids`,
-                `loss_mask`, `behavior_logprobs`, `temperatures`, with the proximal clip
-                centre `proximal_logprobs`, with `min_token_version` `versions`; and advantages.
+                `loss_mask`, `behavior_logprobs`, `temperatures`, with the proximal clip centre
+                `proximal_logprobs`, with `min_token_version` `versions`; and advantages. The
+                first minibatch may do without `proximal_logprobs`: no weight has changed, so its
+                own forward is that of the proximal policy. Rows of advantage 0 have no gradient;
+                they count in the denominator and go through no forward.
             step: training step, counted from 0; decides the learning rate.
             min_token_version: tokens sampled by older versions add nothing to the loss and its
                 denominator; None trains all.
@@ -152,6 +159,10 @@ class FSDPEngine:
         Raises: ValueError: a field or the advantages are missing, a row is over the micro-batch
             limit, or the ranks have different numbers of minibatches.
         """
+        if self.config.ppo.clip_center == ClipCenter.proximal:
+            for rows in minibatches[1:]:
+                if rows.num_rows:
+                    require_field(rows, "proximal_logprobs")
         return self._update(minibatches, step, min_token_version, self._ppo_loss, is_sampled=True)
 
     def sft_update(self, rows: PackedRows, *, step: int) -> dict[str, float]:
@@ -265,7 +276,8 @@ class FSDPEngine:
         is_sampled: bool,
     ) -> dict[str, float]:
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
-        chosen = [rows_with_tokens(*pair) for pair in zip(minibatches, trained, strict=True)]
+        learning = [learning_tokens(*pair) for pair in zip(minibatches, trained, strict=True)]
+        chosen = [rows_with_tokens(*pair) for pair in zip(minibatches, learning, strict=True)]
         micro_batch_counts = self._micro_batch_counts(minibatches, chosen)
         own_counts = torch.tensor([int(mask.sum()) for mask in trained])
         num_loss_tokens = self._group.all_reduce(own_counts, "sum").tolist()
@@ -275,9 +287,8 @@ class FSDPEngine:
                 logger.warning("minibatch=%d step=%d has no token to train on", index, step)
                 continue
             packed = self._pack(rows, chosen[index], micro_batch_counts[index])
-            for number, micro_rows in enumerate(packed):
-                self._sync_gradients(is_last=number == len(packed) - 1)
-                micro_batch = self._micro_batch(rows, micro_rows, trained[index])
+            for micro_rows in packed:
+                micro_batch = self._micro_batch(rows, micro_rows, learning[index])
                 temperatures = micro_batch.gather_temperatures(rows) if is_sampled else None
                 logprobs, entropy = self._forward(micro_batch, temperatures)
                 loss, sums = loss_of(rows, micro_batch, logprobs, num_loss_tokens[index])
@@ -300,9 +311,12 @@ class FSDPEngine:
     ) -> tuple[torch.Tensor, Metrics]:
         ppo = self.config.ppo
         behavior = batch.gather(rows, "behavior_logprobs")
-        proximal = behavior
-        if ppo.clip_center == ClipCenter.proximal:
+        if ppo.clip_center == ClipCenter.behavior:
+            proximal = behavior
+        elif "proximal_logprobs" in rows.fields:
             proximal = batch.gather(rows, "proximal_logprobs")
+        else:
+            proximal = logprobs.detach()
         return decoupled_ppo_loss(
             logprobs,
             proximal,
@@ -354,10 +368,6 @@ class FSDPEngine:
             batch.input_ids, batch.layout, batch.positions, batch.targets, temperatures
         )
         return logprobs, entropy
-
-    def _sync_gradients(self, *, is_last: bool) -> None:
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(is_last)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,6 @@ def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Ten
 
     The first token of a row, should it be among them, adds to the denominator only.
 
-
     Raises: ValueError: a needed field is missing.
     """
     if not rows.num_rows:
@@ -79,6 +78,18 @@ def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Ten
     if min_token_version is not None:
         mask = mask & (require_field(rows, "versions") >= min_token_version)
     return mask
+
+
+def learning_tokens(rows: PackedRows, trained: torch.Tensor) -> torch.Tensor:
+    """[T] bool: the trained tokens that add to the gradient.
+
+    Those of a row whose advantage is 0 do not: a policy loss without a KL or entropy term is the
+    advantage times something.
+    """
+    if rows.advantages is None or not rows.num_rows:
+        return trained
+    has_gradient = torch.tensor([advantage != 0 for advantage in rows.advantages])
+    return trained & has_gradient.repeat_interleave(torch.tensor(rows.lengths))
 
 
 def require_field(rows: PackedRows, name: str) -> torch.Tensor:

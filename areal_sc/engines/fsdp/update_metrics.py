@@ -9,7 +9,7 @@ import torch
 
 from areal_sc.engines.fsdp.process_group import ProcessGroup
 
-# sums of the losses -> the mean over trained tokens that they are reported as
+# sums of the losses -> the mean over effective tokens that they are reported as
 _MEAN_NAMES = {
     "num_clipped": "clip_fraction",
     "num_capped": "capped_fraction",
@@ -64,11 +64,13 @@ class UpdateMetrics:
             num_tokens: tokens of this rank's rows, trained or not.
             num_loss_tokens: trained tokens of all ranks.
             lr: learning rate of the step.
-        Returns: `loss` and `grad_norm`, means over the updates; means over the trained tokens:
+        Returns: `loss` and `grad_norm`, means over the updates; means over the effective tokens:
             `entropy`, and for PPO `clip_fraction`, `capped_fraction`, `ratio`,
             `behavior_weight`, `abs_advantage`, `proximal_kl`, `behavior_kl`, for SFT `logprob`;
-            `lr`; and `num_tokens`, `num_loss_tokens`, `num_updates`, `num_skipped_updates`,
-            `num_micro_batches` (of each rank).
+            `lr`; and `num_tokens`, `num_loss_tokens`, `num_effective_tokens`, `num_updates`,
+            `num_skipped_updates`, `num_micro_batches` (of each rank). Effective tokens are trained
+            ones that go through the model: not those of rows of advantage 0. Without any, the
+            means over them are NaN.
         """
         names = sorted(self.sums)
         local = torch.tensor(
@@ -76,17 +78,19 @@ class UpdateMetrics:
         )
         *totals, all_tokens = group.all_reduce(local, "sum").tolist()
         total = dict(zip(names, totals, strict=True))
+        num_effective = total.get("num_tokens", 0.0)
         summary = {
             "loss": total.get("loss", 0.0) / max(1, self.num_updates + self.num_skipped),
             "grad_norm": sum(self.gradient_norms) / max(1, self.num_updates),
             "lr": lr,
             "num_tokens": all_tokens,
             "num_loss_tokens": float(num_loss_tokens),
+            "num_effective_tokens": num_effective,
             "num_updates": float(self.num_updates),
             "num_skipped_updates": float(self.num_skipped),
             "num_micro_batches": float(self.num_micro_batches),
         }
         for sum_name, mean_name in _MEAN_NAMES.items():
             if sum_name in total:
-                summary[mean_name] = total[sum_name] / max(1.0, total["num_tokens"])
+                summary[mean_name] = total[sum_name] / num_effective if num_effective else math.nan
         return summary

@@ -38,7 +38,7 @@ def sample(
     if greedy.all():
         tokens = logits.argmax(dim=-1)
     else:
-        tokens = _inverse_cdf(logprobs, draws)
+        tokens = _inverse_cdf(logprobs, draws, logprobs.shape[-1] - 1)
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(-1), tokens)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
@@ -55,13 +55,21 @@ def sample(
     return tokens, chosen
 
 
-def _inverse_cdf(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """[N] int64: first index at which the cumulated probability exceeds the draw."""
+def _inverse_cdf(
+    logprobs: torch.Tensor, draws: torch.Tensor, last: torch.Tensor | int
+) -> torch.Tensor:
+    """[N] int64: first index at which the cumulated probability exceeds the draw.
+
+    Args:
+        last: the largest index that may be chosen, of all rows or [N] of each. A parallel scan on
+            CUDA rounds differently from place to place: what it cumulates may still grow where the
+            probabilities are 0.
+    """
     cumulated = logprobs.exp().cumsum(dim=-1)
-    # a share of the actual total, so that rounding never selects past the last possible token
+    # a share of the actual total, which rounding may keep from being 1
     threshold = draws[:, None] * cumulated[:, -1:]
     indices = torch.searchsorted(cumulated, threshold, right=True)[:, 0]
-    return indices.clamp_(max=logprobs.shape[-1] - 1)
+    return indices.clamp(max=last)
 
 
 def _sample_filtered(
@@ -75,5 +83,6 @@ def _sample_filtered(
     mass_before = probabilities.cumsum(dim=-1) - probabilities
     outside = (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]
     logprobs = ordered.masked_fill(outside, -torch.inf).log_softmax(dim=-1)
-    ranks = _inverse_cdf(logprobs, draws)[:, None]
+    last = (logprobs > -torch.inf).sum(-1) - 1  # the most probable tokens come first
+    ranks = _inverse_cdf(logprobs, draws, last)[:, None]
     return token_ids.gather(1, ranks)[:, 0], logprobs.gather(1, ranks)[:, 0]

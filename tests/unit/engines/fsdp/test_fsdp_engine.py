@@ -103,13 +103,50 @@ def reference_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
 
-def test_logprobs_of_every_token(engine: FSDPEngine, model_folder: Path) -> None:
-    rows = make_rows()
+def test_logprobs_of_trained_tokens(engine: FSDPEngine, model_folder: Path) -> None:
+    rows = replace(make_rows(), advantages=None)
     expected = torch.cat(plain_logprobs(reference_model(model_folder), rows))
+    expected = expected.masked_fill(~rows.fields["loss_mask"], 0)
     found = engine.compute_logprobs(rows)
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), expected, atol=1e-5)
+    # what is known to be left out of the update needs none
+    known = replace(rows, advantages=(1.0, 0.5, 0.0, -1.0, 0.0, 2.0))
+    is_left_out = torch.zeros(sum(LENGTHS), dtype=torch.bool)
+    is_left_out[9:21] = is_left_out[26:35] = True
+    found = engine.compute_logprobs(known)
+    assert torch.allclose(found.double(), expected.masked_fill(is_left_out, 0), atol=1e-5)
     assert engine.compute_logprobs(rows.take([])).shape == (0,)
+
+
+def test_prompts_and_rows_of_advantage_zero_cost_nothing_they_need_not(
+    engine: FSDPEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    forward = engine._forward
+
+    def counting(batch: Any, *args: Any) -> Any:
+        seen.append((len(batch.input_ids), len(batch.positions)))
+        return forward(batch, *args)
+
+    monkeypatch.setattr(engine, "_forward", counting)
+    rows = make_rows()
+    num_trained = int(rows.fields["loss_mask"].sum())
+    engine.compute_logprobs(replace(rows, advantages=None))
+    # rows of 2 and 1 tokens have no trained one
+    assert [sum(counts) for counts in zip(*seen, strict=True)] == [33, num_trained]
+
+    seen.clear()
+    rows = replace(rows, advantages=(1.0, 0.5, 0.0, -1.0, 0.0, 2.0))
+    stats = engine.ppo_update([rows], step=0, min_token_version=None)
+    assert [sum(counts) for counts in zip(*seen, strict=True)] == [7 + 5, 5 + 3]
+    assert (stats["num_loss_tokens"], stats["num_effective_tokens"]) == (num_trained, 5 + 3)
+
+    stats = engine.ppo_update(
+        [replace(rows, advantages=(0.0,) * 6)], step=0, min_token_version=None
+    )
+    assert (stats["num_updates"], stats["num_effective_tokens"], stats["loss"]) == (1, 0, 0)
+    assert math.isnan(stats["entropy"])
 
 
 @pytest.mark.parametrize(
@@ -118,6 +155,8 @@ def test_logprobs_of_every_token(engine: FSDPEngine, model_folder: Path) -> None
         ({}, "proximal_logprobs", "behavior_logprobs"),
         ({"clip_center": ClipCenter.behavior}, "behavior_logprobs", "behavior_logprobs"),
         ({"use_behavior_weight": False}, "proximal_logprobs", "proximal_logprobs"),
+        ({"num_minibatches": 1}, "own", "behavior_logprobs"),
+        ({"num_minibatches": 1, "use_behavior_weight": False}, "own", "own"),
     ],
 )
 @pytest.mark.parametrize("min_token_version", [None, 2])
@@ -134,7 +173,7 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     engine.initialize(0, 1, "")
     rows = make_rows()
     given = rows
-    if proximal_name == "behavior_logprobs":  # the naive form needs no proximal policy
+    if proximal_name != "proximal_logprobs":
         kept = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
         given = replace(rows, fields=kept)
     stats = engine.ppo_update([given], step=0, min_token_version=min_token_version)
@@ -147,8 +186,9 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     advantages = torch.repeat_interleave(
         torch.tensor(rows.advantages, dtype=torch.float64), torch.tensor(LENGTHS)
     )[mask]
-    proximal = rows.fields[proximal_name].double()[mask]
-    weight = (proximal - rows.fields[behavior_name].double()[mask]).exp()
+    known = {**rows.fields, "own": logprobs.detach()}  # the policy before its only update
+    proximal = known[proximal_name].double()[mask]
+    weight = (proximal - known[behavior_name].double()[mask]).exp()
     ratio = (logprobs[mask] - proximal).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * weight
     loss = -gain[weight <= 1.3].sum() / mask.sum()
@@ -227,12 +267,14 @@ def test_what_rows_must_have(engine: FSDPEngine) -> None:
         engine.ppo_update([replace(rows, advantages=None)], step=0, min_token_version=None)
     fields = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
     with pytest.raises(ValueError, match="not 'proximal_logprobs'"):
-        engine.ppo_update([replace(rows, fields=fields)], step=0, min_token_version=None)
+        engine.ppo_update([rows, replace(rows, fields=fields)], step=0, min_token_version=None)
+    unmasked = replace(rows, advantages=None)
     greedy = {**rows.fields, "temperatures": torch.zeros(sum(LENGTHS))}
     with pytest.raises(ValueError, match="temperatures of asked tokens must be above 0, got 0"):
-        engine.compute_logprobs(replace(rows, fields=greedy))
+        engine.compute_logprobs(replace(unmasked, fields=greedy))
+    untold = {k: v for k, v in rows.fields.items() if k != "temperatures"}
     with pytest.raises(ValueError, match="not 'temperatures'"):
-        engine.compute_logprobs(PackedRows({"input_ids": rows.fields["input_ids"]}, LENGTHS))
+        engine.compute_logprobs(replace(unmasked, fields=untold))
     long_row = PackedRows(
         {"input_ids": torch.zeros(17, dtype=torch.int32), "loss_mask": torch.ones(17).bool()}, (17,)
     )

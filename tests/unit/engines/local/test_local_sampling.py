@@ -102,6 +102,28 @@ def test_extreme_draws_never_select_impossible_tokens() -> None:
     np.testing.assert_allclose(logprobs.numpy(), math.log(0.5), atol=1e-6)
 
 
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 0), (1.0, 2)])
+def test_a_draw_near_one_stays_within_the_kept_tokens(
+    top_p: float, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the scan rounds to: on CUDA it is parallel, and may grow where nothing is added."""
+    exact_cumsum = torch.Tensor.cumsum
+
+    def rounded_cumsum(values: torch.Tensor, dim: int) -> torch.Tensor:
+        cumulated = exact_cumsum(values, dim=dim)
+        cumulated[:, -2:] *= 1 + 2.0**-22
+        return cumulated
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", rounded_cumsum)
+    logits = torch.tensor([[0.0, 3.0, -2.0, 2.0, -3.0]])
+    largest = np.array([1 - 2.0**-23], dtype=np.float32)
+    ones = np.ones(1, dtype=np.float32)
+    tokens, logprobs = sample(logits, largest, ones, ones * np.float32(top_p), np.array([top_k]))
+    assert tokens.tolist() == [3]
+    expected = 2 - math.log(math.exp(3) + math.exp(2))
+    assert logprobs.item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_random_streams_are_uniform_and_independent() -> None:
     keys = np.array([stream_key(7, request) for request in range(64)], dtype=np.uint64)
     table = np.stack([uniforms(keys, np.full(64, position)) for position in range(512)])

@@ -1,0 +1,34 @@
+"""When the ranks are asked for proximal log-probabilities, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulation.training_run import Settings, TrainingRun
+from simulation.virtual_loop import run_virtual
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_only_minibatches_after_the_first_need_a_recompute(num_minibatches: int) -> None:
+    async def scenario() -> tuple[dict[str, float], list[str]]:
+        settings = Settings(num_minibatches=num_minibatches, num_ranks=2)
+        async with TrainingRun(settings).started() as run:
+            asked: list[str] = []
+            for name in ("train/0", "train/1"):
+                worker: Any = run.cluster.workers[name]
+                compute = worker.methods["compute_logprobs"]
+
+                async def noted(args: Any, name: str = name, compute: Any = compute) -> Any:
+                    asked.append(name)
+                    return await compute(args)
+
+                worker.methods["compute_logprobs"] = noted
+            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            batch = run.actor.compute_advantages(batch)
+            batch = await run.actor.compute_proximal_logprobs_async(batch)
+            return await run.actor.ppo_update_async(batch), asked
+
+    stats, asked = run_virtual(scenario())
+    assert stats == {"loss": 0.0}
+    assert sorted(asked) == (["train/0", "train/1"] if num_minibatches > 1 else [])
