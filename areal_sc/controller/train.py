@@ -194,7 +194,8 @@ class TrainController(Shell):
                 for rank in range(self.config.num_workers)
             ],
         )
-        self._num_updates = number + 1
+        if self.version == operation.version:
+            self._num_updates = number + 1
         return dict(replies[0])
 
     async def sft_update_async(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
