@@ -78,6 +78,7 @@ def test_a_step_is_trained_once(
             assert list(Path(elsewhere).iterdir()) == []
             assert list((Path(config.run_dir) / "exports").iterdir()) == []
             assert model_of(actor, target) == weights
+    assert not (Path(config.run_dir) / "exports").exists()
 
 
 def model_of(actor: TrainController, folder: Path) -> bytes:
