@@ -16,6 +16,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ class TrainController(Shell):
     async def close_async(self) -> None:
         """Ends the workers."""
         await self._fleet.close()
+        with suppress(OSError):  # it is not there, or an export is still being copied from it
+            self._folder.exports.rmdir()
         if self._owns_transport:
             await self._runtime.transport.close()
 
@@ -198,7 +201,8 @@ class TrainController(Shell):
                 for rank in range(self.config.num_workers)
             ],
         )
-        self._num_updates = number + 1
+        if self.version == operation.version:
+            self._num_updates = number + 1
         return dict(replies[0])
 
     async def sft_update_async(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:

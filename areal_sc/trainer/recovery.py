@@ -104,7 +104,9 @@ class SnapshotWriter:
             commit_folder(self._partial(step), self._folder.snapshot_path(step))
         except (OSError, CheckpointError) as error:
             raise self._failed(step, error) from error
-        for outdated in self._folder.snapshots()[: -self._config.keep]:
+        # Newer ones, which could not be read when the run went on from here, do not count.
+        own = [path for path in self._folder.snapshots() if _step_of(path) <= step]
+        for outdated in own[: -self._config.keep]:
             shutil.rmtree(outdated, ignore_errors=True)
         self._record("snapshot", step=step)
 
@@ -129,7 +131,7 @@ def load_latest_snapshot(
     """
     warnings: list[str] = []
     for path in reversed(folder.snapshots()):
-        step = int(path.name.rpartition("-")[2])
+        step = _step_of(path)
         try:
             state = _read_state(path / CONTROLLERS, step)
             actor.load_snapshot(step)
@@ -144,6 +146,10 @@ def load_latest_snapshot(
     raise CheckpointError(
         f"no snapshot in {folder.checkpoints} can be read: " + "; ".join(warnings)
     )
+
+
+def _step_of(snapshot: Path) -> int:
+    return int(snapshot.name.rpartition("-")[2])
 
 
 def _sealed(state: dict[str, Any]) -> bytes:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import resource
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
 from areal_sc.controller.fleet import Member
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import StaleCall
+from areal_sc.errors import CheckpointError, StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
 
@@ -68,7 +71,27 @@ def test_a_step_is_trained_once(
             actor._run(after_a_restart(batch))
         assert model_of(actor, tmp_path / "published") == weights
 
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:  # another file system
+            target = Path(elsewhere) / "model"
+            with file_limit(4096), pytest.raises(CheckpointError, match=rf"cannot write {target}:"):
+                actor.save_hf(target)
+            assert list(Path(elsewhere).iterdir()) == []
+            assert list((Path(config.run_dir) / "exports").iterdir()) == []
+            assert model_of(actor, target) == weights
+    assert not (Path(config.run_dir) / "exports").exists()
+
 
 def model_of(actor: TrainController, folder: Path) -> bytes:
     actor.save_hf(folder)
     return (folder / "model.safetensors").read_bytes()
+
+
+@contextmanager
+def file_limit(num_bytes: int) -> Iterator[None]:
+    """No file of this process, where the controllers are, grows beyond that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

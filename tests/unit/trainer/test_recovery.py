@@ -104,6 +104,17 @@ def test_the_newest_stay(folder: RunFolder, writer: SnapshotWriter) -> None:
     assert names(folder) == ["step-000003", "step-000004"]
 
 
+def test_newer_ones_that_could_not_be_read_push_no_good_one_out(
+    folder: RunFolder, writer: SnapshotWriter
+) -> None:
+    for step in (7, 8, 9):
+        folder.snapshot_path(step).mkdir()
+    for step in (4, 5, 6):
+        snapshot(writer, Actor(folder), Rollout(), step)
+    assert [int(name[-1]) for name in names(folder)] == [5, 6, 7, 8, 9]
+    assert load_latest_snapshot(folder, Actor(folder), Rollout())[0] == 6  # type: ignore[arg-type]
+
+
 def test_a_failed_one_is_told_and_leaves_the_others(
     folder: RunFolder, writer: SnapshotWriter, events: list[tuple[str, int]]
 ) -> None:
