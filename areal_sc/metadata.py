@@ -27,6 +27,7 @@ TRAJECTORY_FIELDS: Mapping[str, str] = {
     "loss_mask": "bool",
     "behavior_logprobs": "float32",
     "versions": "int32",
+    "temperatures": "float32",
 }
 """The fields, and their dtypes, of a generated trajectory; each has one value a token."""
 

@@ -100,7 +100,7 @@ def _actor_config(
         activation_checkpointing=recompute,
         seed=0,
         optimizer=OptimizerConfig(lr=LEARNING_RATE, total_steps=100),
-        ppo=PPOConfig(num_minibatches=2, temperature=1.0),
+        ppo=PPOConfig(num_minibatches=2),
     )
 
 

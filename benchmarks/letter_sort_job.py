@@ -105,7 +105,9 @@ class PacedWorkflow(Workflow):
             transcript.add_completion(piece)
             token_ids += piece.token_ids
             finish_reason = piece.finish_reason
-        answer = decode_completion(engine.tokenizer, Completion(token_ids, [], [], finish_reason))
+        answer = decode_completion(
+            engine.tokenizer, Completion(token_ids, [], [], finish_reason, 1.0)
+        )
         return transcript.trajectory(await engine.score(letter_sort_reward, prompt, answer))
 
 

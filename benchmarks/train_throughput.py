@@ -70,7 +70,7 @@ def actor_config(workload: Workload, folder: Path) -> ActorConfig:
         max_tokens_per_micro_batch=workload.max_tokens,
         seed=0,
         optimizer=OptimizerConfig(lr=1e-5, total_steps=100),
-        ppo=PPOConfig(num_minibatches=NUM_MINIBATCHES, temperature=1.0),
+        ppo=PPOConfig(num_minibatches=NUM_MINIBATCHES),
     )
 
 

@@ -76,6 +76,7 @@ def make_rows(workload: Workload) -> PackedRows:
             "loss_mask": torch.cat(masks),
             "behavior_logprobs": likelihood + noise,
             "versions": torch.zeros_like(tokens, dtype=torch.int32),
+            "temperatures": torch.ones(workload.num_tokens),
         },
         workload.lengths,
         tuple(torch.randn(len(workload.lengths), generator=generator).tolist()),

@@ -43,7 +43,7 @@ def make_config(settings: dict[str, Any]) -> ActorConfig:
         device=Device(settings["device"]),
         seed=0,
         optimizer=OptimizerConfig(total_steps=1),
-        ppo=PPOConfig(temperature=1.0),
+        ppo=PPOConfig(),
         weight_update=WeightUpdateConfig(
             method=WeightUpdateMethod(settings["method"]),
             folder=settings["folder"],

@@ -227,13 +227,7 @@ def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> None
 
 def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
     """Settings by which the trained distribution is not the one that was sampled from."""
-    generation, ppo = config.generation, config.actor.ppo
-    if ppo.temperature != generation.temperature:
-        yield (
-            f"actor.ppo.temperature={ppo.temperature:g} differs from "
-            f"generation.temperature={generation.temperature:g}: "
-            "the trained distribution is not the sampled one"
-        )
+    generation = config.generation
     if generation.top_p < 1:
         yield (
             f"generation.top_p={generation.top_p:g} cuts the sampled distribution, "

@@ -94,7 +94,7 @@ class GenerationConfig:
     """How completions are sampled."""
 
     max_new_tokens: int = 128
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0 is greedy: in evaluations only, greedy answers train nothing
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS
@@ -129,7 +129,6 @@ class PPOConfig:
     advantage_mean: NormScope = NormScope.group
     advantage_std: NormScope = NormScope.group
     advantage_eps: float = 1e-6
-    temperature: float = "${generation.temperature}"  # type: ignore[assignment]
 
 
 @dataclass

@@ -43,8 +43,8 @@ from areal_sc.schedulers.base import LaunchRequest, Scheduler
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
 
-LOGPROB_FIELDS = ("input_ids",)
-PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions")
+LOGPROB_FIELDS = ("input_ids", "temperatures")
+PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
 
 
 class TrainController(Shell):

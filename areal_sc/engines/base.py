@@ -32,12 +32,14 @@ class Completion:
         versions: [C] policy version of the weights that sampled each token.
         finish_reason: `stop`, `length` (max_new_tokens), `context` (the model's limit) or
             `cancelled` (partial answer).
+        temperature: that it was sampled at; 0: greedy, `logprobs` are those of temperature 1.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    temperature: float
 
 
 class GenerationEngine(Protocol):
@@ -161,7 +163,10 @@ class TrainEngine(Protocol):
     def initialize(self, rank: int, world_size: int, init_method: str) -> None: ...
 
     def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
-        """[T] float32, nats: log-probability of each token given those before; 0 at row starts."""
+        """[T] float32, nats: log-probability of each token given those before; 0 at row starts.
+
+        Each is that of the distribution at the token's own `temperatures`.
+        """
         ...
 
     def ppo_update(

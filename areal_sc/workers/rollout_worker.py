@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from areal_sc.metadata import (
 from areal_sc.workers.base import Method, Worker
 from areal_sc.workers.fork_client import fork_server_child
 from areal_sc.workers.spec import WorkerSpec
+from areal_sc.workers.trajectory_checks import Rejection, check_trajectory
 from areal_sc.workers.weight_publication import own_devices
 from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
 from areal_sc.workflows.rewards import RewardPool
@@ -50,14 +50,6 @@ from areal_sc.workflows.rewards import RewardPool
 logger = logging.getLogger(__name__)
 
 CANCEL_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Why a row is not trained: `cause` is a category that is counted."""
-
-    cause: str
-    message: str
 
 
 class RolloutWorker(Worker):
@@ -115,7 +107,7 @@ class RolloutWorker(Worker):
 
     async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
         """Episodes of one prompt; `batch` of the reply is None when every row was rejected."""
-        rows = await self._episodes(args, int(args["group_size"]), temperature=None)
+        rows = await self._episodes(args, int(args["group_size"]))
         trajectories = [row for row in rows if isinstance(row, Trajectory)]
         rejected: dict[str, list[Any]] = {}
         for row in rows:
@@ -137,8 +129,7 @@ class RolloutWorker(Worker):
 
     async def run_evaluation(self, args: dict[str, Any]) -> dict[str, Any]:
         """One episode, reward and metrics only; nothing is stored."""
-        temperature = args["evaluation"]["temperature"]
-        (row,) = await self._episodes(args, 1, temperature=temperature)
+        (row,) = await self._episodes(args, 1)
         if isinstance(row, Rejection):
             return {"reward": None, "metrics": {}, "versions": [], "rejected": row.message}
         sampled = sorted(
@@ -215,9 +206,7 @@ class RolloutWorker(Worker):
         finally:
             await connection.close()
 
-    async def _episodes(
-        self, args: dict[str, Any], num_rows: int, temperature: float | None
-    ) -> list[Trajectory | Rejection]:
+    async def _episodes(self, args: dict[str, Any], num_rows: int) -> list[Trajectory | Rejection]:
         workflow = self.sources.workflow(int(args["workflow"]))
         dataset = self.sources.prompts(int(args["dataset"]))
         try:
@@ -226,10 +215,11 @@ class RolloutWorker(Worker):
             cause = Rejection("dataset_error", f"row {args['index']} of the dataset: {error!r}")
             return [cause] * num_rows
         group = f"{args.get('group_id', 'evaluation')}.{args.get('attempt', 0)}.{args['index']}"
+        evaluation = args.get("evaluation")
         try:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
-                    tasks.create_task(self._episode(workflow, dict(prompt), group, temperature))
+                    tasks.create_task(self._episode(workflow, dict(prompt), group, evaluation))
                     for _ in range(num_rows)
                 ]
         except ExceptionGroup as failures:
@@ -237,17 +227,27 @@ class RolloutWorker(Worker):
         return [episode.result() for episode in episodes]
 
     async def _episode(
-        self, workflow: Workflow, prompt: dict[str, Any], group: str, temperature: float | None
+        self,
+        workflow: Workflow,
+        prompt: dict[str, Any],
+        group: str,
+        evaluation: dict[str, Any] | None,
     ) -> Trajectory | Rejection:
         config: RolloutConfig = self.handle.config
         engine = WorkerEpisodeEngine(
-            self.engine, self._rewards, group, config.generation, temperature
+            self.engine,
+            self._rewards,
+            group,
+            config.generation,
+            None if evaluation is None else evaluation["temperature"],
         )
         limit_s = config.group_timeout_s
         try:
             async with asyncio.timeout(limit_s) as limit:
                 trajectory = await workflow.run_episode(prompt, engine)
-            rejection = _check_trajectory(trajectory, config.max_context_tokens)
+            rejection = check_trajectory(
+                trajectory, config.max_context_tokens, is_trained=evaluation is None
+            )
         except RewardError as error:
             rejection = Rejection("reward_error", str(error))
         except WorkflowError as error:
@@ -356,42 +356,6 @@ class WorkerEpisodeEngine:
         except WorkerError as error:
             self.failure = error
             raise
-
-
-def _check_trajectory(trajectory: Any, max_context_tokens: int) -> Rejection | None:
-    """Why the trajectory cannot be trained on, None when it can."""
-    if trajectory is None:
-        return Rejection("rejected", "the workflow returned None")
-    if not isinstance(trajectory, Trajectory):
-        return Rejection(
-            "workflow_error",
-            f"run_episode must return a Trajectory or None, got {type(trajectory).__name__}",
-        )
-    lengths = {name: len(getattr(trajectory, name)) for name in TRAJECTORY_FIELDS}
-    if len(set(lengths.values())) != 1:
-        return Rejection("workflow_error", f"the trajectory's fields differ in length: {lengths}")
-    num_tokens = len(trajectory.input_ids)
-    if num_tokens > max_context_tokens:  # the store has no room reserved for more
-        return Rejection(
-            "workflow_error",
-            f"the trajectory has {num_tokens} tokens, expected at most "
-            f"rollout.max_context_tokens={max_context_tokens}",
-        )
-    if not any(trajectory.loss_mask):
-        return Rejection("workflow_error", "the trajectory has no trained token (loss_mask)")
-    if not _is_finite(trajectory.reward):
-        return Rejection("reward_error", f"the reward must be finite, got {trajectory.reward!r}")
-    for name, value in trajectory.metrics.items():
-        if not _is_finite(value):
-            return Rejection("workflow_error", f"metric {name!r} must be finite, got {value!r}")
-    return None
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except TypeError:
-        return False
 
 
 def _version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:

@@ -26,6 +26,8 @@ class Trajectory:
         loss_mask: [T] True on tokens that the policy sampled and that are trained.
         behavior_logprobs: [T] nats; 0 where `loss_mask` is False.
         versions: [T] policy version that sampled the token; -1 where `loss_mask` is False.
+        temperatures: [T] that the token was sampled at, and is trained at; 1 where `loss_mask` is
+            False. 0 (greedy) is for evaluations: a row with greedy tokens is not trained.
         reward: scalar, finite.
         metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
     """
@@ -34,6 +36,7 @@ class Trajectory:
     loss_mask: Sequence[bool]
     behavior_logprobs: Sequence[float]
     versions: Sequence[int]
+    temperatures: Sequence[float]
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
 

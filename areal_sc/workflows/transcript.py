@@ -23,14 +23,20 @@ class Transcript:
         self._loss_mask: list[bool] = []
         self._behavior_logprobs: list[float] = []
         self._versions: list[int] = []
+        self._temperatures: list[float] = []
 
     def add_context(self, token_ids: Sequence[int]) -> None:
-        """Tokens of a prompt, of feedback or of a tool: read by the model, never trained."""
+        """Tokens that the model reads and that are never trained.
+
+        They are those of a prompt, of feedback, of a tool, or of a greedy answer, which is no
+        sample and so has nothing to train.
+        """
         num_tokens = len(token_ids)
         self.input_ids += token_ids
         self._loss_mask += [False] * num_tokens
         self._behavior_logprobs += [0.0] * num_tokens
         self._versions += [-1] * num_tokens
+        self._temperatures += [1.0] * num_tokens
 
     def add_completion(self, completion: Completion) -> None:
         """Tokens that the policy sampled: trained, the stop token included."""
@@ -38,6 +44,7 @@ class Transcript:
         self._loss_mask += [True] * len(completion.token_ids)
         self._behavior_logprobs += completion.logprobs
         self._versions += completion.versions
+        self._temperatures += [completion.temperature] * len(completion.token_ids)
 
     def trajectory(self, reward: float, metrics: Mapping[str, float] | None = None) -> Trajectory:
         """The episode so far, with its reward."""
@@ -46,6 +53,7 @@ class Transcript:
             loss_mask=list(self._loss_mask),
             behavior_logprobs=list(self._behavior_logprobs),
             versions=list(self._versions),
+            temperatures=list(self._temperatures),
             reward=reward,
             metrics=dict(metrics or {}),
         )

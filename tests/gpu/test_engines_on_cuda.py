@@ -42,7 +42,7 @@ def build(tiny_model_folder: Path) -> Iterator[Build]:
             dtype=dtype,
             seed=0,
             optimizer=OptimizerConfig(lr=1e-3, total_steps=10),
-            ppo=PPOConfig(temperature=1.0),
+            ppo=PPOConfig(),
             **settings,
         )
         engine = FSDPEngine(config)
@@ -65,6 +65,7 @@ def random_rows(seed: int = 0) -> PackedRows:
             "behavior_logprobs": torch.full((num_tokens,), -3.0),
             "proximal_logprobs": torch.full((num_tokens,), -3.0),
             "versions": torch.zeros(num_tokens, dtype=torch.int32),
+            "temperatures": torch.ones(num_tokens),
         },
         LENGTHS,
         (1.0, -0.5, 0.25),

@@ -40,6 +40,7 @@ def make_rows(seed: int, lengths: list[int], vocabulary: int) -> PackedRows:
             "behavior_logprobs": -3.4 + 0.4 * torch.rand(num_tokens, generator=generator),
             "proximal_logprobs": -3.4 + 0.4 * torch.rand(num_tokens, generator=generator),
             "versions": torch.randint(3, (num_tokens,), generator=generator, dtype=torch.int32),
+            "temperatures": torch.full((num_tokens,), 0.9),
         },
         tuple(lengths),
         tuple(torch.randn(len(lengths), generator=generator).tolist()),
@@ -64,7 +65,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
             warmup_steps=2,
             total_steps=10,
         ),
-        ppo=PPOConfig(temperature=0.9, behavior_weight_cap=1.2),
+        ppo=PPOConfig(behavior_weight_cap=1.2),
     )
 
 

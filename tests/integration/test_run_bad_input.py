@@ -20,6 +20,7 @@ from integration.scripts import episodes
 from integration.scripts.tiny_run import letter_prompts
 
 from areal_sc import SingleTurnWorkflow, Workflow
+from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import TooManyRejections, WorkflowError
 from areal_sc.workflows.sources import PromptSource
 
@@ -82,10 +83,15 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         (episodes.UnequalLengths(), "workflow_error", "fields differ in length"),
         (episodes.Tokens(65), "workflow_error", "65 tokens, expected at most rollout.max_context"),
         (episodes.Raises(), "workflow_error", "ZeroDivisionError: of the episode"),
+        (
+            SingleTurnWorkflow(episodes.right, GenerationConfig(max_new_tokens=4, temperature=0)),
+            "workflow_error",
+            "tokens of temperature 0, expected finite numbers above 0: a greedy answer",
+        ),
     ],
     ids=[
         *("raises", "NaN", "hangs", "wrong key", "None", "unequal lengths", "too long"),
-        "workflow raises",
+        *("workflow raises", "greedy"),
     ],
 )
 def test_rows_that_are_all_rejected_end_the_run_with_their_cause(

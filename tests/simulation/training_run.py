@@ -333,7 +333,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         num_workers=settings.num_ranks,
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
-        ppo=PPOConfig(temperature=1.0, num_minibatches=settings.num_minibatches),
+        ppo=PPOConfig(num_minibatches=settings.num_minibatches),
         weight_update=WeightUpdateConfig(folder="weights"),
     )
     rollout = RolloutConfig(

@@ -320,7 +320,7 @@ class SimulatedTrainWorker(SimulatedWorker):
 
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
         batch = batch_from_wire(args["batch"])
-        assert batch.fields in (("input_ids",), ())
+        assert batch.fields in (("input_ids", "temperatures"), ())
         await self.read_shards(batch, self.cluster.behavior.training_s)
         return self.shard_reply(self.store.put(4 * batch.num_tokens) if batch.rows else "")
 

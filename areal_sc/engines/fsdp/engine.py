@@ -115,8 +115,10 @@ class FSDPEngine:
         )
 
     def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
-        """Log-probabilities under the current weights, at the temperature of `ppo`.
+        """Log-probabilities under the current weights, at the rows' own temperatures.
 
+        Args:
+            rows: fields `input_ids` and `temperatures`.
         Returns: [T] float32 on the CPU, nats: of each token given those before it in its row; 0
             at row starts.
         """
@@ -127,7 +129,7 @@ class FSDPEngine:
         with torch.no_grad():
             for micro_rows in self._pack(rows, chosen, count):
                 micro_batch = self._micro_batch(rows, micro_rows, asked)
-                found, _ = self._forward(micro_batch, self.config.ppo.temperature)
+                found, _ = self._forward(micro_batch, micro_batch.gather_temperatures(rows))
                 logprobs[micro_batch.source] = found.float().cpu()
         if isinstance(self._model, FSDPModule):
             # The root stays whole after a forward without backward, and would go stale.
@@ -141,8 +143,8 @@ class FSDPEngine:
 
         Args:
             minibatches: this rank's rows of each; equally many on every rank. Fields `input_ids`,
-                `loss_mask`, `behavior_logprobs`, with the proximal clip centre
-                `proximal_logprobs`, with `min_token_version` `versions`; and advantages.
+                `loss_mask`, `behavior_logprobs`, `temperatures`, with the proximal clip
+                centre `proximal_logprobs`, with `min_token_version` `versions`; and advantages.
             step: training step, counted from 0; decides the learning rate.
             min_token_version: tokens sampled by older versions add nothing to the loss and its
                 denominator; None trains all.
@@ -150,12 +152,11 @@ class FSDPEngine:
         Raises: ValueError: a field or the advantages are missing, a row is over the micro-batch
             limit, or the ranks have different numbers of minibatches.
         """
-        temperature = self.config.ppo.temperature
-        return self._update(minibatches, step, min_token_version, self._ppo_loss, temperature)
+        return self._update(minibatches, step, min_token_version, self._ppo_loss, is_sampled=True)
 
     def sft_update(self, rows: PackedRows, *, step: int) -> dict[str, float]:
         """One optimizer update on the cross entropy of the tokens in `loss_mask`."""
-        return self._update([rows], step, None, _sft_loss, temperature=1.0)
+        return self._update([rows], step, None, _sft_loss, is_sampled=False)
 
     def export_weights(self) -> Iterator[WeightShard]:
         """This rank's part of every parameter; tied ones once.
@@ -260,7 +261,8 @@ class FSDPEngine:
         step: int,
         min_token_version: int | None,
         loss_of: LossOf,
-        temperature: float,
+        *,
+        is_sampled: bool,
     ) -> dict[str, float]:
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
         chosen = [rows_with_tokens(*pair) for pair in zip(minibatches, trained, strict=True)]
@@ -276,7 +278,8 @@ class FSDPEngine:
             for number, micro_rows in enumerate(packed):
                 self._sync_gradients(is_last=number == len(packed) - 1)
                 micro_batch = self._micro_batch(rows, micro_rows, trained[index])
-                logprobs, entropy = self._forward(micro_batch, temperature)
+                temperatures = micro_batch.gather_temperatures(rows) if is_sampled else None
+                logprobs, entropy = self._forward(micro_batch, temperatures)
                 loss, sums = loss_of(rows, micro_batch, logprobs, num_loss_tokens[index])
                 # FSDP averages over the ranks, but the denominator is already the global one.
                 torch.autograd.backward(loss * self._group.world_size)
@@ -344,9 +347,11 @@ class FSDPEngine:
     ) -> MicroBatch:
         return make_micro_batch(rows, chosen, asked, self._model, self._group.device)
 
-    def _forward(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self, batch: MicroBatch, temperatures: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy = self._model(
-            batch.input_ids, batch.layout, batch.positions, batch.targets, temperature
+            batch.input_ids, batch.layout, batch.positions, batch.targets, temperatures
         )
         return logprobs, entropy
 

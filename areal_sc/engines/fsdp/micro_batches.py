@@ -39,6 +39,21 @@ class MicroBatch:
             return torch.zeros(0, device=self.input_ids.device)
         return require_field(rows, name)[self.source].to(self.input_ids.device)
 
+    def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
+        """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
+
+        Raises: ValueError: one is not above 0.
+        """
+        if not len(self.source):
+            return None
+        temperatures = require_field(rows, "temperatures")[self.source]
+        if not bool((temperatures > 0).all()):
+            raise ValueError(
+                "temperatures of asked tokens must be above 0, got "
+                f"{temperatures.min().item():g}: greedy tokens are context, and have 1"
+            )
+        return None if bool((temperatures == 1).all()) else temperatures.to(self.input_ids.device)
+
     def gather_advantages(self, rows: PackedRows) -> torch.Tensor:
         """[N] float32, each asked token's advantage: that of its row."""
         if not len(self.source):

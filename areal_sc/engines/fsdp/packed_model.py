@@ -66,7 +66,7 @@ class PackedModel(nn.Module):
         layout: PackedLayout,
         positions: torch.Tensor,
         targets: torch.Tensor,
-        temperature: float,
+        temperatures: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of `targets`, each after the packed token at its position.
 
@@ -75,12 +75,12 @@ class PackedModel(nn.Module):
             layout: their lengths and positions.
             positions: [N] int64, indices into the T tokens.
             targets: [N] int64, token ids.
-            temperature: divides the logits.
+            temperatures: [N] > 0, divide the logits at each position; None: 1.
         Returns: logprobs [N] float32, entropy [N] float32 without gradient; nats.
         """
         if not self.abilities.has_linear_head:
             logits = self._all_logits(input_ids, layout)[positions]
-            return logprobs_of_logits(logits, targets, temperature=temperature)
+            return logprobs_of_logits(logits, targets, temperatures=temperatures)
         hidden = self._hidden(input_ids, layout)[positions]
         head = self.causal_lm.get_output_embeddings()
         if head.bias is None:
@@ -88,11 +88,11 @@ class PackedModel(nn.Module):
                 hidden,
                 head.weight,
                 targets,
-                temperature=temperature,
+                temperatures=temperatures,
                 chunk_tokens=self.chunk_tokens,
             )
         return logprobs_of_logits_function(
-            hidden, head, targets, temperature=temperature, chunk_tokens=self.chunk_tokens
+            hidden, head, targets, temperatures=temperatures, chunk_tokens=self.chunk_tokens
         )
 
     def _hidden(self, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -178,7 +178,7 @@ def _probe(
         positions = torch.arange(len(input_ids), device=input_ids.device)
         layout = model.layout([len(row) for row in rows], input_ids.device)
         targets = torch.ones_like(input_ids)
-        logprobs: torch.Tensor = model(input_ids, layout, positions, targets, 1.0)[0]
+        logprobs: torch.Tensor = model(input_ids, layout, positions, targets, None)[0]
         return logprobs
     finally:
         model.abilities = before

@@ -215,7 +215,7 @@ class SlotTable:
             return self._release(request, "cancelled")
         self.waiting.remove(request)
         request.is_finished = True
-        return Completion([], [], [], "cancelled")
+        return Completion([], [], [], "cancelled", request.temperature)
 
     def group_members(self, prefix_group: str) -> list[Request]:
         """Running and waiting requests of the group."""
@@ -259,6 +259,7 @@ class SlotTable:
             logprobs=self.logprobs[row, start:end].tolist(),
             versions=self.versions[row, start:end].tolist(),
             finish_reason=reason,
+            temperature=request.temperature,
         )
         self._requests[row] = None
         self._free_rows.append(row)

@@ -54,7 +54,13 @@ class CompletionRequest:
 
     def completion(self, finish_reason: str) -> Completion:
         answer = self.answer
-        return Completion(answer.token_ids, answer.logprobs, answer.versions, finish_reason)
+        return Completion(
+            answer.token_ids,
+            answer.logprobs,
+            answer.versions,
+            finish_reason,
+            self.sampling.temperature,
+        )
 
 
 def make_request(

@@ -44,7 +44,7 @@ class ReturnsNothing(Workflow):
 
 class UnequalLengths(Workflow):
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
-        return Trajectory([3, 4, 5], [True] * 3, [-1.0] * 2, [0] * 3, 1.0)
+        return Trajectory([3, 4, 5], [True] * 3, [-1.0] * 2, [0] * 3, [1.0] * 3, 1.0)
 
 
 class Tokens(Workflow):
@@ -59,7 +59,7 @@ class Tokens(Workflow):
         self._num_begun += 1
         is_longer = self.every_longer and self._num_begun % self.every_longer == 0
         n = self.num_tokens + bool(is_longer)
-        return Trajectory([3] * n, [True] * n, [-1.0] * n, [0] * n, 1.0)
+        return Trajectory([3] * n, [True] * n, [-1.0] * n, [0] * n, [1.0] * n, 1.0)
 
 
 class Raises(Workflow):

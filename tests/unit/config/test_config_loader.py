@@ -86,7 +86,7 @@ def test_values_have_the_types_of_the_schema(load: Load) -> None:
 def test_settings_follow_those_they_are_taken_from(load: Load) -> None:
     config = load("seed=7", "generation.temperature=0.7", "actor.dtype=bfloat16")
     assert (config.actor.seed, config.rollout.seed) == (7, 7)
-    assert config.actor.ppo.temperature == 0.7
+    assert config.rollout.generation.temperature == 0.7
     assert config.rollout.dtype is Dtype.bfloat16
     assert config.rollout.path == "no_such_model"
     assert config.actor.optimizer.total_steps == 10

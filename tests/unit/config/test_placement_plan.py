@@ -30,8 +30,8 @@ SIZES = [
     "rollout.max_staleness=1",
     "generation.max_new_tokens=50",
 ]
-# 4 * 100 tokens: three fields of 4 bytes each, and one of 1, which fills 7 cache lines of 64
-GROUP_BYTES = 3 * 4 * 400 + 7 * 64
+# 4 * 100 tokens: four fields of 4 bytes each, and one of 1, which fills 7 cache lines of 64
+GROUP_BYTES = 4 * 4 * 400 + 7 * 64
 ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
 SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
 REPOSITORY = Path(__file__).parents[3]

@@ -57,8 +57,8 @@ def test_a_group_of_full_rows_fills_a_store_of_that_size(
 
 def test_the_padding_of_short_rows_counts() -> None:
     rollout = RolloutConfig(group_size=1, max_context_tokens=57)
-    assert max_group_bytes(rollout) == 3 * 256 + 64  # not 57 * 13 = 741
+    assert max_group_bytes(rollout) == 4 * 256 + 64  # not 57 * 17 = 969
     assert describe_largest_group(rollout) == (
-        "a group takes up to 832 bytes: rollout.group_size=1 rows of "
+        "a group takes up to 1088 bytes: rollout.group_size=1 rows of "
         "rollout.max_context_tokens=57 tokens"
     )

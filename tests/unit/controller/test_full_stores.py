@@ -96,7 +96,7 @@ def rollout_config(**changes: Any) -> RolloutConfig:
 
 def test_free_memory_is_counted_in_pages() -> None:
     """What a worker reports is what its node has, so it is not added up."""
-    config = rollout_config()
+    config = rollout_config(max_context_tokens=56)
     assert max_group_bytes(config) < PAGE_BYTES // 2
     workers_with_room(config, {"a": [4 * PAGE_BYTES, 5 * PAGE_BYTES]}).check_room()
     workers_with_room(config, {"a": [2 * PAGE_BYTES], "b": [2 * PAGE_BYTES]}).check_room()

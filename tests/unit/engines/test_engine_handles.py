@@ -46,7 +46,7 @@ def test_names_are_resolved_from_a_fixed_list() -> None:
         dtype=Dtype.bfloat16,
         seed=3,
         optimizer=OptimizerConfig(total_steps=5),
-        ppo=PPOConfig(temperature=0.5),
+        ppo=PPOConfig(clip_low=0.5),
         weight_update=WeightUpdateConfig(folder="weights"),
     )
     for handle in (FSDPPPOActor(config), FSDPSFTActor(config)):

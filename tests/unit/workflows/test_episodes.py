@@ -60,6 +60,7 @@ class ScriptedEngine:
             [-0.5 * number] * len(token_ids),
             [number] * len(token_ids),
             self._finish_reason,
+            0.5 * number,
         )
 
     async def score(
@@ -79,6 +80,7 @@ async def test_a_single_turn_is_prompt_and_completion(tokenizer: Any) -> None:
     assert trajectory.input_ids == tokenizer.encode("cab=abc$", add_special_tokens=False)
     assert trajectory.loss_mask == [False] * 4 + [True] * 4
     assert trajectory.behavior_logprobs == [0.0] * 4 + [-0.5] * 4
+    assert trajectory.temperatures == [1.0] * 4 + [0.5] * 4
     assert trajectory.versions == [-1] * 4 + [1] * 4
     assert trajectory.reward == 1.0
     assert trajectory.metrics == {"accuracy": 1.0, "completion_tokens": 4.0, "stopped": 1.0}
@@ -147,6 +149,7 @@ async def test_a_retry_sees_the_feedback_but_does_not_train_on_it(tokenizer: Any
     assert mask == "000111000111"
     assert trajectory.versions == [-1] * 3 + [1] * 3 + [-1] * 3 + [2] * 3
     assert trajectory.behavior_logprobs == [0.0] * 3 + [-0.5] * 3 + [0.0] * 3 + [-1.0] * 3
+    assert trajectory.temperatures == [1.0] * 3 + [0.5] * 3 + [1.0] * 6
     assert trajectory.reward == 0.5
     assert trajectory.metrics == {"accuracy": 1.0, "turns": 2.0}
 

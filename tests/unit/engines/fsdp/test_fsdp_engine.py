@@ -51,7 +51,7 @@ def actor_config(model_folder: Path, **ppo: Any) -> ActorConfig:
         logprob_chunk_tokens=5,
         seed=0,
         optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.0, total_steps=10),
-        ppo=PPOConfig(**{"temperature": 0.8, "behavior_weight_cap": 1.3, **ppo}),
+        ppo=PPOConfig(**{"behavior_weight_cap": 1.3, **ppo}),
     )
 
 
@@ -73,6 +73,7 @@ def make_rows(seed: int = 0) -> PackedRows:
         "behavior_logprobs": -3.4 + 0.5 * torch.rand(num_tokens, generator=generator),
         "proximal_logprobs": -3.4 + 0.5 * torch.rand(num_tokens, generator=generator),
         "versions": torch.randint(4, (num_tokens,), generator=generator).int(),
+        "temperatures": torch.tensor([0.5, 1.0, 1.7])[torch.arange(num_tokens) % 3],
     }
     for name in ("behavior_logprobs", "proximal_logprobs"):
         fields[name][~mask] = math.nan  # nothing outside of the mask may matter
@@ -84,12 +85,15 @@ def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {s.name: s.values.clone().view(s.shape) for s in engine.export_weights()}
 
 
-def plain_logprobs(model: Any, rows: PackedRows, temperature: float) -> list[torch.Tensor]:
-    """Per row, [length] float64; the first is 0."""
+def plain_logprobs(model: Any, rows: PackedRows) -> list[torch.Tensor]:
+    """Per row, [length] float64 at the tokens' temperatures, if they have any; the first is 0."""
     logprobs = []
     for index in range(rows.num_rows):
-        tokens = rows.take([index]).fields["input_ids"].long()
-        logits = model(tokens[None]).logits[0, :-1] / temperature
+        fields = rows.take([index]).fields
+        tokens = fields["input_ids"].long()
+        logits = model(tokens[None]).logits[0, :-1]
+        if "temperatures" in fields:
+            logits = logits / fields["temperatures"][1:, None].double()
         found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         logprobs.append(torch.cat([torch.zeros(1), found]))
     return logprobs
@@ -101,7 +105,7 @@ def reference_model(folder: Path) -> Any:
 
 def test_logprobs_of_every_token(engine: FSDPEngine, model_folder: Path) -> None:
     rows = make_rows()
-    expected = torch.cat(plain_logprobs(reference_model(model_folder), rows, 0.8))
+    expected = torch.cat(plain_logprobs(reference_model(model_folder), rows))
     found = engine.compute_logprobs(rows)
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), expected, atol=1e-5)
@@ -136,7 +140,7 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     stats = engine.ppo_update([given], step=0, min_token_version=min_token_version)
 
     model = reference_model(model_folder)
-    logprobs = torch.cat(plain_logprobs(model, rows, 0.8))
+    logprobs = torch.cat(plain_logprobs(model, rows))
     mask = rows.fields["loss_mask"]
     if min_token_version is not None:
         mask = mask & (rows.fields["versions"] >= min_token_version)
@@ -169,7 +173,7 @@ def test_sft_trains_the_masked_tokens_at_temperature_one(
     model = reference_model(model_folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(3):
-        loss = -torch.cat(plain_logprobs(model, rows, 1.0))[rows.fields["loss_mask"]].mean()
+        loss = -torch.cat(plain_logprobs(model, rows))[rows.fields["loss_mask"]].mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -224,6 +228,11 @@ def test_what_rows_must_have(engine: FSDPEngine) -> None:
     fields = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
     with pytest.raises(ValueError, match="not 'proximal_logprobs'"):
         engine.ppo_update([replace(rows, fields=fields)], step=0, min_token_version=None)
+    greedy = {**rows.fields, "temperatures": torch.zeros(sum(LENGTHS))}
+    with pytest.raises(ValueError, match="temperatures of asked tokens must be above 0, got 0"):
+        engine.compute_logprobs(replace(rows, fields=greedy))
+    with pytest.raises(ValueError, match="not 'temperatures'"):
+        engine.compute_logprobs(PackedRows({"input_ids": rows.fields["input_ids"]}, LENGTHS))
     long_row = PackedRows(
         {"input_ids": torch.zeros(17, dtype=torch.int32), "loss_mask": torch.ones(17).bool()}, (17,)
     )

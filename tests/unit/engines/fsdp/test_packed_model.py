@@ -112,7 +112,7 @@ def test_any_causal_language_model(build: Any, expected: ModelAbilities, tmp_pat
     asked = torch.tensor([0, 2, 7, 9, 15])  # positions 0 and 2 of row 0, 0 and 2 and 8 of row 2
     targets = torch.tensor([5, 6, 7, 8, 9])
     layout = model.layout([len(row) for row in rows], torch.device("cpu"))
-    logprobs, _ = model(torch.cat(rows), layout, asked, targets, 0.5)
+    logprobs, _ = model(torch.cat(rows), layout, asked, targets, torch.full((5,), 0.5))
     logprobs.sum().backward()
 
     if hasattr(original.config, "num_local_experts"):
