@@ -17,10 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.fsdp.packed_attention import register_packed_attention
 from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities
 from areal_sc.engines.fsdp.process_group import ProcessGroup
+from areal_sc.engines.rotary import DYNAMIC, length_dependent_rope
 from areal_sc.errors import ModelError
+
+# Words in transformers' names of layers that pick the tokens with the highest scores.
+_SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed")
 
 
 def compute_dtype(config: ActorConfig) -> torch.dtype:
@@ -44,6 +47,7 @@ def load_sharded_model(config: ActorConfig, group: ProcessGroup) -> PackedModel:
     if group.rank == 0:
         try:
             model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
+            _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
             abilities = probe_abilities(model)
         except ModelError as failure:
             error = failure
@@ -68,13 +72,13 @@ def read_causal_lm(config: ActorConfig) -> Any:
         return load_causal_lm(Path(config.path))
     try:
         settings = AutoConfig.from_pretrained(config.path, local_files_only=True)
-        return _prepare(_from_config(settings))
+        return _from_config(settings).eval()
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot build the model of {config.path}: {error}") from error
 
 
 def load_causal_lm(folder: Path) -> Any:
-    """A Hugging Face model on the CPU in float32 that attends within packed rows if it can.
+    """A Hugging Face model on the CPU in float32 with its own attention.
 
     Raises: ModelError: no such folder, no or damaged weights, an unknown architecture.
     """
@@ -93,7 +97,7 @@ def load_causal_lm(folder: Path) -> Any:
             f"the weights in {folder} do not fit its config.json: "
             f"{len(absent)} missing or misshapen, e.g. {absent[0]}"
         )
-    return _prepare(model)
+    return model.eval()
 
 
 def build_unfilled(folder: Path) -> Any:
@@ -102,7 +106,7 @@ def build_unfilled(folder: Path) -> Any:
     with no_init_weights():
         model = _from_config(config)
     model.tie_weights()
-    return _prepare(model)
+    return model.eval()
 
 
 def _from_config(config: Any) -> Any:
@@ -111,10 +115,22 @@ def _from_config(config: Any) -> Any:
     )
 
 
-def _prepare(model: Any) -> Any:
-    if model._supports_attention_backend and model._can_set_attn_implementation():
-        model.set_attn_implementation(register_packed_attention())
-    return model.eval()
+def _check_supported(causal_lm: Any, max_tokens: int) -> None:
+    """Raises: ModelError: the log-probabilities of some rows are not well defined."""
+    config, name = causal_lm.config.get_text_config(), type(causal_lm).__name__
+    limit = getattr(config, "max_position_embeddings", max_tokens)
+    if DYNAMIC in length_dependent_rope(config) and max_tokens > limit:
+        raise ModelError(
+            f"{name} has dynamic rotary embeddings, which are other ones for every length of a "
+            f"row beyond {limit} tokens; expected actor.max_tokens_per_micro_batch of at most "
+            f"{limit}, got {max_tokens}"
+        )
+    for layer_type in sorted(set(getattr(config, "layer_types", None) or ())):
+        if any(word in layer_type for word in _SELECTIVE_ATTENTION):
+            raise ModelError(
+                f"{name} has layers of type {layer_type}: which tokens they attend to hangs on "
+                "rounding, so two forward passes do not agree"
+            )
 
 
 def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:

@@ -143,23 +143,25 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    layout: PackedLayout | None = None,
+    *,
+    layout: PackedLayout,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of `query` [B, H, T, D] over `key` and `value` [B, H_kv, T, D].
+    """Attention of `query` [1, H, T, D] over `key` and `value` [1, H_kv, T, D].
 
     Args:
-        attention_mask: an additive or boolean mask, where a caller made one; else causal.
+        attention_mask: None; transformers makes none for this attention.
         softcap: tanh soft-capping of the scores (Gemma).
         s_aux: [H] sink logits (gpt-oss).
-        layout: the rows in a packed [1, T]; None when the batch dimension separates them.
-    Returns: [B, T, H, D], and None in place of the attention weights. Dropout is not applied.
+        layout: the rows in T.
+    Returns: [1, T, H, D], and None in place of the attention weights. Dropout is not applied.
+    Raises: TypeError: the model makes a mask of its own.
     """
+    if attention_mask is not None:
+        raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
     attend = functools.partial(
         _causal_attention, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
     )
-    if layout is None:
-        return attend(query, key, value, mask=attention_mask).transpose(1, 2), None
     if softcap is None and s_aux is None and _has_varlen_kernel(query):
         return _varlen_attention(query, key, value, scaling, sliding_window, layout), None
     # [T, H, D]: rows of memory, so that gathering tokens is gathering rows
@@ -241,11 +243,11 @@ def _causal_attention(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, H, L, D] within each batch entry."""
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if window is not None and num_keys > window and mask is None:
+    mask = None
+    if window is not None and num_keys > window:
         distance = torch.arange(num_queries, device=query.device)[:, None] - torch.arange(
             num_keys, device=query.device
         )
@@ -267,8 +269,7 @@ def _causal_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
-    is_boolean = mask.dtype == torch.bool
-    scores = scores.masked_fill(~mask, float("-inf")) if is_boolean else scores + mask
+    scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         sink_scores = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
         scores = torch.cat([scores, sink_scores], -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from transformers import (
 
 from areal_sc.config.schema import Device, Dtype
 from areal_sc.engines.local.attention import ATTENTION_NAME, Attention, register_attention
+from areal_sc.engines.rotary import length_dependent_rope
 from areal_sc.errors import ConfigError, ModelError
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def load_folder(
@@ -198,9 +198,8 @@ def _check_supported(model: PreTrainedModel) -> None:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; embedded generation needs a decoder")
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+    if rope := length_dependent_rope(config):
         raise ModelError(
-            f"{name} has {rope['rope_type']} rotary embeddings: they change with a sequence's "
+            f"{name} has {', '.join(rope)} rotary embeddings: they change with a sequence's "
             "length, so cached keys would not agree with a plain forward pass"
         )
