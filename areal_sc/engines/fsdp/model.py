@@ -22,6 +22,9 @@ from areal_sc.engines.fsdp.process_group import ProcessGroup
 from areal_sc.engines.rotary import DYNAMIC, length_dependent_rope
 from areal_sc.errors import ModelError
 
+# Words in transformers' names of layers that pick the tokens with the highest scores.
+_SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed")
+
 
 def compute_dtype(config: ActorConfig) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -44,7 +47,7 @@ def load_sharded_model(config: ActorConfig, group: ProcessGroup) -> PackedModel:
     if group.rank == 0:
         try:
             model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
-            _check_row_lengths(model.causal_lm, config.max_tokens_per_micro_batch)
+            _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
             abilities = probe_abilities(model)
         except ModelError as failure:
             error = failure
@@ -112,15 +115,22 @@ def _from_config(config: Any) -> Any:
     )
 
 
-def _check_row_lengths(causal_lm: Any, max_tokens: int) -> None:
-    """Raises: ModelError: a micro-batch may hold a row whose length changes all frequencies."""
-    limit = causal_lm.config.get_text_config().max_position_embeddings
-    if DYNAMIC in length_dependent_rope(causal_lm.config) and max_tokens > limit:
+def _check_supported(causal_lm: Any, max_tokens: int) -> None:
+    """Raises: ModelError: the log-probabilities of some rows are not well defined."""
+    config, name = causal_lm.config.get_text_config(), type(causal_lm).__name__
+    limit = getattr(config, "max_position_embeddings", max_tokens)
+    if DYNAMIC in length_dependent_rope(config) and max_tokens > limit:
         raise ModelError(
-            f"{type(causal_lm).__name__} has dynamic rotary embeddings, which are other ones for "
-            f"every length of a row beyond {limit} tokens; expected "
-            f"actor.max_tokens_per_micro_batch of at most {limit}, got {max_tokens}"
+            f"{name} has dynamic rotary embeddings, which are other ones for every length of a "
+            f"row beyond {limit} tokens; expected actor.max_tokens_per_micro_batch of at most "
+            f"{limit}, got {max_tokens}"
         )
+    for layer_type in sorted(set(getattr(config, "layer_types", None) or ())):
+        if any(word in layer_type for word in _SELECTIVE_ATTENTION):
+            raise ModelError(
+                f"{name} has layers of type {layer_type}: which tokens they attend to hangs on "
+                "rounding, so two forward passes do not agree"
+            )
 
 
 def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:

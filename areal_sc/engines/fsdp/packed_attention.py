@@ -150,12 +150,15 @@ def packed_attention(
     """Attention of `query` [1, H, T, D] over `key` and `value` [1, H_kv, T, D].
 
     Args:
-        attention_mask: not used; transformers makes none for this attention.
+        attention_mask: None; transformers makes none for this attention.
         softcap: tanh soft-capping of the scores (Gemma).
         s_aux: [H] sink logits (gpt-oss).
         layout: the rows in T.
     Returns: [1, T, H, D], and None in place of the attention weights. Dropout is not applied.
+    Raises: TypeError: the model makes a mask of its own.
     """
+    if attention_mask is not None:
+        raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
     attend = functools.partial(
         _causal_attention, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
     )

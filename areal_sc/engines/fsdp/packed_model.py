@@ -30,8 +30,8 @@ _PROBE_LENGTHS = (13, 3, 6, 1)
 # What a model does may change where a row, or all rows together, pass one of these settings. The
 # probe sets them to less than its rows.
 _LENGTH_LIMITS = (
-    *("sliding_window", "window_size", "attention_chunk_size", "index_topk", "floor_scale"),
-    "original_max_position_embeddings",
+    *("sliding_window", "window_size", "attention_chunk_size", "keep_window_size"),
+    *("floor_scale", "original_max_position_embeddings"),
 )
 _PROBE_LIMIT = 4
 

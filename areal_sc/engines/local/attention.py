@@ -58,6 +58,10 @@ def _attention_forward(
     name = type(module).__name__
     if slot_attention is None:
         raise ModelError(f"{name} does not pass keyword arguments on to its attention function")
+    if attention_mask is not None:
+        raise ModelError(
+            f"embedded generation has plain causal attention, but {name} makes a mask of its own"
+        )
     for unsupported in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise ModelError(

@@ -27,6 +27,7 @@ from areal_sc.engines.local.model import (
     read_weights,
     resolve_device,
 )
+from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import Request, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.request_checks import check_prompt, check_sampling
@@ -77,6 +78,7 @@ class LocalEngine:
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         local_model = LocalModel(model)
+        check_generation(model, local_model)
         self._vocab_size = local_model.vocab_size
         self._end_ids = _token_ids(self.tokenizer.eos_token_id, model.generation_config)
         table = SlotTable(

@@ -89,11 +89,12 @@ def test_rows_attend_within_themselves(
         assert torch.allclose(one.grad, other.grad, atol=1e-6)
 
 
-def test_without_a_layout_the_batch_dimension_separates_rows() -> None:
-    query, key, value = tensors(7, torch.float64)
-    batch = [tensor.expand(3, -1, -1, -1) for tensor in (query, key, value)]
-    found, _ = packed_attention(torch.nn.Module(), *batch, None)
-    assert torch.allclose(found, by_hand(query, key, value, [7]).expand(3, -1, -1, -1))
+def test_a_mask_of_the_model_s_own_is_refused() -> None:
+    layout = PackedLayout.of([7], CPU, NUM_HEADS * HEAD_DIM)
+    with pytest.raises(TypeError, match="Module makes an attention mask of its own"):
+        packed_attention(
+            torch.nn.Module(), *tensors(7, torch.float64), torch.zeros(1, 1, 7, 7), layout=layout
+        )
 
 
 def test_buckets_hold_every_row_once_and_are_long_enough() -> None:

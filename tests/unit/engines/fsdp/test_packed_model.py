@@ -9,120 +9,51 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from unit.engines.families import FAMILIES, LIMIT, SAME_HEADS, SIZES, build
 
-from areal_sc.engines.fsdp.model import decoder_layers, load_causal_lm
+from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.fsdp.model import decoder_layers, load_causal_lm, load_sharded_model
 from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel, probe_abilities
+from areal_sc.engines.fsdp.process_group import ProcessGroup
 from areal_sc.errors import ModelError
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
 FAST = ModelAbilities(packs=True, has_linear_head=True)
 OWN_HEAD = ModelAbilities(packs=True, has_linear_head=False)
 PADDED = ModelAbilities(packs=False, has_linear_head=True)
+ITS_OWN_WAY = ModelAbilities(packs=False, has_linear_head=False)
+SLOWER = {
+    "gemma2": OWN_HEAD,  # soft-capped logits
+    "granite": OWN_HEAD,  # scaled logits
+    "cohere2": OWN_HEAD,
+    "llama4": ITS_OWN_WAY,  # chunks; the scores' scale follows the index in the whole input
+    "bloom": PADDED,  # distances that packing would get wrong
+    "qwen3_next": PADDED,  # a state that goes from token to token
+}
 
 
-def llama() -> Any:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
-
-
-def qwen3() -> Any:
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8))
-
-
-def phi() -> Any:  # output layer with a bias
-    return hf.PhiForCausalLM(hf.PhiConfig(**SIZES))
-
-
-def gemma2() -> Any:  # sliding windows, soft-capped scores and logits
-    config = hf.Gemma2Config(
-        **SIZES,
-        head_dim=8,
-        sliding_window=3,
-        attn_logit_softcapping=1.0,
-        final_logit_softcapping=2.0,
-    )
-    return hf.Gemma2ForCausalLM(config)
-
-
-def granite() -> Any:  # scaled logits
-    return hf.GraniteForCausalLM(hf.GraniteConfig(**SIZES, logits_scaling=4.0))
-
-
-def mixtral() -> Any:
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4))
-
-
-def gpt2() -> Any:  # learned positions, dropout
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            vocab_size=64,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=64,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-
-
-def bloom() -> Any:  # ALiBi: distances, that packing would get wrong
-    return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
-
-
-@pytest.mark.parametrize(
-    ("build", "expected"),
-    [
-        (llama, FAST),
-        (qwen3, FAST),
-        (phi, FAST),
-        (mixtral, FAST),
-        (gpt2, FAST),
-        (gemma2, OWN_HEAD),
-        (granite, OWN_HEAD),
-        (bloom, PADDED),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_any_causal_language_model(build: Any, expected: ModelAbilities, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    original = build().eval()
-    with torch.no_grad():
-        for parameter in original.parameters():  # initial weights hide mistakes: make them matter
-            parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(
-                0.3 * torch.rand_like(parameter)
-            )
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_beyond_every_limit_of_any_family(family: str, tmp_path: Path) -> None:
+    original = build(family)
     original.save_pretrained(tmp_path)
     model = PackedModel(load_causal_lm(tmp_path), chunk_tokens=4)
     model.abilities = probe_abilities(model)
-    assert model.abilities == expected
-    assert len(decoder_layers(model.causal_lm)) == 2
+    assert model.abilities == SLOWER.get(family, FAST)
+    assert len(decoder_layers(model.causal_lm)) == len(decoder_layers(original))
 
-    rows = [torch.randint(64, (length,)) for length in (6, 1, 9, 4)]
-    asked = torch.tensor([0, 2, 7, 9, 15])  # positions 0 and 2 of row 0, 0 and 2 and 8 of row 2
-    targets = torch.tensor([5, 6, 7, 8, 9])
-    layout = model.layout([len(row) for row in rows], torch.device("cpu"))
-    logprobs, _ = model(torch.cat(rows), layout, asked, targets, torch.full((5,), 0.5))
+    generator = torch.Generator().manual_seed(1)
+    lengths = (LIMIT - 2, 1, 3 * LIMIT + 1, 4, 2 * LIMIT)
+    rows = [torch.randint(64, (length,), generator=generator) for length in lengths]
+    token_ids = torch.cat(rows)
+    targets = token_ids.roll(-1)
+    temperatures = torch.linspace(0.5, 1.5, len(targets))
+    layout = model.layout(lengths, torch.device("cpu"))
+    logprobs, _ = model(token_ids, layout, torch.arange(len(targets)), targets, temperatures)
     logprobs.sum().backward()
 
-    if hasattr(original.config, "num_local_experts"):
-        original.set_experts_implementation("eager")  # the faster one knows no float64
-    original = original.double()
-    logits = [original(row[None]).logits[0] for row in rows]
-    expected_logprobs = (torch.cat(logits)[asked] / 0.5).log_softmax(-1)
-    expected_logprobs = expected_logprobs.gather(1, targets[:, None])[:, 0]
-    expected_logprobs.sum().backward()
-    assert torch.allclose(logprobs.double(), expected_logprobs, atol=1e-4)
+    logits = torch.cat([original(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+    expected = (logits / temperatures[:, None]).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    expected.sum().backward()
+    assert (logprobs - expected).abs().max() < 1e-5
     gradients = dict(model.causal_lm.named_parameters())
     for name, parameter in original.named_parameters():
         found, exact = gradients[name].grad, parameter.grad
@@ -130,11 +61,44 @@ def test_any_causal_language_model(build: Any, expected: ModelAbilities, tmp_pat
             assert (found - exact).abs().max() <= 1e-4 * max(1.0, exact.abs().max()), name
 
 
+def load(folder: Path, config: Any, **settings: Any) -> PackedModel:
+    """As the engine loads a model, its weights drawn."""
+    config.save_pretrained(folder)
+    group = ProcessGroup.join(0, 1, "", torch.device("cpu"), hosted=None, is_needed=False)
+    return load_sharded_model(
+        ActorConfig(path=str(folder), random_init=True, seed=0, **settings), group
+    )
+
+
+def test_dynamic_rope_is_refused_where_rows_can_be_too_long(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = hf.LlamaConfig(**SIZES, rope_parameters=rope)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM has dynamic rotary .* 64, got 65"):
+        load(tmp_path, config, max_tokens_per_micro_batch=65)
+    assert load(tmp_path, config, max_tokens_per_micro_batch=64).abilities == FAST
+
+
+def test_attention_that_picks_tokens_by_score_is_refused(tmp_path: Path) -> None:
+    config = hf.DeepseekV32Config(
+        **SAME_HEADS,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        index_head_dim=64,
+        index_n_heads=2,
+    )
+    with pytest.raises(ModelError, match="DeepseekV32ForCausalLM has layers of type indexed_att"):
+        load(tmp_path, config)
+
+
 def test_slow_paths_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     with caplog.at_level(logging.WARNING):
-        probe_abilities(PackedModel(bloom().eval(), chunk_tokens=4))
-        probe_abilities(PackedModel(granite().eval(), chunk_tokens=4))
+        probe_abilities(PackedModel(build("bloom"), chunk_tokens=4))
+        probe_abilities(PackedModel(build("granite"), chunk_tokens=4))
     assert "BloomForCausalLM cannot attend within packed rows" in caplog.text
     assert "GraniteForCausalLM changes its logits" in caplog.text
 
@@ -142,7 +106,7 @@ def test_slow_paths_are_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_folders_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         load_causal_lm(tmp_path / "nowhere")
-    llama().save_pretrained(tmp_path)
+    build("llama").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
 

@@ -1,0 +1,62 @@
+"""Whether embedded generation gives a model's own log-probabilities: tried before it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from areal_sc.engines.local.generator import SlotGenerator
+from areal_sc.engines.local.model import LocalModel
+from areal_sc.engines.local.slots import Request, SlotTable
+from areal_sc.errors import ModelError
+
+_PROMPT_LENGTHS = (11, 4)
+_NEW_TOKENS = 3
+_MAX_TOKENS = max(_PROMPT_LENGTHS) + _NEW_TOKENS
+_MAX_PREFILL_TOKENS = 8  # the longer prompt takes two passes
+# Attention that is another one than the model's differs by far: 0.7 nats and more.
+_TOLERANCE = 3e-4  # nats, float32
+_TOLERANCE_HALF_PRECISION = 0.5
+
+
+def check_generation(model: PreTrainedModel, local: LocalModel) -> None:
+    """Generates some tokens in company and compares their log-probabilities.
+
+    Args:
+        model: what `local` was made from, with its own attention.
+    Raises: ModelError: they differ.
+    """
+    generator = SlotGenerator(
+        local, SlotTable(2, _MAX_TOKENS, _MAX_PREFILL_TOKENS, seed=0), _MAX_TOKENS
+    )
+    for index, length in enumerate(_PROMPT_LENGTHS):
+        prompt = (np.arange(length) * 7 + 3 * index) % local.vocab_size
+        generator.table.add(Request(index, prompt, length + _NEW_TOKENS, "length"))
+    differences = []
+    while generator.table.has_work:
+        for request, completion in generator.step():
+            expected = _own_logprobs(model, [*request.prompt.tolist(), *completion.token_ids])
+            differences.append(np.subtract(completion.logprobs, expected[-_NEW_TOKENS:]))
+    worst = float(np.abs(np.concatenate(differences)).max())
+    limit = _TOLERANCE if local.dtype == torch.float32 else _TOLERANCE_HALF_PRECISION
+    if not worst <= limit:
+        raise ModelError(
+            f"{type(model).__name__}: log-probabilities of embedded generation differ by "
+            f"{worst:.2g} nats from those of a plain forward pass, expected at most {limit:g}; "
+            "it attends in a way that embedded generation does not know: use SGLang"
+        )
+
+
+@torch.inference_mode()
+def _own_logprobs(model: Any, token_ids: list[int]) -> list[float]:
+    """Of each token but the first, given those before it."""
+    ids = torch.tensor([token_ids], device=model.device)
+    is_training = model.training
+    model.eval()
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    model.train(is_training)
+    logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logprobs.tolist()  # type: ignore[no-any-return]
