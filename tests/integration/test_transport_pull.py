@@ -740,6 +740,7 @@ async def test_a_failed_pull_leaves_no_buffer_to_the_collector(
 ) -> None:
     async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [90_000])}, [90_000])
+        await Puller(puller._bulk).pull(batch)  # opens the session
         monkeypatch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
         taken: list[weakref.ref[Any]] = []
         take = puller._pool.take
