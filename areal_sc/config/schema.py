@@ -235,7 +235,7 @@ class TransportConfig:
     max_inflight_chunks: int = 16  # receiver credits: asked of one owner and not yet here
     call_timeout_s: float = 600.0  # deadline of a control call, a training step included
     pull_timeout_s: float = 300.0
-    stalled_peer_timeout_s: float = 30.0  # a peer that does not read for so long is dropped
+    stalled_peer_timeout_s: float = 30.0  # a peer that neither reads nor answers so long is dropped
 
     def __post_init__(self) -> None:
         if self.shared_memory == "False":  # what YAML makes of off

@@ -7,7 +7,7 @@ just written one core reads at half the speed that memory has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from areal_sc.errors import MetadataError
 from areal_sc.transport.pull_plan import Piece, Segment
 from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.slices import Slices
 
 THREAD_COPY_BYTES: Final = 32 << 20
 """Larger copies run in threads; smaller ones the caches hold, and the event loop can wait for."""
@@ -71,15 +72,22 @@ def field_of(fields: Mapping[str, SealedField], piece: Piece, name: str) -> Seal
     return fields[name]
 
 
-async def run_copies(copies: Sequence[Copy]) -> None:
-    """Makes the copies. Cancelled, it leaves them to their threads, which keep all they need."""
+async def run_copies(copies: list[Copy]) -> None:
+    """Makes the copies, and forgets each when it is made: its source may be the last view of it.
+
+    Cancelled, it leaves them to their threads, which keep all they need.
+    """
     num_bytes = sum(len(copy.source) for copy in copies)
     if num_bytes <= THREAD_COPY_BYTES:
-        _copy_all(copies)
+        slices = Slices()
+        while copies:
+            _copy(copies.pop())
+            await slices.step()
         return
     is_of_large = num_bytes >= len(copies) * NUMPY_COPY_BYTES  # small ones wait for the GIL
     num_threads = NUM_COPY_THREADS if is_of_large else 1
-    shares = _shares(copies, -(-num_bytes // num_threads))
+    shares = list(_shares(copies, -(-num_bytes // num_threads)))
+    copies.clear()
     await asyncio.gather(*(asyncio.to_thread(_copy_all, share) for share in shares))
 
 
@@ -101,10 +109,14 @@ def _shares(copies: Iterable[Copy], max_bytes: int) -> Iterator[list[Copy]]:
         yield share
 
 
-def _copy_all(copies: Iterable[Copy]) -> None:
-    for copy in copies:
-        if len(copy.source) < NUMPY_COPY_BYTES:
-            copy.destination[:] = copy.source
-        else:
-            target = np.frombuffer(copy.destination, dtype=np.uint8)
-            target[:] = np.frombuffer(copy.source, dtype=np.uint8)
+def _copy_all(copies: list[Copy]) -> None:
+    while copies:
+        _copy(copies.pop())
+
+
+def _copy(copy: Copy) -> None:
+    if len(copy.source) < NUMPY_COPY_BYTES:
+        copy.destination[:] = copy.source
+    else:
+        target = np.frombuffer(copy.destination, dtype=np.uint8)
+        target[:] = np.frombuffer(copy.source, dtype=np.uint8)

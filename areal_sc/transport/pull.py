@@ -15,12 +15,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
 from areal_sc.errors import ProtocolError, ShardGone
-from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, WeightsReference
+from areal_sc.metadata import BatchMetadata, WeightsReference
 from areal_sc.transport.arena.map import ArenaMap, MappedShard
 from areal_sc.transport.bulk.buffer_pool import BufferPool, Bytes
 from areal_sc.transport.bulk.client import BulkClient
@@ -30,15 +30,19 @@ from areal_sc.transport.pull_plan import (
     Owner,
     Piece,
     Segment,
-    field_dtypes,
-    pieces_of,
+    Source,
+    sources_of,
 )
 from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.slices import Slices
 from areal_sc.transport.tensor_bytes import dtype_named
 from areal_sc.transport.tensor_store import TensorStore
 
 _ALIGNMENT: Final = 64
+
+MAX_QUICK_SHARDS: Final = 1000
+"""The metadata of larger batches is taken apart in a thread: it takes some 10 us a shard."""
 
 K = TypeVar("K")
 
@@ -49,20 +53,6 @@ class _Wanted:
 
     dtype: str
     numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Source(Generic[K]):
-    """A piece, and the tensors that it is a part of.
-
-    Attributes:
-        keys: of those, by the piece's field.
-        first: where it begins in each of them, in values.
-    """
-
-    piece: Piece
-    keys: Mapping[str, K]
-    first: int = 0
 
 
 class Puller:
@@ -118,26 +108,16 @@ class Puller:
             ProtocolError: an owner holds other sizes or dtypes than the metadata says.
             MetadataError: a field or row is not in the batch.
         """
-        if fields is not None and batch.total_batch_size:
-            batch = batch.select(fields)
-        dtypes = field_dtypes(batch)
-        if not batch.total_batch_size:
-            dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()}
-        if rows is not None:
-            batch = batch.take(rows)
+        deadline = self._deadline()
+        if len(batch.shards) <= MAX_QUICK_SHARDS:
+            batch, dtypes, sources = sources_of(batch, fields, rows)
+        else:
+            batch, dtypes, sources = await asyncio.to_thread(sources_of, batch, fields, rows)
         lengths = batch.sequence_lengths
         numel = sum(lengths)
-        tensors = await self._tensors(
-            {
-                name: _Wanted(dtypes[name], numel)
-                for name in (fields if fields is not None else dtypes)
-            },
-            [
-                _Source(piece, {name: name for name in piece.fields}, first)
-                for piece, first in pieces_of(batch)
-            ],
-            self._deadline(),
-        )
+        names = fields if fields is not None else dtypes
+        wanted = {name: _Wanted(dtypes[name], numel) for name in names}
+        tensors = await self._tensors(wanted, sources, deadline)
         advantages = [row.advantage for row in batch.rows if row.advantage is not None]
         has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
         return PackedRows(tensors, lengths, tuple(advantages) if has_advantages else None)
@@ -174,7 +154,7 @@ class Puller:
                     key: _Wanted(piece.fields[key[0]], piece.num_values)
                     for key, piece in sources.items()
                 },
-                [_Source(piece, {key[0]: key}) for key, piece in sources.items()],
+                [Source(piece, {key[0]: key}) for key, piece in sources.items()],
                 deadline,
             )
             handed_over = loop.time()
@@ -190,27 +170,30 @@ class Puller:
         return asyncio.get_running_loop().time() + self._timeout_s
 
     async def _tensors(
-        self, wanted: Mapping[K, _Wanted], sources: Sequence[_Source[K]], deadline: float
+        self, wanted: Mapping[K, _Wanted], sources: Sequence[Source[K]], deadline: float
     ) -> dict[K, torch.Tensor]:
         """The tensors: each a view where that is possible, else a copy."""
         found: dict[K, torch.Tensor] = {}
+        slices = Slices()
         num_sources = Counter(key for source in sources for key in source.keys.values())
         if any(num_sources[key] == 1 for key in wanted):
             for source in sources:
                 alone = {f: key for f, key in source.keys.items() if num_sources[key] == 1}
                 found |= self._views(source.piece, alone)
+                await slices.step()
         copied = {key: entry for key, entry in wanted.items() if key not in found}
         if copied:
             found |= await self._copied(copied, sources, deadline)
         return {key: found[key] for key in wanted}
 
     async def _copied(
-        self, wanted: Mapping[K, _Wanted], sources: Iterable[_Source[K]], deadline: float
+        self, wanted: Mapping[K, _Wanted], sources: Iterable[Source[K]], deadline: float
     ) -> dict[K, torch.Tensor]:
         """The tensors, joined in one buffer."""
         buffer, starts = self._allocate(wanted)
         memory = buffer.data
         segments: dict[Owner, list[Segment]] = {}
+        slices = Slices()
         for source in sources:
             missing = {f: key for f, key in source.keys.items() if key in starts}
             piece = source.piece
@@ -223,6 +206,7 @@ class Puller:
                 destinations.append(memory[start : start + num_values * itemsize])
             if num_values and destinations:
                 segments.setdefault(piece.owner, []).append(Segment(piece, destinations))
+            await slices.step()
         await self._fill(segments, deadline)
         return {key: _tensor(buffer, starts[key], entry) for key, entry in wanted.items()}
 
@@ -245,19 +229,12 @@ class Puller:
         """Fills all destinations or raises the first failure; the rest is then cancelled."""
         copies: list[Copy] = []
         fetches = []
+        slices = Slices()
         for owner, wanted in segments.items():
-            if self._is_own(owner):
-                assert self._local_store is not None
+            if self._is_own(owner) or self._is_mapped(owner):
                 for shard_id, of_shard in _by_shard(wanted):
-                    fields: Mapping[str, SealedField] = self._local_store.describe(shard_id)
-                    for segment in of_shard:
-                        self.local_bytes += plan_copy(segment, fields, None, copies)
-            elif self._is_mapped(owner):
-                for shard_id, of_shard in _by_shard(wanted):
-                    shard = self._open_mapped(owner, shard_id)
-                    fields = shard.fields
-                    for segment in of_shard:
-                        self.mapped_bytes += plan_copy(segment, fields, shard, copies)
+                    self._plan_copies(owner, shard_id, of_shard, copies)
+                    await slices.step()
             else:
                 fetches.append((owner, wanted))
                 self.pulled_bytes += sum(segment.num_bytes for segment in wanted)
@@ -266,6 +243,20 @@ class Puller:
             await self._bulk.fetch(*fetches[0], deadline)
         elif fetches:
             await self._fetch_all(fetches, deadline)
+
+    def _plan_copies(
+        self, owner: Owner, shard_id: str, segments: Iterable[Segment], copies: list[Copy]
+    ) -> None:
+        """Adds the copies out of one shard that this process can read."""
+        if self._is_own(owner):
+            assert self._local_store is not None
+            fields: Mapping[str, SealedField] = self._local_store.describe(shard_id)
+            for segment in segments:
+                self.local_bytes += plan_copy(segment, fields, None, copies)
+        else:
+            shard = self._open_mapped(owner, shard_id)
+            for segment in segments:
+                self.mapped_bytes += plan_copy(segment, shard.fields, shard, copies)
 
     async def _fetch_all(
         self, fetches: Iterable[tuple[Owner, Sequence[Segment]]], deadline: float

@@ -2,6 +2,7 @@
 
 piece     rows of one shard, of some of its fields
 segment   a piece, and the place of each of its fields in what is pulled
+source    a piece, and the tensors that it is a part of
 part      what one request asks of a segment: several fields whole, or a share of one field: some of
           its rows, the outer ones maybe cut
 
@@ -16,12 +17,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.metadata import BatchMetadata
+from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata
 from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.transport.tensor_bytes import dtype_named
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,20 @@ class Segment:
     @property
     def num_bytes(self) -> int:
         return sum(map(len, self.destinations))
+
+
+@dataclass(frozen=True, slots=True)
+class Source(Generic[K]):
+    """A piece, and the tensors that it is a part of.
+
+    Attributes:
+        keys: of those, by the piece's field.
+        first: where it begins in each of them, in values.
+    """
+
+    piece: Piece
+    keys: Mapping[str, K]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +267,27 @@ class SegmentCursor:
         if field == len(segment.destinations):
             self._segments.popleft()
             self._field, self._row_bounds = 0, ()
+
+
+def sources_of(
+    batch: BatchMetadata, fields: Sequence[str] | None, rows: Sequence[int] | None
+) -> tuple[BatchMetadata, dict[str, str], list[Source[str]]]:
+    """The asked part of a batch, the dtype name of each of its fields, and where its rows lie.
+
+    Raises: MetadataError: a field or row is not in the batch, or shards disagree about a dtype.
+    """
+    if fields is not None and batch.total_batch_size:
+        batch = batch.select(fields)
+    dtypes = field_dtypes(batch)
+    if not batch.total_batch_size:
+        dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()}
+    if rows is not None:
+        batch = batch.take(rows)
+    sources = [
+        Source(piece, {name: name for name in piece.fields}, first)
+        for piece, first in pieces_of(batch)
+    ]
+    return batch, dtypes, sources
 
 
 def pieces_of(batch: BatchMetadata) -> list[tuple[Piece, int]]:

@@ -21,6 +21,7 @@ from areal_sc.metadata import (
     WeightsReference,
     concat,
 )
+from areal_sc.transport import slices
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
@@ -127,6 +128,22 @@ async def test_rows_that_lie_apart_are_copied_together(folder: ArenaFolder) -> N
         mixed = await second.plane.puller.pull(batch)
         assert mixed.fields["input_ids"].tolist() == expected
         assert second.plane.puller.local_bytes == 15 * 8
+
+
+async def test_many_small_shards_leave_the_loop_its_turns(
+    folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    async with workers(folder, "rollout/0", "train/0") as (owner, puller):
+        shards = [owner.put([1], first=number) for number in range(1200)]
+        batch = concat(shards, batch_id="all", global_step=0)
+        pull = asyncio.create_task(puller.plane.puller.pull(batch))
+        num_turns = 0
+        while not pull.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert (await pull).fields["input_ids"].tolist() == list(range(1200))
+        assert num_turns >= 4 * 1200  # a place and a plan of each, and the copies of two fields
 
 
 async def test_a_view_outlives_the_sweep_of_its_shard(folder: ArenaFolder) -> None:

@@ -92,12 +92,12 @@ async def test_who_is_late_is_given_up_and_told_so() -> None:
         methods[1].go_on.set()
         calls: list[tuple[RpcClient, dict[str, Any]]] = [(client, {}) for client in clients]
         assert await callers.call_all(calls, "echo", timeout_s=20) == [{}] * 4
-        outcomes = await callers.call_all(calls, "wait", timeout_s=1.5)
+        outcomes = await callers.call_all(calls, "wait", timeout_s=5)
         assert outcomes[1] == 1
         for i in (0, 2, 3):
             assert isinstance(outcomes[i], RpcTimeout)
             assert "wait on train/2 (tcp://" in str(outcomes[i])
-            assert "within 1.5 s" in str(outcomes[i])
+            assert "within 5 s" in str(outcomes[i])
         await until(lambda: [m.num_cancelled for m in methods] == [1, 0, 1, 1])
         assert not any(client._pending for client in clients)
 

@@ -40,6 +40,9 @@ from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
 from areal_sc.transport.tensor_store import TensorStore
 
+LARGE = 8 << 20
+"""Values of 8 bytes: some sixteen requests, of which several are under way."""
+
 
 class Owner:
     """A store that is served, and the metadata of what is put into it."""
@@ -603,29 +606,30 @@ async def test_a_deadline_that_passes_does_not_fail_the_pulls_of_others() -> Non
 
 
 async def test_a_puller_that_paused_opens_its_session_again() -> None:
+    values = torch.arange(LARGE)
     async with (
         owners(1, reply_timeout_s=0.2) as [owner],
-        pulling(chunk_bytes=4096, max_inflight_chunks=2, timeout_s=100) as puller,
+        # more than fits between the two ends: the pause begins within a reply
+        pulling(max_inflight_chunks=64, timeout_s=100) as puller,
     ):
-        batch = await spread_batch([owner], [[1_000_000]])
-        pull = asyncio.create_task(puller.pull(batch))
-        await until(lambda: owner.bulk.num_reads > 10)
+        pull = asyncio.create_task(puller.pull(owner.put({"x": values}, [LARGE])))
+        await until(lambda: puller._bulk.received_bytes > values.nbytes / 4)
         [link] = puller._bulk._links.values()
         with unread(link._stream):
             await until(lambda: owner.bulk.num_dropped_sessions == 1)
-        assert rows_of(await pull, "input_ids") == [token_values(0, 1_000_000)]
+        assert not pull.done()
+        assert torch.equal((await pull).fields["x"], values)
 
 
 @pytest.mark.parametrize("has_reset", [False, True], ids=["end", "reset"])
 async def test_a_pull_outlives_its_connections(has_reset: bool) -> None:
-    async with (
-        owners(1) as [owner],
-        pulling(chunk_bytes=4096, max_inflight_chunks=2, timeout_s=100) as puller,
-    ):
-        batch = await spread_batch([owner], [[1_000_000]])
-        pull = asyncio.create_task(puller.pull(batch))
+    values = torch.arange(LARGE)
+    async with owners(1) as [owner], pulling(timeout_s=100) as puller:
+        pull = asyncio.create_task(puller.pull(owner.put({"x": values}, [LARGE])))
         for number in range(1, 4):
-            await until(lambda number=number: owner.bulk.num_reads > 100 * number)
+            share = values.nbytes * number / 8
+            await until(lambda share=share: puller._bulk.received_bytes > share)
+            await until(lambda: len(owner.bulk._sessions) == 1)
             [session] = owner.bulk._sessions
             assert session._stream is not None
             if has_reset:
@@ -633,7 +637,7 @@ async def test_a_pull_outlives_its_connections(has_reset: bool) -> None:
                 session._stream._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, hard)
             owner.bulk._drop(session, "a test")
             assert not pull.done()
-        assert rows_of(await pull, "input_ids") == [token_values(0, 1_000_000)]
+        assert torch.equal((await pull).fields["x"], values)
 
 
 async def test_an_owner_is_asked_for_a_new_session_when_nothing_moves() -> None:
@@ -736,6 +740,7 @@ async def test_a_failed_pull_leaves_no_buffer_to_the_collector(
 ) -> None:
     async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [90_000])}, [90_000])
+        await Puller(puller._bulk).pull(batch)  # opens the session
         monkeypatch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
         taken: list[weakref.ref[Any]] = []
         take = puller._pool.take

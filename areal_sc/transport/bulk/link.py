@@ -38,10 +38,7 @@ from areal_sc.transport.bulk.reader import DESCRIBE, READ
 from areal_sc.transport.bulk.replies import Reply, ReplyReader
 from areal_sc.transport.bulk.request_queue import Asked, RequestQueue
 from areal_sc.transport.bulk.turns import Turns
-from areal_sc.transport.bulk.wire import (
-    Sealer,
-    failure_of_body,
-)
+from areal_sc.transport.bulk.wire import Sealer, failure_of_body
 from areal_sc.transport.pull_plan import Owner
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport

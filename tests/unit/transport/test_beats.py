@@ -309,15 +309,26 @@ async def test_a_worker_that_no_controller_asks_is_an_orphan(tmp_path: Path, key
         assert worker.exit_codes == []
 
 
-async def test_a_neighbour_that_is_asked_is_enough(tmp_path: Path, keys: RunKeys) -> None:
+async def test_a_neighbour_that_is_asked_is_enough(
+    tmp_path: Path, keys: RunKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[BeatServer] = []
+    look = BeatServer._look_after_lease
+
+    def noted(server: BeatServer) -> None:
+        look(server)
+        looks.append(server)
+
+    monkeypatch.setattr(BeatServer, "_look_after_lease", noted)
     async with (
-        beating(tmp_path, "rollout/0", keys, orphan_timeout_s=2.0) as (asked, address),
-        beating(tmp_path, "rollout/1", keys, orphan_timeout_s=2.0) as (neighbour, _),
+        beating(tmp_path, "rollout/0", keys, orphan_timeout_s=1000.0) as (asked, address),
+        beating(tmp_path, "rollout/1", keys, orphan_timeout_s=1000.0) as (neighbour, _),
     ):
-        ends = time.monotonic() + 4.0
-        while time.monotonic() < ends:
-            await ask(address, "rollout/0", keys)
-            await asyncio.sleep(0.1)
+        await ask(address, "rollout/0", keys)
+        for worker in (asked, neighbour):  # as if they had lived for longer than that
+            worker.server._started_ns -= 2000 * 10**9
+            looks.clear()
+            await until(lambda worker=worker: looks.count(worker.server) >= 2)  # type: ignore[misc]
         assert not asked.is_orphaned
         assert not neighbour.is_orphaned
 

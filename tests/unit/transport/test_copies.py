@@ -68,8 +68,8 @@ async def test_large_copies_run_beside_the_event_loop(
     await asyncio.wait_for(run_copies(found), 60)
     assert arrived(source, destination, sizes)
     is_large = num_bytes > THREAD_COPY_BYTES
-    assert len(threads) == (copies.NUM_COPY_THREADS if is_large else 1)
-    assert (threading.main_thread() in threads) is not is_large
+    assert len(threads) == (copies.NUM_COPY_THREADS if is_large else 0)
+    assert threading.main_thread() not in threads
 
 
 async def test_many_small_copies_share_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,12 +243,12 @@ async def test_a_sender_waits_for_room_in_its_own_queue_alone(context: Context) 
         num_queued = 0
         idle_turns = 0
         async with asyncio.timeout(20):
-            while idle_turns < 50:  # until its queue and the kernel's are full
+            while idle_turns < 100:  # until its queue and the kernel's are full
                 while slow_link.send_nowait([payload]):
                     num_queued += 1
                     idle_turns = 0
                 idle_turns += 1
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.01)
         waiting = asyncio.create_task(slow_link.send([b"last"]))
         quick_link.send_nowait([b"text"])
         await until(lambda: "TEXT" in quick_peer.heard, quick)

@@ -73,14 +73,19 @@ async def test_who_reads_nothing_loses_all_that_waits_and_is_tried_no_more() -> 
     assert queues.num_attempts == num_attempts
 
 
-async def test_who_reads_slowly_keeps_its_replies() -> None:
+async def test_who_reads_slowly_keeps_its_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, passed_s = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + passed_s)
     queues = Queues(slow=0)
-    outbox = outbox_of(queues, timeout_s=0.3)
+    outbox = outbox_of(queues, timeout_s=1000.0)
     for i in range(10):
         outbox.send(b"slow", b"%d" % i)
-    for _ in range(10):  # far longer in all than one caller may read nothing
-        await asyncio.sleep(0.1)
+    for number in range(1, 11):  # far longer in all than one caller may read nothing
+        passed_s += 700
         queues.room[b"slow"] += 1
+        while len(queues.sent) < number:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.001)
     await until_settled(outbox)
     assert len(queues.sent) == 10
     assert outbox.num_dropped == 0

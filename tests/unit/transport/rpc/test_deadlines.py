@@ -31,7 +31,6 @@ async def test_a_wait_expires_once_after_its_time_and_less_than_a_tick_late() ->
         assert wait.expired_s[0] >= due
     far_apart = [wait.expired_s[0] for wait in waits[::34]]  # more than a tick
     assert far_apart == sorted(far_apart)
-    assert len({int(due * TICKS_PER_S) for due in due_s}) < 20  # so few timers
 
 
 @pytest.mark.parametrize("timeout_s", [0.01, 1.0, 6.5, 60.0, 3720.0, 100_000.0])
