@@ -77,12 +77,7 @@ class GroupRunner:
 
         Raises: WaitTimeout: nothing changed for too long. The failure of background work.
         """
-        while (worker := self._workers.choose(version)) is None:
-            self._background.raise_failure()
-            await self._background.wait(
-                f"a rollout worker with policy version {version} or later, and room in its store"
-            )
-        return worker
+        return await self._workers.take(version)
 
     async def run(self, group: Group, source: Source, worker: RolloutWorkerState) -> GroupResult:
         """Plays the group's episodes on `worker`; its rejected rows are counted.
@@ -90,6 +85,7 @@ class GroupRunner:
         Raises: WorkerLost: the worker died. What the engine raised.
         """
         worker.num_running += 1
+        self._workers.recount(worker)
         try:
             reply = await self._workers.call(
                 worker,
@@ -106,6 +102,7 @@ class GroupRunner:
             )
         finally:
             worker.num_running -= 1
+            self._workers.recount(worker)
             self._background.notify()  # a group that leaves no rows leaves room
         self._rejections.add_group(reply["rejected"], self._group_size)
         return GroupResult.from_reply(reply)

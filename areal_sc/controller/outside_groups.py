@@ -102,6 +102,7 @@ class OutsideGroups:
         result = await self._runner.run(group, source, worker)
         if result.batch is not None:
             worker.num_held += 1
+            self._workers.recount(worker)
             self._batches.append(result.batch)
         return result.batch
 

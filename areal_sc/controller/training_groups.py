@@ -202,6 +202,7 @@ class TrainingGroups:
             self.ledger.reject(group.group_id, result.cause)
         elif self.ledger.finish(group.group_id, attempt, result.batch):
             worker.num_held += 1
+            self._workers.recount(worker)
             self._group_metrics[group.group_id] = result.metrics
         self._rejections.check_rate()
         self.admit()
