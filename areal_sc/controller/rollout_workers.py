@@ -123,8 +123,11 @@ class RolloutWorkers:
     async def close(self) -> None:
         """Ends the pulls; their failures are the background's already."""
         await self._queue.close()
-        updates = [state.update for state in self._states if state.update]
-        updates += [self._beginning] if self._beginning else []
+        updates = [self._beginning] if self._beginning else []
+        for beginning in updates:
+            beginning.cancel()
+        await asyncio.sleep(0)  # updates take their first step: they are ended from within
+        updates += [state.update for state in self._states if state.update]
         for update in updates:
             update.cancel()
         await asyncio.gather(*updates, return_exceptions=True)
