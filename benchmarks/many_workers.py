@@ -126,6 +126,11 @@ class LagProbe:
             self.late_s.append(time.perf_counter() - began_s - PROBE_S)
 
 
+def never_scored(prompt: dict[str, Any], completion: str) -> float:
+    """The reward of a workflow of which simulated workers only hear the number."""
+    raise NotImplementedError
+
+
 def controllers(
     size: Size, scheduler: HostedScheduler
 ) -> tuple[TrainController, RolloutController]:
