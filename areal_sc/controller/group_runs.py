@@ -94,12 +94,7 @@ class GroupRunner:
 
         Raises: WaitTimeout: nothing changed for too long. The failure of background work.
         """
-        while (worker := self._workers.choose(version)) is None:
-            self._background.raise_failure()
-            await self._background.wait(
-                f"a rollout worker with policy version {version} or later, and room in its store"
-            )
-        return worker
+        return await self._workers.take(version)
 
     async def run(
         self, group: Group, source: Source, worker: RolloutWorkerState, owner: ShardOwner

@@ -25,10 +25,15 @@ from areal_sc.config.schema import (
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet, Member
+from areal_sc.controller.worker_loads import WorkerLoads
+from areal_sc.controller.worker_queue import WorkerQueue
 from areal_sc.controller.worker_store import GroupRun, WorkerStore
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, WeightsReference
 from areal_sc.transport.arena.free_extents import block_span
+
+UPDATES_PER_TURN = 64
+"""Weight updates begun without giving the event loop a turn: some milliseconds."""
 
 UPDATE_STEPS = 4
 """Of a weight update that may take `weight_update.step_timeout_s` each; most take far less."""
@@ -42,6 +47,7 @@ class RolloutWorkerState:
     """One rollout worker.
 
     Attributes:
+        number: its place in the list of all workers.
         version: the policy version that its engine holds.
         store: the groups that take room in its store.
         num_evaluations: while there are any, it skips publications.
@@ -50,6 +56,7 @@ class RolloutWorkerState:
     """
 
     member: Member
+    number: int
     version: int = 0
     store: WorkerStore = field(default_factory=WorkerStore)
     num_evaluations: int = 0
@@ -79,11 +86,6 @@ class RolloutWorkerState:
         return self.store.num_held
 
     @property
-    def num_stored(self) -> int:
-        """Groups that take room in its store, or will."""
-        return self.num_running + self.num_held
-
-    @property
     def is_updating(self) -> bool:
         return self.update is not None and not self.update.done()
 
@@ -107,8 +109,12 @@ class RolloutWorkers:
         self._fleet = fleet
         self._background = background
         self._states: list[RolloutWorkerState] = []
+        self._loads = WorkerLoads([], 0, {})
+        self._queue = WorkerQueue(background)
         self._weights: WeightsReference | None = None
         self._are_updates_held = False
+        self._must_begin_updates = False
+        self._beginning: asyncio.Task[None] | None = None
         self._group_bytes = max_group_bytes(config)
         self._method = config.weight_update.method
         self._update_places = asyncio.Semaphore(_num_updated_at_once(config))
@@ -118,11 +124,19 @@ class RolloutWorkers:
 
     def track(self, members: Iterable[Member]) -> None:
         """The workers are up."""
-        self._states = [RolloutWorkerState(member) for member in members]
+        self._states = [RolloutWorkerState(m, number) for number, m in enumerate(members)]
+        nodes = [state.node for state in self._states]
+        self._loads = WorkerLoads(nodes, self._groups_per_worker, self._groups_by_node())
+        self._queue.serve(self._loads)
 
     async def close(self) -> None:
         """Ends updates and sweeps; their failures are the background's already."""
-        tasks = [task for state in self._states for task in (state.update, state.sweep) if task]
+        await self._queue.close()
+        tasks = [self._beginning] if self._beginning else []
+        for beginning in tasks:
+            beginning.cancel()
+        await asyncio.sleep(0)  # updates take their first step: they are ended from within
+        tasks += [task for state in self._states for task in (state.update, state.sweep) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -134,8 +148,7 @@ class RolloutWorkers:
         Args:
             num_open: groups that are queued, or that a worker has not ended.
         """
-        num_stored = num_open + sum(state.num_held for state in self._states)
-        return num_stored < self._max_groups
+        return num_open + self._loads.num_held < self._loads.max_groups
 
     def check_room(self) -> None:
         """Whether the stores hold one training batch at its worst-case size.
@@ -145,25 +158,23 @@ class RolloutWorkers:
         Raises: ConfigError: they do not, so that no batch might ever be complete.
         """
         wanted = self._config.train_batch_groups
-        if self._max_groups < wanted:
+        if self._loads.max_groups < wanted:
             raise ConfigError(
                 "transport.shared_memory: expected room for a batch, that is for "
                 f"rollout.train_batch_groups={wanted} groups "
                 f"({describe_largest_group(self._config)}), but what is free there, and the limits "
-                f"of the stores, leave room for {self._max_groups}; give more room, shorter "
+                f"of the stores, leave room for {self._loads.max_groups}; give more room, shorter "
                 "contexts, smaller batches, or another folder"
             )
 
-    def choose(self, version: int) -> RolloutWorkerState | None:
-        """The least loaded worker that holds `version` or a later one and has room."""
-        able = [
-            state
-            for state in self._states
-            if state.version >= version
-            and state.num_stored < self._groups_per_worker
-            and self._num_stored(state.node) < self._groups_on(state.node)
-        ]
-        return min(able, key=lambda state: state.num_running, default=None)
+    async def take(self, version: int) -> RolloutWorkerState:
+        """The least loaded worker that holds `version` or a later one and has room.
+
+        Whoever takes it counts the group as running before its next await.
+
+        Raises: WaitTimeout: nothing changed for too long. The failure of background work.
+        """
+        return self._states[await self._queue.take(version)]
 
     async def call(self, state: RolloutWorkerState, method: str, args: dict[str, Any]) -> Any:
         """Reply of a call that may take as long as a group."""
@@ -175,6 +186,7 @@ class RolloutWorkers:
         """The worker is asked to run a group, which takes room from now on."""
         state.store.begin(run)
         self.num_running += 1
+        self._recount(state)
 
     def end_run(
         self, state: RolloutWorkerState, run: GroupRun, batch: BatchMetadata | None
@@ -182,6 +194,7 @@ class RolloutWorkers:
         """The worker has ended the run; the shards of `batch` take its room, if there are any."""
         state.store.end(run, [] if batch is None else [s.shard_id for s in batch.shards])
         self.num_running -= 1
+        self._recount(state)
         self._background.notify()
 
     def sweep(self) -> None:
@@ -201,6 +214,7 @@ class RolloutWorkers:
             plan = state.store.plan_sweep(state.incarnation)
             reply = await self._fleet.call(state.member, "sweep", plan.args)
             state.store.confirm_sweep(plan, reply["last_sequence"])
+            self._recount(state)
             self.on_room()
             self._background.notify()
 
@@ -252,7 +266,7 @@ class RolloutWorkers:
         """
         self._are_updates_held = True
         await self._background.wait_until(
-            lambda: not any(state.is_updating for state in self._states),
+            lambda: not (self._is_beginning or any(state.is_updating for state in self._states)),
             "rollout workers to update their weights",
         )
         return min(state.version for state in self._states)
@@ -269,9 +283,15 @@ class RolloutWorkers:
         """Groups of the longest rows that one store holds, at least one."""
         return max(1, self._config.store_bytes // self._group_bytes)
 
-    def _groups_on(self, node: str) -> int:
-        """Groups of the longest rows that a node holds."""
-        states = [state for state in self._states if state.node == node]
+    def _groups_by_node(self) -> dict[str, int]:
+        """Groups of the longest rows that each node holds."""
+        by_node: dict[str, list[RolloutWorkerState]] = {}
+        for state in self._states:
+            by_node.setdefault(state.node, []).append(state)
+        return {node: self._groups_on(states) for node, states in by_node.items()}
+
+    def _groups_on(self, states: Sequence[RolloutWorkerState]) -> int:
+        """Groups of the longest rows that one node holds, on these workers."""
         fitting = [self._groups_per_worker * len(states)]
         if self._config.node_store_bytes:
             fitting.append(self._config.node_store_bytes // self._group_bytes)
@@ -280,21 +300,38 @@ class RolloutWorkers:
         fitting += [room // block_span(self._group_bytes) for room in rooms if room]
         return min(fitting)
 
-    @property
-    def _max_groups(self) -> int:
-        return sum(map(self._groups_on, {state.node for state in self._states}))
-
-    def _num_stored(self, node: str) -> int:
-        return sum(state.num_stored for state in self._states if state.node == node)
+    def _recount(self, state: RolloutWorkerState) -> None:
+        """The worker's version, or a number of its groups, has changed."""
+        self._loads.note(
+            state.number,
+            version=state.version,
+            num_running=state.num_running,
+            num_held=state.num_held,
+        )
 
     def _begin_updates(self) -> None:
         if self._are_updates_held:
             return
-        for state in self._states:
-            if not (state.is_updating or state.num_evaluations or self._is_current(state)):
-                state.update = asyncio.create_task(
-                    self._background.guard(self._update(state)), name=f"update {state.name}"
-                )
+        self._must_begin_updates = True
+        if not self._is_beginning:
+            self._beginning = asyncio.create_task(
+                self._background.guard(self._begin_each()), name="begin weight updates"
+            )
+
+    @property
+    def _is_beginning(self) -> bool:
+        return self._beginning is not None and not self._beginning.done()
+
+    async def _begin_each(self) -> None:
+        while self._must_begin_updates:
+            self._must_begin_updates = False
+            for state in self._states:
+                if not (state.is_updating or state.num_evaluations or self._is_current(state)):
+                    state.update = asyncio.create_task(
+                        self._background.guard(self._update(state)), name=f"update {state.name}"
+                    )
+                if (state.number + 1) % UPDATES_PER_TURN == 0:
+                    await asyncio.sleep(0)
 
     def _is_current(self, state: RolloutWorkerState) -> bool:
         return self._weights is None or state.version == self._weights.version
@@ -310,6 +347,7 @@ class RolloutWorkers:
                     timeout_s=update_timeout_s(self._config),
                 )
                 state.version = weights.version
+                self._recount(state)
                 self._background.notify()
 
 

@@ -140,10 +140,12 @@ class TrainController(Shell):
             return batch
         rank_rows = self._rows_by_rank(batch)
         selected = batch.select(LOGPROB_FIELDS)  # a rank may have no rows, and then has no fields
-        parts = [selected.take(rows) for rows in rank_rows]
-        replies = await self._fleet.call_all(
-            "compute_logprobs", [{"batch": batch_to_wire(part)} for part in parts]
-        )
+        parts, args = [], []
+        for rows in rank_rows:
+            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
+            parts.append(selected.take(rows))
+            args.append({"batch": batch_to_wire(parts[-1])})
+        replies = await self._fleet.call_all("compute_logprobs", args)
         results = [
             self._with_shard(part, reply, "proximal_logprobs")
             for part, reply in zip(parts, replies, strict=True)
@@ -153,6 +155,7 @@ class TrainController(Shell):
             batch_id=self._runtime.new_id(),
             global_step=batch.global_step,
         )
+        await asyncio.sleep(0)
         position = {row: i for i, row in enumerate(row for rows in rank_rows for row in rows)}
         in_batch_order = joined.take([position[row] for row in range(batch.total_batch_size)])
         return batch.union(in_batch_order)
@@ -182,10 +185,13 @@ class TrainController(Shell):
         fields: tuple[str, ...] = PPO_FIELDS
         if self._needs_proximal_logprobs:
             fields = (*fields, "proximal_logprobs")
-        minibatches = batch.select(fields).split(
-            min(self.config.ppo.num_minibatches, batch.total_batch_size), balance="rows"
-        )
-        by_rank = [minibatch.split(self.config.num_workers) for minibatch in minibatches]
+        selected = batch.select(fields)
+        num_minibatches = min(self.config.ppo.num_minibatches, batch.total_batch_size)
+        by_rank = []
+        for rows in selected.partition(num_minibatches, "rows"):
+            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
+            parts = selected.take(rows).split(self.config.num_workers)
+            by_rank.append([batch_to_wire(part) for part in parts])
         number = self._num_updates
         # noted first: the workers train on them even if this call is given up
         self._trained_rows.setdefault(number, batch.rows)
@@ -197,7 +203,7 @@ class TrainController(Shell):
             "ppo_update",
             operation,
             [
-                {"minibatches": [batch_to_wire(parts[rank]) for parts in by_rank]}
+                {"minibatches": [parts[rank] for parts in by_rank]}
                 for rank in range(self.config.num_workers)
             ],
         )

@@ -49,7 +49,11 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
     )
     fleet: Any = UpdatingFleet()
     workers = RolloutWorkers(config, fleet, Background(10.0, lambda: ""))
-    workers.track([SimpleNamespace(name=f"rollout/{i}") for i in range(NUM_WORKERS)])  # type: ignore[misc]
+    report = SimpleNamespace(node="node", store_room_bytes=0)
+    workers.track(
+        SimpleNamespace(name=f"rollout/{i}", worker=SimpleNamespace(report=report))  # type: ignore[misc]
+        for i in range(NUM_WORKERS)
+    )
     return workers, fleet
 
 

@@ -1,0 +1,247 @@
+"""What thousands of workers cost the controllers: the lag of their event loop, step by step.
+
+    python benchmarks/many_workers.py [--quick] [--json FILE] [--workers N] [--groups N]
+
+The real controllers run the README's loop, over real sockets, with simulated workers in a few
+processes (many_workers_host.py): groups end after a random while, nothing is computed. Everything
+shares the machine, so on few cores lags are upper bounds: simulated workers take the CPU too.
+
+- lag: by how much a 2 ms timer of the controllers' loop is late, from the first to the last step.
+- choose: one look for the least loaded of all workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import planes_ours
+import report
+from many_workers_host import WORKERS_PER_NODE
+from planes_role import Role, process_cpu_s
+from planes_statistics import percentiles
+
+from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
+from areal_sc.config.schema import (
+    ActorConfig,
+    Dtype,
+    GenerationConfig,
+    OptimizerConfig,
+    PPOConfig,
+    RolloutConfig,
+    SchedulerConfig,
+    SGLangConfig,
+    TransportConfig,
+    WeightUpdateConfig,
+)
+from areal_sc.controller.worker_loads import WorkerLoads
+from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
+from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.transport.keys import RunKeys
+from areal_sc.workers.spec import WorkerReport, WorkerSpec
+
+NUM_HOSTS = 8
+NUM_RANKS = 2
+GROUP_SIZE = 8
+MAX_STALENESS = 2
+LAUNCH_PACE_S = 0.005
+"""Between two launches: a few processes shake hands for all workers, on the controllers' cores."""
+HEARTBEAT_S = 5.0
+"""Longer than usual, for the same reason."""
+PROBE_S = 0.002
+NUM_LOOKS = 1000
+_HOST = Path(__file__).with_name("many_workers_host.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Workers, groups a step, steps that are measured, and how long groups take, in seconds."""
+
+    num_workers: int
+    num_groups: int
+    num_steps: int
+    group_s: tuple[float, float]
+
+
+QUICK = Size(num_workers=256, num_groups=64, num_steps=5, group_s=(0.2, 1.0))
+FULL = Size(num_workers=4096, num_groups=512, num_steps=10, group_s=(1.0, 8.0))
+
+
+class HostedScheduler:
+    """A scheduler whose workers serve already."""
+
+    def __init__(self, folder: Path, workers: Sequence[dict[str, str]]) -> None:
+        self.config = SchedulerConfig(
+            run_dir=str(folder), transport=TransportConfig(), heartbeat_interval_s=HEARTBEAT_S
+        )
+        self.keys = RunKeys.read(folder / "keys.json")
+        self._workers = {worker["name"]: worker for worker in workers}
+
+    async def launch(self, request: LaunchRequest) -> RunningWorker:
+        await asyncio.sleep(request.index * LAUNCH_PACE_S)
+        worker = self._workers[f"{request.role}/{request.index}"]
+        spec = WorkerSpec(
+            role=request.role,
+            index=request.index,
+            run_id="benchmark",
+            incarnation=worker["incarnation"],
+            engine=request.engine,
+            engine_config={},
+            run_dir=self.config.run_dir,
+            memory_root="",
+            transport={},
+            store_bytes=request.store_bytes,
+            heartbeat_interval_s=self.config.heartbeat_interval_s,
+            orphan_timeout_s=self.config.orphan_timeout_s,
+        )
+        return RunningWorker(spec, WorkerReport(pid=1, **worker))
+
+    async def exit_statuses(self, workers: Sequence[RunningWorker]) -> dict[str, str]:
+        return {}
+
+    async def stop(self, workers: list[RunningWorker]) -> None:
+        """They end with their hosts."""
+
+    def close(self) -> None:
+        """Nothing is left to close."""
+
+
+class LagProbe:
+    """Measures by how much a short timer of the loop is late."""
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+
+    async def run(self) -> None:
+        while True:
+            began_s = time.perf_counter()
+            await asyncio.sleep(PROBE_S)
+            self.late_s.append(time.perf_counter() - began_s - PROBE_S)
+
+
+def never_scored(prompt: dict[str, Any], completion: str) -> float:
+    """The reward of a workflow of which simulated workers only hear the number."""
+    raise NotImplementedError
+
+
+def controllers(
+    size: Size, scheduler: HostedScheduler
+) -> tuple[TrainController, RolloutController]:
+    updates = WeightUpdateConfig(folder="weights")
+    actor = ActorConfig(
+        path="/no/model",
+        num_workers=NUM_RANKS,
+        seed=0,
+        optimizer=OptimizerConfig(total_steps=size.num_steps),
+        ppo=PPOConfig(temperature=1.0),
+        weight_update=updates,
+    )
+    rollout = RolloutConfig(
+        path="/no/model",
+        generation=GenerationConfig(),
+        dtype=Dtype.float32,
+        num_workers=size.num_workers,
+        seed=0,
+        train_batch_groups=size.num_groups,
+        group_size=GROUP_SIZE,
+        max_staleness=MAX_STALENESS,
+        max_concurrent_groups=size.num_workers,
+        sglang=SGLangConfig(),
+        weight_update=updates,
+    )
+    return (
+        TrainController(FSDPPPOActor(actor), scheduler),
+        RolloutController(LocalGenerator(rollout), scheduler),
+    )
+
+
+def measure_steps(size: Size) -> dict[str, tuple[float, str]]:
+    """Lags, CPU and seconds of the steps."""
+    prompts = [{"prompt": str(number), "answer": ""} for number in range(1000)]
+    workflow = SingleTurnWorkflow(never_scored)
+    with planes_ours.run() as folder, ExitStack() as stack:
+        hosts = [stack.enter_context(Role("host", _HOST, [str(folder)])) for _ in range(NUM_HOSTS)]
+        share = size.num_workers // NUM_HOSTS
+        for number, host in enumerate(hosts):
+            host.begin(
+                "start", role="rollout", first=number * share, count=share, group_s=size.group_s
+            )
+        workers = [worker for host in hosts for worker in host.finish()]
+        workers += hosts[0].call("start", role="train", first=0, count=NUM_RANKS, group_s=[0, 0])
+        actor, rollout = controllers(size, HostedScheduler(folder, workers))
+        rollout.total_steps = 1 + size.num_steps
+        probe = LagProbe()
+        with start(actor, rollout):
+            probing = rollout._submit(probe.run())
+            for step in range(1 + size.num_steps):
+                if step == 1:  # connections and caches are warm
+                    probe.late_s.clear()
+                    cpu_s, began_s = process_cpu_s(), time.perf_counter()
+                batch = rollout.prepare_batch(prompts, workflow)
+                batch = actor.compute_proximal_logprobs(batch)
+                batch = actor.compute_advantages(batch)
+                actor.ppo_update(batch)
+                actor.publish_weights(rollout)
+            seconds, cpu_s = time.perf_counter() - began_s, process_cpu_s() - cpu_s
+            late_s = list(probe.late_s)
+            probing.cancel()
+    lags = percentiles(late_s)
+    return {
+        "loop_lag_p50_ms": (1e3 * lags["p50_s"], "ms"),
+        "loop_lag_p99_ms": (1e3 * lags["p99_s"], "ms"),
+        "loop_lag_max_ms": (1e3 * max(late_s), "ms"),
+        "step_s": (seconds / size.num_steps, "s"),
+        "controller_cpu_s_per_step": (cpu_s / size.num_steps, "s"),
+    }
+
+
+def measure_choice(num_workers: int) -> dict[str, tuple[float, str]]:
+    """Microseconds of one choice among workers that carry a few groups each."""
+    rng = random.Random(0)
+    nodes = [f"node-{number // WORKERS_PER_NODE}" for number in range(num_workers)]
+    loads = WorkerLoads(nodes, 8, dict.fromkeys(nodes, 8 * WORKERS_PER_NODE))
+    for number in range(num_workers):
+        loads.note(number, version=rng.randint(0, 1), num_running=rng.randint(1, 4), num_held=0)
+    began_s = time.perf_counter()
+    for _ in range(NUM_LOOKS):
+        worker = loads.least_loaded(1)
+        assert worker is not None
+    return {"choose_us": (1e6 * (time.perf_counter() - began_s) / NUM_LOOKS, "us")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser)
+    parser.add_argument("--workers", type=int, help="a multiple of 64")
+    parser.add_argument("--groups", type=int, help="a training step")
+    arguments = parser.parse_args()
+    size = QUICK if arguments.quick else FULL
+    size = dataclasses.replace(
+        size,
+        num_workers=arguments.workers or size.num_workers,
+        num_groups=arguments.groups or size.num_groups,
+    )
+    metrics = measure_choice(size.num_workers) | measure_steps(size)
+    report.print_table(
+        f"The controllers' loop with {size.num_workers:,} workers",
+        {
+            "groups a step": size.num_groups,
+            "steps": size.num_steps,
+            "eta": MAX_STALENESS,
+            "workers": f"in {NUM_HOSTS} processes on the same cores",
+        },
+        ["metric", "value", "unit"],
+        [[name, value, unit] for name, (value, unit) in metrics.items()],
+    )
+    report.write(metrics, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
