@@ -319,7 +319,8 @@ class RunFolder:
         """Moves what an earlier start left to `previous/<n>/`."""
         previous = self.path / _PREVIOUS
         previous.mkdir(exist_ok=True, mode=OWNER_ONLY)
-        target = previous / str(len(list(previous.iterdir())) + 1)
+        numbers = [int(entry.name) for entry in previous.iterdir() if entry.name.isdecimal()]
+        target = previous / str(max(numbers, default=0) + 1)  # the user may have deleted some
         target.mkdir(mode=OWNER_ONLY)
         for entry in self._entries():
             if entry.name not in (_MARKER, _PREVIOUS):

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from areal_sc import open_files
 from areal_sc.errors import (
     ArealError,
     CheckpointError,
@@ -131,6 +132,8 @@ def report_failure(
         block.text(f"{type(cause).__name__}: {cause}")
     for reason in _reasons(cause):
         block.text(f"because of {reason}")
+    if advice := open_files.advice_on(cause):
+        block.text(advice)
     if num_others:
         block.text(f"({num_others} more errors came with it)")
     _show_place(block, cause, has_log=log_path is not None)

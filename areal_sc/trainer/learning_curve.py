@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
-from areal_sc.trainer.metrics_log import evaluations_in, read_metrics, surviving_steps
+from areal_sc.trainer.metrics_log import read_metrics, surviving_evaluations, surviving_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def plot_learning_curve(metrics_path: Path, png_path: Path) -> None:
 
     records = read_metrics(metrics_path)
     steps = surviving_steps(records)
-    evaluations = evaluations_in(records)
+    evaluations = surviving_evaluations(records)
     accuracies = [math.nan if step.accuracy is None else step.accuracy for step in steps]
     rewards = [step.reward for step in steps]
     evaluated_accuracies = [result.accuracy for result in evaluations]

@@ -91,23 +91,24 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def surviving_steps(records: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
-    """The training steps among the records, without those that the run went back behind.
+    """The training steps among the records, without those that the run went back behind."""
+    return [StepMetrics.from_record(record) for record in _surviving(records, "step")]
 
-    A resumed run repeats the steps after its snapshot: a step takes the place of an earlier
-    record of the same number and of all that followed it.
-    """
-    steps: list[StepMetrics] = []
+
+def surviving_evaluations(records: Sequence[Mapping[str, Any]]) -> list[EvaluationResult]:
+    """The evaluations among the records, without those of steps that the run went back behind."""
+    return [EvaluationResult.from_record(record) for record in _surviving(records, "evaluation")]
+
+
+def _surviving(records: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
+    """Those of one kind in order; a resumed run abandons what followed the step of its snapshot."""
+    found: list[Mapping[str, Any]] = []
     for record in records:
-        if record["kind"] == "step":
-            while steps and steps[-1].step >= record["step"]:
-                steps.pop()
-            steps.append(StepMetrics.from_record(record))
-    return steps
-
-
-def evaluations_in(records: Sequence[Mapping[str, Any]]) -> list[EvaluationResult]:
-    """The evaluations among the records, in order."""
-    return [EvaluationResult.from_record(r) for r in records if r["kind"] == "evaluation"]
+        if record["kind"] == kind:
+            found.append(record)
+        elif record["kind"] == "event" and record["name"] == "resumed":
+            found = [earlier for earlier in found if earlier["step"] <= record["step"]]
+    return found
 
 
 def _cut_unfinished_line(path: Path) -> None:

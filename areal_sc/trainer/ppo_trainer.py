@@ -51,7 +51,12 @@ from areal_sc.trainer.metrics import (
     Summary,
     summarize,
 )
-from areal_sc.trainer.metrics_log import MetricsLog, evaluations_in, read_metrics, surviving_steps
+from areal_sc.trainer.metrics_log import (
+    MetricsLog,
+    read_metrics,
+    surviving_evaluations,
+    surviving_steps,
+)
 from areal_sc.trainer.recovery import SnapshotWriter, load_latest_snapshot
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.sources import PromptSource
@@ -372,10 +377,9 @@ class PPOTrainer:
             self.display.warning(warning)
         actor.share_weights(rollout)
         self._totals.rejected_groups = sum(rollout.account()["rejected"].values())
-        records = read_metrics(self.folder.metrics_path)
-        evaluations.results = [e for e in evaluations_in(records) if e.step <= step]
         self.display.note(f"resumed after step {step}")
         self._log.event("resumed", step=step)
+        evaluations.results = surviving_evaluations(read_metrics(self.folder.metrics_path))
 
 
 def _is_due(version: int, every: int) -> bool:

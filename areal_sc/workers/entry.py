@@ -7,6 +7,7 @@ import logging
 import os
 from typing import Any
 
+from areal_sc import open_files
 from areal_sc.errors import ArealError
 from areal_sc.log import setup_logging
 from areal_sc.workers.spec import WorkerSpec
@@ -23,6 +24,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     spec = WorkerSpec(**spec_dict)
     os.environ.update(spec.environment)
     setup_logging(spec.name)
+    open_files.raise_limit()
     # After the environment is set: torch reads CUDA_VISIBLE_DEVICES when it is first used.
     from transformers.utils.logging import disable_progress_bar
 

@@ -21,6 +21,7 @@ FLOORS = {
     "ids": 0,
     "log": 0,
     "metadata": 0,
+    "open_files": 0,
     "run_folder": 0,
     "config": 0,
     "transport": 1,

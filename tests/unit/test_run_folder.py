@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +113,9 @@ def test_unfinished_run_without_snapshot_starts_again(path: Path) -> None:
         assert not folder.metrics_path.exists()
     kept = sorted(p.relative_to(path).as_posix() for p in path.glob("previous/*/metrics.jsonl"))
     assert kept == ["previous/1/metrics.jsonl", "previous/2/metrics.jsonl"]
+    shutil.rmtree(path / "previous" / "1")
+    run_once(path)
+    assert sorted(entry.name for entry in (path / "previous").iterdir()) == ["2", "3"]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,28 @@ def test_curve_and_evaluations_are_drawn(
     assert not np.array_equal(imread(rising), imread(flat))
 
 
+def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
+    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
+) -> None:
+    def draw(name: str, *, went_back: bool) -> Path:
+        metrics = tmp_path / "same" / f"{name}.jsonl"  # the folder's name is the picture's title
+        metrics.parent.mkdir(exist_ok=True)
+        with MetricsLog(metrics) as log:
+            log.step(make_step(1))
+            if went_back:
+                log.step(make_step(2, reward=9.0))
+                log.evaluation(make_evaluation("periodic", step=2, accuracy=0.9))
+                log.event("resumed", step=1)
+            log.step(make_step(2))
+            log.evaluation(make_evaluation("periodic", step=2, accuracy=0.3))
+        png = tmp_path / f"{name}.png"
+        plot_learning_curve(metrics, png)
+        return png
+
+    straight, resumed = draw("straight", went_back=False), draw("resumed", went_back=True)
+    assert np.array_equal(imread(straight), imread(resumed))
+
+
 def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with MetricsLog(metrics) as log:

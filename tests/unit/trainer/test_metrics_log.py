@@ -12,8 +12,8 @@ from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.metrics_log import (
     MetricsLog,
-    evaluations_in,
     read_metrics,
+    surviving_evaluations,
     surviving_steps,
 )
 
@@ -47,7 +47,7 @@ def test_log_is_read_back(
     assert records[1]["bound"] == "training"
     assert records[1]["generated_tokens_per_s"] == 12_000
     assert surviving_steps(records) == steps
-    assert evaluations_in(records) == [evaluation]
+    assert surviving_evaluations(records) == [evaluation]
 
 
 def test_truncated_last_line_is_left_out_and_cut_off(tmp_path: Path, make_step: MakeStep) -> None:
@@ -106,12 +106,21 @@ def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: Ma
     assert step.accuracy == 0.2
 
 
-def test_steps_repeated_after_a_resume_replace_the_earlier_ones(
-    tmp_path: Path, make_step: MakeStep
+def test_what_a_resumed_run_went_back_behind_is_left_out(
+    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
-        for step, reward in [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 0.5), (4, 0.6), (5, 0.7)]:
+        log.evaluation(make_evaluation("before", step=0))
+        for step, reward in [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]:
             log.step(make_step(step, reward=reward))
-    steps = surviving_steps(read_metrics(path))
-    assert [(s.step, s.reward) for s in steps] == [(1, 0.1), (2, 0.2), (3, 0.5), (4, 0.6), (5, 0.7)]
+            log.evaluation(make_evaluation("periodic", step=step))
+        log.event("resumed", step=2)
+        log.step(make_step(3, reward=0.5))
+        log.evaluation(make_evaluation("periodic", step=3, accuracy=0.7))
+    records = read_metrics(path)
+    steps = surviving_steps(records)
+    assert [(s.step, s.reward) for s in steps] == [(1, 0.1), (2, 0.2), (3, 0.5)]
+    evaluations = surviving_evaluations(records)
+    assert [e.step for e in evaluations] == [0, 1, 2, 3]
+    assert evaluations[-1].accuracy == 0.7
