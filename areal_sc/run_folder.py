@@ -9,33 +9,33 @@
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
     model/           the trained model
     workers/         where each running worker can be reached
+    keys.json        the keys of the running run; its owner's alone
     sources/         how workers build the user's datasets and workflows
     previous/<n>/    what an earlier start left that had no snapshot to go on from
 
-The lock is the kernel's (`flock` on `.lock`), so it ends with its process, however that ends.
-A process forked from the owner without `exec` shares the lock and must not outlive it.
+The lock is the kernel's, so it ends with its process, however that ends: `folder_lock`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
 from areal_sc.config.differences import check_resumable
 from areal_sc.errors import RunFolderError
+from areal_sc.folder_lock import LOCK_NAME, FolderLock
 
 FORMAT_VERSION = 1
 OWNER_ONLY = 0o700
 
-_LOCK = ".lock"
 _MARKER = "run.json"
 _SUBFOLDERS = ("logs", "workers", "checkpoints", "sources")
 _PREVIOUS = "previous"
@@ -62,7 +62,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
-        self._lock_fd: int | None = None
+        self._lock = FolderLock(self.path)
 
     @property
     def config_path(self) -> Path:
@@ -96,6 +96,10 @@ class RunFolder:
     def sources(self) -> Path:
         return self.path / "sources"
 
+    @property
+    def keys_path(self) -> Path:
+        return self.path / "keys.json"
+
     def log_path(self, role: str, index: int) -> Path:
         return self.logs / f"{role}-{index}.log"
 
@@ -119,11 +123,22 @@ class RunFolder:
             resume: `auto` goes on with an unfinished run, else starts one; `never` needs a new or
                 empty folder; `must` needs an unfinished run with a snapshot.
             overwrite: empty the folder first, provided that it is a run's.
-        Raises: RunFolderError: the folder is in no state for it.
+        Raises: RunFolderError: the folder is in no state for it, or cannot be written.
         """
         assert resume in ("auto", "never", "must"), resume
+        try:
+            return self._decide(resume, overwrite=overwrite)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _decide(self, resume: str, *, overwrite: bool) -> Opening:
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"run folder {self.path}: it is a file, not a folder")
+        existing = next(p for p in (self.path, *self.path.parents) if p.exists())
+        if not existing.is_dir():
+            raise RunFolderError(f"run folder {self.path}: {existing} is a file, not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise RunFolderError(f"run folder {self.path}: {existing} cannot be written")
         is_new = not self._entries()
         if not is_new and not self._is_marked():
             raise RunFolderError(
@@ -162,33 +177,47 @@ class RunFolder:
         Raises: RunFolderError: the folder is in use, not writable, in no state for it, or its run
             was begun with settings that cannot change.
         """
-        assert self._lock_fd is None, f"run folder {self.path} is open already"
         self.decide(resume=resume, overwrite=overwrite)  # before anything is created
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
-            self._take_lock()
-        except OSError as error:
-            raise RunFolderError(
-                f"run folder {self.path}: it cannot be used: {error.strerror}"
-            ) from error
-        try:
+        with self._taken():
             opening = self.decide(resume=resume, overwrite=overwrite)  # now that no other can act
-            self._prepare(opening, config_text)
-        except OSError as error:
-            self.close()
-            raise RunFolderError(
-                f"run folder {self.path}: it cannot be written to: {error.strerror}"
-            ) from error
-        except RunFolderError:
-            self.close()
-            raise
+            if opening is Opening.overwrite:
+                self._empty()
+            elif opening is Opening.restart:
+                self._set_aside()
+            elif opening is Opening.resume:
+                for change in check_resumable(self.config_path.read_text(), config_text):
+                    _logger.warning("setting changed since the run began: %s", change)
+            self._mark()
+            self.write_atomic(self.config_path, config_text.encode())
         return opening
+
+    def lock(self) -> None:
+        """Takes the folder for this process, as it is: for a training loop of the user's own.
+
+        Raises: RunFolderError: the folder is in use, not writable, holds a finished run, or other
+            files.
+        """
+        self.decide()
+        with self._taken():
+            self.decide()
+            self._mark()
 
     def close(self) -> None:
         """Gives the folder up; nothing is deleted. Closing again does nothing."""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._lock.release()
+
+    def remove_traces(self) -> None:
+        """Deletes the keys, and where the workers were reached, of a run that has ended.
+
+        By the owner of the folder, or when it has none: otherwise nothing is deleted.
+        """
+        is_owner = self._lock.is_held
+        if not is_owner and not self._lock.take_if_free():
+            return
+        for path in (self.keys_path, *self.workers.glob("*.json")):
+            path.unlink(missing_ok=True)
+        if not is_owner:
+            self.close()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -256,41 +285,40 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
 
-    def _take_lock(self) -> None:
-        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.read(fd, 32).decode(errors="replace").strip()
-            os.close(fd)
-            owner = f"process {pid}" if pid else "another process"
-            raise RunFolderError(
-                f"run folder {self.path}: {owner} is running in it; "
-                "wait for it, stop it, or choose another run_dir"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
-        self._lock_fd = fd
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        """Takes the folder, made if needed, and keeps it unless the block raises.
 
-    def _prepare(self, opening: Opening, config_text: str) -> None:
-        if opening is Opening.overwrite:
-            self._empty()
-        elif opening is Opening.restart:
-            self._set_aside()
-        elif opening is Opening.resume:
-            for change in check_resumable(self.config_path.read_text(), config_text):
-                _logger.warning("setting changed since the run began: %s", change)
+        Raises: RunFolderError: another process has it, or something cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+            self._lock.take()
+            yield
+        except OSError as error:
+            self.close()
+            raise self._unusable(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _mark(self) -> None:
+        """Makes the folder a run's."""
         marker = {"kind": "areal_sc run", "format_version": FORMAT_VERSION}
         self.write_atomic(_MARKER, f"{json.dumps(marker)}\n".encode())
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
-        self.write_atomic(self.config_path, config_text.encode())
+
+    def _unusable(self, error: OSError) -> RunFolderError:
+        return RunFolderError(
+            f"run folder {self.path}: it cannot be used: {error.strerror}; choose another run_dir"
+        )
 
     def _entries(self) -> list[Path]:
         """What lies in the folder, without the lock and a marker cut short by a crash."""
         if not self.path.is_dir():
             return []
-        own = (_LOCK, f".{_MARKER}.")
+        own = (LOCK_NAME, f".{_MARKER}.")
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 
     def _is_marked(self) -> bool:

@@ -13,11 +13,15 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from areal_sc.errors import TransportError, WorkerLost
+from areal_sc import interrupts
+from areal_sc.errors import TransportError, WaitTimeout, WorkerLost
 
 T = TypeVar("T")
 JOIN_TIMEOUT_S = 30.0
 SIGNAL_CHECK_S = 0.5
+CLOSE_TIMEOUT_S = 60.0
+"""So long controllers may take to end their workers; their scheduler kills what is left."""
+
 LOSS_NOTICE_S = 2.0
 """How long after a failed call the loss of the worker that explains it may be noticed."""
 
@@ -68,8 +72,9 @@ class ControlLoop:
                     raise loss
         finally:
             if not outcome.done():
-                self._loop.call_soon_threadsafe(cancel)
-                concurrent.futures.wait([outcome], timeout=JOIN_TIMEOUT_S)
+                with interrupts.deferred():
+                    self._loop.call_soon_threadsafe(cancel)
+                    concurrent.futures.wait([outcome], timeout=JOIN_TIMEOUT_S)
         return outcome.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -156,7 +161,8 @@ class Shell:
 def start(*controllers: Startable) -> Iterator[None]:
     """Starts the workers of all controllers, concurrently, and stops them at the end.
 
-    However the block ends (return, exception, Ctrl-C), every worker is gone afterwards.
+    However the block ends (return, exception, any number of Ctrl-C), every worker is gone
+    afterwards.
 
     Raises: WorkerLost: in place of a TransportError of the block, where the loss explains it: a
         rank that waits for the dead one, say, or a worker that pulls from it.
@@ -165,20 +171,19 @@ def start(*controllers: Startable) -> Iterator[None]:
     try:
         for controller in controllers:
             controller.attach(control_loop)
-        try:
-            control_loop.run(_all([controller.start_async for controller in controllers]))
-            yield
-        except TransportError as error:
-            loss = control_loop.run(_notice_loss(control_loop))
-            if loss is None:
-                raise
-            raise loss from error
-        finally:
-            control_loop.run(_close([controller.close_async for controller in controllers]))
-            for controller in controllers:
-                controller.attach(None)
+        control_loop.run(_all([controller.start_async for controller in controllers]))
+        yield
+    except TransportError as error:
+        loss = control_loop.run(_notice_loss(control_loop))
+        if loss is None:
+            raise
+        raise loss from error
     finally:
-        control_loop.close()
+        with interrupts.deferred(), contextlib.ExitStack() as stack:
+            stack.callback(control_loop.close)
+            for controller in controllers:
+                stack.callback(controller.attach, None)
+            control_loop.run(_close([controller.close_async for controller in controllers]))
 
 
 async def _all(starts: list[Callable[[], Awaitable[None]]]) -> None:
@@ -202,7 +207,11 @@ async def _notice_loss(control_loop: ControlLoop) -> WorkerLost | None:
 
 async def _close(closes: list[Callable[[], Awaitable[None]]]) -> None:
     """Closes all, then raises the first error."""
-    results = await asyncio.gather(*(_run(close) for close in closes), return_exceptions=True)
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            results = await asyncio.gather(*(_run(c) for c in closes), return_exceptions=True)
+    except TimeoutError:
+        raise WaitTimeout(f"the workers did not end within {CLOSE_TIMEOUT_S:g} s") from None
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -20,14 +20,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
+from areal_sc import interrupts, open_files
 from areal_sc.config.checks import resolved_device
 from areal_sc.config.machine import Machine, this_machine
 from areal_sc.config.placement import DevicePlacement
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.ids import random_id
+from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, log_tail
 from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers
 from areal_sc.transport.keys import RunKeys
@@ -37,7 +38,7 @@ from areal_sc.workers.fork_client import (
     start_fork_server,
 )
 from areal_sc.workers.run_memory import memory_root
-from areal_sc.workers.spec import WorkerReport, WorkerSpec, keys_path
+from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,16 @@ class LocalScheduler:
 
     Args:
         config: the `scheduler` section.
+        folder: as in `make_scheduler`.
         new_id: names the run, and incarnations.
         probe: what this machine offers.
+    Raises: RunFolderError: another process runs in the folder, or it cannot be used.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
+        folder: RunFolder | None = None,
         *,
         new_id: Callable[[], str] = random_id,
         probe: Callable[[], Machine] = this_machine,
@@ -78,15 +82,24 @@ class LocalScheduler:
         self._num_devices = probe().num_cuda_devices
         self._placement = DevicePlacement(self._num_devices)
         self._exit_codes: dict[int, int] = {}
-        self._run_dir = Path(config.run_dir).resolve()
-        for folder in ("logs", "workers"):
-            (self._run_dir / folder).mkdir(parents=True, exist_ok=True)
-        self._memory_root = memory_root(config.transport.shared_memory, self._run_dir)
-        self._run_memory = self._open_run_memory()
-        self.keys.write(keys_path(self._run_dir))
-        self._fork_server = self._start_fork_server()
+        open_files.raise_limit()
+        with interrupts.deferred(), ExitStack() as undo:
+            if folder is None:
+                folder = RunFolder(config.run_dir)
+                folder.lock()
+                undo.callback(folder.close)
+            self._run_dir = folder.path
+            folder.remove_traces()  # of a run that was killed
+            undo.callback(folder.remove_traces)
+            self._memory_root = memory_root(config.transport.shared_memory, self._run_dir)
+            run_memory = self._open_run_memory()
+            undo.callback(run_memory.remove)
+            self.keys.write(folder.keys_path)
+            self._fork_server = self._start_fork_server()
+            undo.callback(self._fork_server.shutdown, config.shutdown_timeout_s)
+            self._undo = undo.pop_all()
         # A script that ends without `close` does not leave the server to its orphan timeout.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     async def launch(self, request: LaunchRequest) -> RunningWorker:
         spec = self._spec(request)
@@ -130,10 +143,13 @@ class LocalScheduler:
 
     def close(self) -> None:
         """Ends the fork server, and with it every worker that is left."""
-        atexit.unregister(self.close)
-        self._fork_server.shutdown(self.config.shutdown_timeout_s)
-        keys_path(self._run_dir).unlink(missing_ok=True)
-        self._run_memory.remove()
+        with interrupts.deferred():
+            self._undo.close()
+            atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        with interrupts.deferred(are_dropped=True):
+            self.close()
 
     def _open_run_memory(self) -> ArenaFolder:
         """The run's folder on this node; those of runs that were killed are deleted."""
@@ -146,6 +162,7 @@ class LocalScheduler:
             preload=() if self._num_devices else PRELOAD,
             orphan_timeout_s=self.config.orphan_timeout_s,
             log_path=self._run_dir / "logs" / "fork_server.log",
+            leftovers_of=(self._run_dir, self._memory_root),
             env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
             timeout_s=self.config.startup_timeout_s,
         )

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from areal_sc import open_files
+from areal_sc import interrupts, open_files
 from areal_sc.errors import (
     ArealError,
     CheckpointError,
@@ -90,7 +90,8 @@ def run_script(
     except BaseException as error:  # the boundary of the process
         if arrived == [signal.SIGHUP] and isinstance(error, OSError) and error.errno == errno.EIO:
             error = Terminated(signal.SIGHUP)  # the display wrote to a terminal that is gone
-        return report_failure(error, console, run_dir=_folder_of_log())
+        with interrupts.deferred(are_dropped=True):  # the script is ending already
+            return report_failure(error, console, run_dir=_folder_of_log())
     return 0
 
 

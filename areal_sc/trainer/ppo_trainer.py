@@ -130,7 +130,7 @@ class PPOTrainer:
             setup_logging("controller", self.folder.logs / "controller.log")
             for warning in warnings:
                 logger.warning("%s", warning)
-            self.scheduler = make_scheduler(self.config.scheduler)
+            self.scheduler = make_scheduler(self.config.scheduler, self.folder)
             stack.callback(self.scheduler.close)
             self.display = stack.enter_context(
                 make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)

@@ -239,6 +239,7 @@ def start_fork_server(
     env: Mapping[str, str] | None = None,
     *,
     entries: Mapping[str, str] = ENTRIES,
+    leftovers_of: tuple[Path, Path] | None = None,
     timeout_s: float = 60.0,
 ) -> ForkServerClient:
     """Starts a server in a session of its own and returns at once, while it still preloads.
@@ -253,6 +254,8 @@ def start_fork_server(
         log_path: the server's log, appended to.
         env: its environment; None passes on that of this process.
         entries: what children may run.
+        leftovers_of: run folder, and root of its shared memory, that the server cleans up at its
+            end, where nobody else does.
     """
     environment = _with_package(os.environ if env is None else env)
     with (
@@ -269,6 +272,7 @@ def start_fork_server(
                 *("--orphan-timeout", str(orphan_timeout_s)),
                 *("--preload", *preload),
                 *("--entry", *(f"{name}={target}" for name, target in entries.items())),
+                *(("--leftovers-of", *map(str, leftovers_of)) if leftovers_of else ()),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,

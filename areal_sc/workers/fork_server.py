@@ -31,11 +31,15 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgpack
 
+from areal_sc.errors import ArealError
 from areal_sc.log import setup_logging
+from areal_sc.run_folder import RunFolder
+from areal_sc.transport.arena.folder import clean_leftovers
 from areal_sc.workers.forked_child import die_with_parent, run_child
 
 log = logging.getLogger(__name__)
@@ -318,6 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--orphan-timeout", type=float, required=True, metavar="SECONDS")
     parser.add_argument("--preload", nargs="*", default=[], metavar="MODULE")
     parser.add_argument("--entry", nargs="*", default=[], metavar="NAME=MODULE:FUNCTION")
+    parser.add_argument("--leftovers-of", nargs=2, type=Path, metavar=("RUN_DIR", "MEMORY_ROOT"))
     arguments = parser.parse_args(argv)
     setup_logging("fork-server")
     listening = socket.socket(fileno=arguments.listen_fd)
@@ -336,7 +341,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     ForkServer(
         listening=listening, orphan_timeout_s=arguments.orphan_timeout, entries=entries
     ).serve()
+    if arguments.leftovers_of:
+        _remove_leftovers(*arguments.leftovers_of)
     return 0
+
+
+def _remove_leftovers(run_dir: Path, memory_root: Path) -> None:
+    """What a killed script could not delete; while it lives, or another runs, it is theirs."""
+    try:
+        RunFolder(run_dir).remove_traces()
+        clean_leftovers(memory_root)
+    except (OSError, ArealError) as error:
+        log.warning("not all was deleted that the run left: %s", error)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_sc.run_folder import RunFolder
+
 
 @dataclass(frozen=True)
 class WorkerSpec:
@@ -66,7 +68,7 @@ class WorkerSpec:
 
 def keys_path(run_dir: Path) -> Path:
     """The file of a run's keys; readable by its owner alone."""
-    return run_dir / "keys.json"
+    return RunFolder(run_dir).keys_path
 
 
 @dataclass(frozen=True)

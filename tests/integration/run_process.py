@@ -58,6 +58,10 @@ class RunProcess:
         return self._process.pid
 
     @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def output(self) -> str:
         return self._output_path.read_text(errors="replace")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -48,13 +49,16 @@ def test_orphans_of_a_killed_script_end_by_themselves(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     """Also while they are computing; bounded by the orphan timeout of 6 s."""
-    with tiny_run(tmp_path / "run", tiny_model_folder, ENDLESS) as run:
+    memory = tmp_path / "memory"
+    shared = f"transport.shared_memory={memory}"
+    with tiny_run(tmp_path / "run", tiny_model_folder, ENDLESS, shared) as run:
         run.wait_for_step(2)
         before = run.processes()
         assert len(before) >= 5  # script, fork server, two workers, and the rewards' own server
         run.send(signal.SIGKILL)
         run.wait()
         run.wait_until_gone(30.0)
+    assert_no_trace(run.run_dir, memory)
 
 
 def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
@@ -114,6 +118,43 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
             assert run.output.rstrip().endswith(word), run.output
             assert "Traceback" not in run.output
             run.wait_until_gone(5.0)
+
+
+def test_any_number_of_ctrl_c_leaves_nothing(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """Of a loop of the user's own, and of PPOTrainer's; meanwhile no second loop gets in."""
+    own, trainer = SCRIPTS / "own_loop.py", SCRIPTS / "tiny_run.py"
+    with ExitStack() as stack:
+        for script in (own, trainer):
+            memory = tmp_path / f"{script.stem}_memory"
+            settings = (ENDLESS, f"transport.shared_memory={memory}")
+            run_dir = tmp_path / script.stem
+            run = stack.enter_context(
+                tiny_run(run_dir, tiny_model_folder, *settings, script=script)
+            )
+            run.wait_until(lambda run=run: "step=1" in run.output or run.steps(), "a step")
+            keys = (run_dir / "keys.json").read_text()
+            second = stack.enter_context(
+                tiny_run(run_dir, tiny_model_folder, *settings, script=own)
+            )
+            assert second.wait() == 3, second.story()
+            assert f"process {run.pid} is running in it" in second.output
+            assert (run_dir / "keys.json").read_text() == keys
+            while run.is_running:
+                run.send_to_foreground(signal.SIGINT)
+                time.sleep(0.02)
+            assert run.wait() in (130, -signal.SIGINT), run.story()
+            run.wait_until_gone(5.0)
+            assert_no_trace(run_dir, memory)
+        looking = stack.enter_context(
+            tiny_run(tmp_path / own.stem, tiny_model_folder, "--dry-run", script=own)
+        )
+        looking.finish()
+
+
+def assert_no_trace(run_dir: Path, memory: Path) -> None:
+    assert not (run_dir / "keys.json").exists()
+    assert list((run_dir / "workers").iterdir()) == []
+    assert list(memory.iterdir()) == []
 
 
 def test_ctrl_c_while_the_workers_are_being_started(

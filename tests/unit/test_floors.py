@@ -18,7 +18,9 @@ PACKAGE = Path(areal_sc.__file__).parent
 FLOORS = {
     "batch_wire": 0,
     "errors": 0,
+    "folder_lock": 0,
     "ids": 0,
+    "interrupts": 0,
     "log": 0,
     "metadata": 0,
     "open_files": 0,

@@ -182,7 +182,7 @@ def test_path_is_a_file(path: Path) -> None:
 
 def test_parent_is_a_file(path: Path) -> None:
     path.parent.touch()
-    with pytest.raises(RunFolderError, match="it cannot be used: "):
+    with pytest.raises(RunFolderError, match="is a file, not a folder"):
         RunFolder(path).open(config_text=CONFIG)
 
 
@@ -230,7 +230,7 @@ def test_interrupted_overwrite_can_be_repeated(path: Path, monkeypatch: pytest.M
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("areal_sc.run_folder.shutil.rmtree", fail)
-    with pytest.raises(RunFolderError, match="cannot be written to: Input/output error"):
+    with pytest.raises(RunFolderError, match="cannot be used: Input/output error"):
         RunFolder(path).open(config_text=CONFIG, overwrite=True)
     monkeypatch.undo()
     with RunFolder(path) as folder:

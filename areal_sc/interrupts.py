@@ -1,0 +1,45 @@
+"""Clean-up that Ctrl-C, and the other signals that end a run, cannot cut short."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def deferred(*, are_dropped: bool = False) -> Iterator[None]:
+    """Holds back the signals that would raise in this thread; what the block does is bounded.
+
+    One that arrived takes effect after the block, unless a KeyboardInterrupt is on its way already:
+    then the script is ending, and the signal asks for nothing else.
+
+    Args:
+        are_dropped: it takes no effect in any case.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals raise in the main thread alone
+        return
+    has_effect = not are_dropped and not isinstance(sys.exception(), KeyboardInterrupt)
+    arrived: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    # what is ignored, or ends the process without a word, stays as it is
+    before = {n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))}
+    for number in before:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if arrived and has_effect:
+            signal.raise_signal(arrived[0])

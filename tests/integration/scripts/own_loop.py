@@ -1,0 +1,40 @@
+"""The training loop in the user's own script, as the README shows it; says each step."""
+
+from __future__ import annotations
+
+import sys
+
+from tiny_run import letter_prompts, partial
+
+from areal_sc import (
+    FSDPPPOActor,
+    GRPOConfig,
+    RolloutController,
+    SingleTurnWorkflow,
+    TrainController,
+    load_config,
+    make_generator,
+    make_scheduler,
+    run_script,
+    start,
+)
+
+
+def main(argv: list[str]) -> None:
+    config = load_config(argv, GRPOConfig)
+    scheduler = make_scheduler(config.scheduler)
+    actor = TrainController(FSDPPPOActor(config.actor), scheduler)
+    rollout = RolloutController(make_generator(config.rollout), scheduler)
+    prompts, workflow = letter_prompts(64, seed=0), SingleTurnWorkflow(partial)
+    with start(actor, rollout):
+        for step in range(actor.version, config.total_steps):
+            batch = rollout.prepare_batch(prompts, workflow)
+            batch = actor.compute_proximal_logprobs(batch)
+            batch = actor.compute_advantages(batch)
+            actor.ppo_update(batch)
+            actor.publish_weights(rollout)
+            print(f"step={step + 1}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))
