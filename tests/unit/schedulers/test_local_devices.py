@@ -12,7 +12,7 @@ import pytest
 
 from areal_sc.config.machine import Machine
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.errors import ConfigError, WorkerStartError
+from areal_sc.errors import ConfigError, RunFolderError, WorkerStartError
 from areal_sc.schedulers import local
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.schedulers.local import LocalScheduler
@@ -149,3 +149,9 @@ async def test_a_worker_that_does_not_report_is_ended_and_gives_its_device_back(
             await machine.launch("train", 0)
     assert killed == [77]
     assert await machine.devices("train", 1) == "0", "the one that failed has none"
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match=r"/file is a file, not a folder"):
+        LocalScheduler(SchedulerConfig(run_dir=str(tmp_path / "file" / "run")))
