@@ -188,8 +188,9 @@ class PPOTrainer:
             evaluation_workflow or workflow,
             self._show_evaluation,
         )
-        rollout.register(prompts, workflow)  # what is wrong ends the run before a worker is started
-        evaluations.register()
+        with self.display.phase("datasets"):  # what is wrong ends the run before a worker starts
+            rollout.register(prompts, workflow)
+            evaluations.register()
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 stack.enter_context(start(actor, rollout))
