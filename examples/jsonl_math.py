@@ -10,6 +10,10 @@ evaluation.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from omegaconf import MISSING
 
 from areal_sc import (
     GRPOConfig,
@@ -22,28 +26,44 @@ from areal_sc import (
 from areal_sc.errors import ConfigError
 from areal_sc.workflows.math_reward import check_answers, exact_match, numeric_match
 
-REWARDS = {"exact": exact_match, "numeric": numeric_match}
+
+class Reward(StrEnum):
+    exact = "exact"
+    numeric = "numeric"
+
+
+REWARDS = {Reward.exact: exact_match, Reward.numeric: numeric_match}
+
+
+@dataclass
+class Task:
+    """The script's own settings: the `task` section of the YAML."""
+
+    dataset: str = MISSING
+    reward: Reward = MISSING
+    num_held_out: int = 16
+    use_chat_template: bool = True
+
+
+@dataclass
+class Config(GRPOConfig):
+    task: Task = field(default_factory=Task)  # type: ignore[assignment]  # in place of a dict
 
 
 def main(argv: list[str]) -> None:
-    config = load_config(argv, GRPOConfig)
+    config = load_config(argv, Config)
     task = config.task
-    if task["reward"] not in REWARDS:
-        raise ConfigError(f"task.reward: expected one of {list(REWARDS)}, got {task['reward']!r}")
-    rows = JsonlPrompts(task["dataset"])
-    if task["reward"] == "numeric":
+    rows = JsonlPrompts(task.dataset)
+    if task.reward is Reward.numeric:
         check_answers(rows[index] for index in range(len(rows)))
-    num_train = len(rows) - task["num_held_out"]
-    if num_train < 1:
+    num_train = len(rows) - task.num_held_out
+    if not 0 < num_train <= len(rows):
         raise ConfigError(
-            f"task.num_held_out: expected less than the {len(rows)} rows of {task['dataset']}, "
-            f"got {task['num_held_out']}"
+            f"task.num_held_out: expected 0 to {len(rows) - 1} with the {len(rows)} rows of "
+            f"{task.dataset}, got {task.num_held_out}"
         )
-    workflow = SingleTurnWorkflow(
-        REWARDS[task["reward"]], use_chat_template=task["use_chat_template"]
-    )
     PPOTrainer(config).fit(
-        workflow,
+        SingleTurnWorkflow(REWARDS[task.reward], use_chat_template=task.use_chat_template),
         [rows[index] for index in range(num_train)],
         evaluation_prompts=[rows[index] for index in range(num_train, len(rows))] or None,
     )

@@ -9,6 +9,7 @@ when it is not there yet. Reinforcement learning does the rest.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from letter_sort_task import (
@@ -31,13 +32,46 @@ HELD_OUT_SEED = 1_000_003
 """Added to the run's seed: evaluation prompts are others than those trained on."""
 
 
-def warm_start(config: GRPOConfig, trainer: PPOTrainer) -> None:
+@dataclass
+class WarmStartTask:
+    """How the model is made that reinforcement learning starts from."""
+
+    rebuild: bool = False
+    steps: int = 600
+    batch_size: int = 32
+    lr: float = 4e-3
+    hidden_size: int = 96
+    num_layers: int = 3
+    ffn_size: int = 256
+
+
+@dataclass
+class Task:
+    """The script's own settings: the `task` section of the YAML."""
+
+    max_letters: int = 26
+    median_letters: float = 7
+    sigma_letters: float = 0.6
+    shuffle_rewards: bool = False
+    warm_start: WarmStartTask = field(default_factory=WarmStartTask)
+
+
+@dataclass
+class Config(GRPOConfig):
+    task: Task = field(default_factory=Task)  # type: ignore[assignment]  # in place of a dict
+
+
+def warm_start(config: Config, trainer: PPOTrainer) -> None:
     """Imitates the demonstrations, unless that model is there already."""
-    task = config.task["warm_start"]
-    if (Path(config.actor.path) / "config.json").is_file() and not task["rebuild"]:
+    task = config.task.warm_start
+    if (Path(config.actor.path) / "config.json").is_file() and not task.rebuild:
         return
-    sizes = {name: task[name] for name in ("hidden_size", "num_layers", "ffn_size")}
-    recipe = WarmStart(task["steps"], task["batch_size"], task["lr"], sizes)
+    sizes = {
+        "hidden_size": task.hidden_size,
+        "num_layers": task.num_layers,
+        "ffn_size": task.ffn_size,
+    }
+    recipe = WarmStart(task.steps, task.batch_size, task.lr, sizes)
     with trainer.display.phase("warm start", recipe.num_steps, "steps") as phase:
 
         def show(step: int, loss: float) -> None:
@@ -50,9 +84,14 @@ def warm_start(config: GRPOConfig, trainer: PPOTrainer) -> None:
 
 
 def main(argv: list[str]) -> None:
-    config = load_config(argv, GRPOConfig)
-    shape = {name: config.task[name] for name in ("max_letters", "median_letters", "sigma_letters")}
-    reward = shuffled_reward if config.task["shuffle_rewards"] else letter_sort_reward
+    config = load_config(argv, Config, makes_model=True)
+    task = config.task
+    shape = {
+        "max_letters": task.max_letters,
+        "median_letters": task.median_letters,
+        "sigma_letters": task.sigma_letters,
+    }
+    reward = shuffled_reward if task.shuffle_rewards else letter_sort_reward
     with PPOTrainer(config) as trainer:
         warm_start(config, trainer)
         trainer.fit(

@@ -12,7 +12,7 @@ from omegaconf import MISSING
 
 from areal_sc.config.keys import value_at
 from areal_sc.config.machine import count_cuda_devices, interface_names, why_not_listen
-from areal_sc.config.model_folder import read_model_shape
+from areal_sc.config.model_folder import check_model_folder, read_model_shape
 from areal_sc.config.ranges import check_ranges
 from areal_sc.config.schema import (
     ClipCenter,
@@ -59,6 +59,15 @@ def check_config(
     _check_weight_update(config)
     _check_devices(config, count_devices)
     return [*_distribution_warnings(config), *_effect_warnings(config), *_rank_warnings(config)]
+
+
+def check_models(config: GRPOConfig) -> None:
+    """Checks, in milliseconds, that the models that the workers load are there.
+
+    Raises: ModelError: a folder holds none that can be used.
+    """
+    for path in dict.fromkeys((config.actor.path, config.rollout.path)):
+        check_model_folder(path)
 
 
 def resolved_device(device: Device, num_cuda_devices: int) -> Device:

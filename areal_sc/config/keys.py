@@ -44,6 +44,11 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
+def is_choice(annotation: Any) -> bool:
+    """Whether the setting is one of a few words."""
+    return isinstance(annotation, type) and issubclass(annotation, Enum)
+
+
 def is_free_form(key: str, keys: Mapping[str, Any]) -> bool:
     """Whether `key` lies in a mapping whose keys the schema does not name, such as `task`."""
     parts = key.split(".")
@@ -75,7 +80,7 @@ def expected(annotation: Any) -> str:
     """What a setting of this type may be, for an error message."""
     if annotation in _TYPE_NAMES:
         return _TYPE_NAMES[annotation]
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
+    if is_choice(annotation):
         return "one of " + ", ".join(annotation.__members__)
     if is_section(annotation):
         names = ", ".join(field.name for field in fields(annotation))

@@ -28,8 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_sc.config import explain
 from areal_sc.config.arguments import parse_arguments
-from areal_sc.config.checks import check_config
-from areal_sc.config.keys import is_free_form, is_section, known_keys
+from areal_sc.config.checks import check_config, check_models
+from areal_sc.config.keys import expected, is_choice, is_free_form, is_section, known_keys
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.plan import plan
 from areal_sc.config.schema import GRPOConfig
@@ -53,18 +53,24 @@ _logger = logging.getLogger(__name__)
 
 
 def load_config(
-    argv: Sequence[str], schema: type[T], *, count_devices: Callable[[], int] = count_cuda_devices
+    argv: Sequence[str],
+    schema: type[T],
+    *,
+    makes_model: bool = False,
+    count_devices: Callable[[], int] = count_cuda_devices,
 ) -> T:
     """Composes, checks and returns the configuration that a command line names.
 
     Args:
         argv: `--config x.yaml key=value ...`, without the program's name.
         schema: `GRPOConfig`, or a dataclass that derives from it.
+        makes_model: the script itself makes the model at `actor.path`, if it is not there yet.
         count_devices: number of CUDA devices of this machine; asked only when it matters.
     Returns: an instance of `schema` in which every `${...}` is replaced by its value.
     Raises:
         ConfigError: anything that is wrong with the command line, the files or the settings.
         RunFolderError: `--dry-run`, and the run folder is in no state for a run.
+        ModelError: `--dry-run`, and there is no model.
         SystemExit: `--help`, `--print-config` or `--dry-run`, after it has been shown.
     """
     arguments = parse_arguments(argv, _describe_settings(schema))
@@ -76,6 +82,8 @@ def load_config(
         for warning in check_config(config, count_devices):
             _logger.warning("%s", warning)
         if arguments.dry_run:
+            if not makes_model:
+                check_models(config)
             sys.stdout.write("\n".join(_dry_run(config)) + "\n")
             raise SystemExit(0)
     return config
@@ -117,7 +125,7 @@ def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T])
         ) as error:
             raise explain.refused_composition(error, config_path, parsed, keys) from None
     _require_known_keys(composed, config_path, parsed, keys)
-    _require_all_set(composed, config_path)
+    _require_all_set(composed, config_path, keys)
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -216,11 +224,13 @@ def _require_known_keys(
             raise explain.unknown_key(str(config_path), str(name), keys)
 
 
-def _require_all_set(composed: DictConfig, source: Path) -> None:
+def _require_all_set(composed: DictConfig, source: Path, keys: Mapping[str, Any]) -> None:
     missing = list(_missing_keys(composed))
     if missing:
+        first = keys.get(missing[0])
+        choices = f" ({expected(first)})" if is_choice(first) else ""
         raise ConfigError(
-            f"{source}: no value for {', '.join(missing)}; "
+            f"{source}: no value for {', '.join(missing)}{choices}; "
             f"set it in the YAML or on the command line ({missing[0]}=...)"
         )
 

@@ -162,6 +162,7 @@ class RolloutController(Shell):
             `total_steps` are trained. TooManyRejections: most rows are rejected. WorkerLost: a
             worker died. WaitTimeout: no group ended for longer than a group may take.
         """
+        await self._sources.register_prompts_async(prompts)
         source = self.register(prompts, workflow)
         self._outside.forget()
         return await self.groups.next_batch(source)
@@ -178,6 +179,7 @@ class RolloutController(Shell):
         Raises: WorkflowError: every group was rejected. WorkerLost: a worker died. WaitTimeout:
             the stores have no room for so many groups.
         """
+        await self._sources.register_prompts_async(prompts)
         source = self.register(prompts, workflow)
         self._outside.forget()
         num_groups = source.num_prompts if num_groups is None else num_groups
@@ -202,6 +204,7 @@ class RolloutController(Shell):
             num_prompts: None: all.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
         """
+        await self._sources.register_prompts_async(prompts)
         source = self.register(prompts, workflow)
         num_prompts = min(num_prompts or source.num_prompts, source.num_prompts)
         return await self._outside.evaluate(source, num_prompts, temperature)
@@ -215,6 +218,7 @@ class RolloutController(Shell):
         temperature: float | None = None,
     ) -> Future[EvaluationOutcome]:
         """`evaluate` beside training: returns at once; the result is in the future."""
+        self.register(prompts, workflow)
         return self._submit(
             self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )
@@ -320,12 +324,15 @@ class RolloutController(Shell):
             config.sglang = sglang_of_worker(config.sglang, index, config.num_workers)
         return config
 
+    # What has to be copied is so in the calling thread, where Ctrl-C ends it.
     def prepare_batch(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
+        self.register(prompts, workflow)
         return self._run(self.prepare_batch_async(prompts, workflow))
 
     def rollout_batch(
         self, prompts: PromptSource, workflow: Workflow, num_groups: int | None = None
     ) -> BatchMetadata:
+        self.register(prompts, workflow)
         return self._run(self.rollout_batch_async(prompts, workflow, num_groups))
 
     def evaluate(
@@ -336,6 +343,7 @@ class RolloutController(Shell):
         num_prompts: int | None = None,
         temperature: float | None = None,
     ) -> EvaluationOutcome:
+        self.register(prompts, workflow)
         return self._run(
             self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )

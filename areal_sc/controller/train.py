@@ -217,7 +217,7 @@ class TrainController(Shell):
         The workers read the rows; only their numbers travel. There is nothing to publish, so the
         version advances at once.
         """
-        dataset = self._sources.register_prompts(prompts)
+        dataset = await self._sources.register_prompts_async(prompts)
         version, num_workers = self.version, self.config.num_workers
         replies = await self._call_all(
             "sft_update",
@@ -302,6 +302,7 @@ class TrainController(Shell):
         return self._run(self.ppo_update_async(batch))
 
     def sft_update(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
+        self._sources.register_prompts(prompts)  # what has to be copied, where Ctrl-C ends it
         return self._run(self.sft_update_async(prompts, indices))
 
     def publish_weights(self, rollout: WeightsReceiver) -> None:

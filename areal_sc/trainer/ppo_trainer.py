@@ -23,9 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from areal_sc.config.checks import check_config
+from areal_sc.config.checks import check_config, check_models
 from areal_sc.config.loader import config_text
-from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.evaluation import EvaluationOutcome
@@ -182,7 +181,7 @@ class PPOTrainer:
                     evaluation_prompts=evaluation_prompts,
                     evaluation_workflow=evaluation_workflow,
                 )
-        check_model_folder(self.config.actor.path)  # before any worker is started
+        check_models(self.config)  # before any worker is started
         actor = TrainController(FSDPPPOActor(self.config.actor), self.scheduler)
         rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
         evaluations = Evaluations(
@@ -192,8 +191,9 @@ class PPOTrainer:
             evaluation_workflow or workflow,
             self._show_evaluation,
         )
-        rollout.register(prompts, workflow)  # what is wrong ends the run before a worker is started
-        evaluations.register()
+        with self.display.phase("datasets"):  # what is wrong ends the run before a worker starts
+            rollout.register(prompts, workflow)
+            evaluations.register()
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 stack.enter_context(start(actor, rollout))

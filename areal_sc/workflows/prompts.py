@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Prompts
 
+MAX_COPIED_ROWS: Final = 1_000_000
+"""Every worker holds a copied dataset in memory, about a kilobyte a row."""
+
+PROGRESS_INTERVAL_S: Final = 5.0
+
 _FEISTEL_ROUNDS = 6
+
+logger = logging.getLogger(__name__)
 
 
 class JsonlPrompts(Prompts):
@@ -40,27 +50,67 @@ class JsonlPrompts(Prompts):
 
 
 def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts:
-    """Writes a script's own list of prompts where workers can read it.
+    """Copies a list of prompts, or a small dataset, to where workers can read it.
 
-    Raises: WorkflowError: the list is empty, or a row is not a dict of JSON values.
+    Blocks, and tells of it where it takes long: not to be called on an event loop.
+
+    Raises: WorkflowError: it is empty, has more than `MAX_COPIED_ROWS` rows, or one of them is not
+        a dict of JSON values.
     """
-    if not rows:
+    num_rows, kind = _length_of(rows), type(rows).__name__
+    if num_rows == 0:
         raise WorkflowError("the dataset is empty: expected at least 1 prompt, got 0")
-    lines = []
-    for index, row in enumerate(rows):
-        try:
-            if not isinstance(row, Mapping):
-                raise TypeError(f"a {type(row).__name__} is no dict")
-            lines.append(json.dumps(dict(row), ensure_ascii=False))
-        except (TypeError, ValueError) as error:
-            raise WorkflowError(
-                f"prompt {index} of the list cannot be written as JSON: {error}; "
-                'expected a dict such as {"prompt": "...", "answer": "..."}'
-            ) from error
+    if num_rows > MAX_COPIED_ROWS:
+        raise WorkflowError(
+            f"the dataset ({kind}) has {num_rows:,} rows: expected at most {MAX_COPIED_ROWS:,} of "
+            "what has to be copied to workers row by row; let its class derive from "
+            "areal_sc.Prompts, so that workers make it again from its constructor's arguments, or "
+            "give areal_sc.JsonlPrompts(path)"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    tell_at = time.monotonic() + PROGRESS_INTERVAL_S
     # surrogates: half of a pair may stand in text that was cut, and JSON can say so
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
+    with partial.open("w", encoding="utf-8", errors="surrogatepass") as file, ExitStack() as undo:
+        undo.callback(partial.unlink)
+        iterator = iter(rows)
+        for index in range(num_rows):  # not all have an end of their own
+            file.write(_json_line(iterator, index, kind))
+            if time.monotonic() > tell_at:
+                logger.warning("copying the dataset (%s): row %d of %d", kind, index + 1, num_rows)
+                tell_at = time.monotonic() + PROGRESS_INTERVAL_S
+        undo.pop_all()
+    partial.rename(path)
     return JsonlPrompts(path)
+
+
+def _length_of(rows: Any) -> int:
+    try:
+        return len(rows)
+    except TypeError:
+        raise WorkflowError(
+            f"the dataset is a {type(rows).__name__} without a length: expected a list of dicts, "
+            "an instance of a class that derives from areal_sc.Prompts, or "
+            "areal_sc.JsonlPrompts(path)"
+        ) from None
+
+
+def _json_line(rows: Iterator[Any], index: int, kind: str) -> str:
+    try:
+        row = next(rows)
+    except Exception as error:  # the user's code
+        raise WorkflowError(
+            f"row {index} of the dataset ({kind}) cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    try:
+        if not isinstance(row, Mapping):
+            raise TypeError(f"a {type(row).__name__} is no dict")
+        return json.dumps(dict(row), ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise WorkflowError(
+            f"prompt {index} of the dataset ({kind}) cannot be written as JSON: {error}; "
+            'expected a dict such as {"prompt": "...", "answer": "..."}'
+        ) from error
 
 
 def prompt_at(position: int, length: int, seed: int) -> int:

@@ -6,6 +6,7 @@ a socket; what arrives is the file's number.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,10 +44,20 @@ class SourceRegistry:
             )
         return self._register(workflow)
 
-    def register_prompts(self, prompts: PromptSource) -> int:
-        """Number of the dataset; a list of dicts is first written to the run folder.
+    async def register_prompts_async(self, prompts: PromptSource) -> int:
+        """`register_prompts`; what has to be copied is, in a thread, so that the loop goes on.
 
-        Raises: WorkflowError: it is empty, or cannot be built again in a worker.
+        Raises: as `register_prompts`.
+        """
+        if isinstance(prompts, Prompts) or id(prompts) in self._numbers:
+            return self.register_prompts(prompts)
+        return await asyncio.to_thread(self.register_prompts, prompts)
+
+    def register_prompts(self, prompts: PromptSource) -> int:
+        """Number of the dataset; what is no `Prompts` is first copied to the run folder.
+
+        Raises: WorkflowError: it is empty, too large to be copied, or cannot be built again in a
+            worker.
         """
         known = self._numbers.get(id(prompts))
         if known is not None:

@@ -327,3 +327,42 @@ def test_snapshots_are_whole_and_in_order(path: Path) -> None:
         (folder.checkpoints / "step-000004.partial").mkdir()
         (folder.checkpoints / "step-000005").touch()
         assert folder.snapshots() == [folder.snapshot_path(step) for step in (3, 20, 1000000)]
+
+
+def test_a_loop_of_ones_own_takes_the_folder_as_it_is(path: Path) -> None:
+    for _ in range(2):  # the second time it finds what the first one left
+        with RunFolder(path) as folder:
+            folder.lock()
+            (path / "logs" / "train-0.log").touch()
+            with pytest.raises(RunFolderError, match=f"process {os.getpid()} is running in it"):
+                RunFolder(path).lock()
+    assert RunFolder(path).decide() is Opening.restart
+    assert (path / "logs" / "train-0.log").exists()
+
+
+def test_a_loop_of_ones_own_leaves_other_folders_alone(path: Path) -> None:
+    run_once(path, finish=True)
+    with pytest.raises(RunFolderError, match="its run is finished"):
+        RunFolder(path).lock()
+    (path.parent / "thesis.tex").touch()
+    with pytest.raises(RunFolderError, match=r"other files in it \(one, thesis\.tex\)"):
+        RunFolder(path.parent).lock()
+
+
+def test_traces_of_a_run_stay_while_another_process_has_the_folder(path: Path) -> None:
+    run_once(path)
+    traces = [path / "keys.json", path / "workers" / "train-0.json"]
+    for trace in traces:
+        trace.touch()
+    with lock_holder(path) as holder:
+        (path / "workers").mkdir(exist_ok=True)
+        for trace in traces:  # the new owner has set the old ones aside
+            trace.touch()
+        RunFolder(path).remove_traces()
+        assert all(trace.exists() for trace in traces)
+        holder.kill()
+        holder.wait()
+    RunFolder(path).remove_traces()
+    assert not any(trace.exists() for trace in traces)
+    with RunFolder(path) as folder:
+        folder.lock()  # nobody has kept it

@@ -7,6 +7,7 @@ scheduler still does anything can be seen here when it does not answer.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ _PROC = Path("/proc")
 _SCHEDULER_TITLE = "scheduler"
 _STOPPED_STATES = ("T", "t")  # by a signal, by a debugger
 _ENDED_STATES = ("Z", "X")
+_LOADS_FILE = re.compile(r" (/dev/shm/sglang_loads_\S+\.shm)$", re.MULTILINE)
+"""By which a server's processes tell each other how busy they are."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,21 @@ def session_members(session: int) -> list[int]:
 def find_schedulers(session: int) -> list[int]:
     """The members of a server's session that compute; SGLang gives them that title."""
     return [pid for pid in session_members(session) if _SCHEDULER_TITLE in _title(pid)]
+
+
+def shared_files(session: int) -> set[Path]:
+    """Files in shared memory that a server's processes map, and leave when they are killed.
+
+    Their names are random, one a server, so no other server has them.
+    """
+    found = set()
+    for pid in session_members(session):
+        try:
+            maps = (_PROC / str(pid) / "maps").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        found |= {Path(name) for name in _LOADS_FILE.findall(maps)}
+    return found
 
 
 def kill_session(session: int) -> None:

@@ -26,7 +26,7 @@ from areal_sc.config.schema import RolloutConfig, SGLangConfig
 from areal_sc.config.sglang_arguments import ServerPlace, server_arguments, server_environment
 from areal_sc.engines.sglang import launcher
 from areal_sc.engines.sglang.client import SGLangClient
-from areal_sc.engines.sglang.processes import find_schedulers, kill_session
+from areal_sc.engines.sglang.processes import find_schedulers, kill_session, shared_files
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class SGLangServer:
         self.pid = process.pid
         self.schedulers: list[int] = []
         self._process = process
+        self._shared_files: set[Path] = set()
         self._stop_timeout_s = stop_timeout_s
 
     @classmethod
@@ -131,6 +132,7 @@ class SGLangServer:
                 await asyncio.sleep(_READY_POLL_S)
             else:
                 self.schedulers = find_schedulers(self.pid)
+                self._shared_files = shared_files(self.pid)
                 return
         raise self._start_error(f"ended with exit code {self.exit_code} before it was ready")
 
@@ -150,9 +152,15 @@ class SGLangServer:
         await self.kill()
 
     async def kill(self) -> None:
-        """Kills the whole session; returns when its leader is reaped."""
+        """Kills the whole session, and deletes what is left of it in shared memory.
+
+        Returns when its leader is reaped.
+        """
+        left = self._shared_files | shared_files(self.pid)
         kill_session(self.pid)
         await self._process.wait()
+        for path in left:
+            path.unlink(missing_ok=True)
 
     def log_tail(self) -> list[str]:
         """The last lines that it printed, without its key, which is among its arguments."""

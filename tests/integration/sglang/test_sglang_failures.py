@@ -16,7 +16,7 @@ from integration.sglang.policies import Policies
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.processes import read_process, session_members
+from areal_sc.engines.sglang.processes import read_process, session_members, shared_files
 from areal_sc.engines.sglang.replica import Replica
 from areal_sc.engines.sglang.server import SGLangServer
 from areal_sc.engines.weight_group import NamedTensor
@@ -97,6 +97,7 @@ async def test_a_killed_server(
 ) -> None:
     scene = await set_scene(engine, until, generating)
     processes = session_members(scene.server.pid)
+    (loads,) = shared_files(scene.server.pid)
     running = scene.victim.load.num_running
     os.kill(scene.server.pid, signal.SIGKILL)
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
@@ -107,6 +108,7 @@ async def test_a_killed_server(
     await check_after_loss(engine, policies, until, scene)
     assert engine.stats()["server_restarts"] - scene.before["server_restarts"] == 1
     assert not any(read_process(pid) for pid in processes)  # nothing of it is left
+    assert not loads.exists()
 
 
 async def test_a_server_that_dies_between_two_buckets(

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from areal_sc.config.loader import compose_config, config_text, load_config
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
-from areal_sc.errors import ConfigError
+from areal_sc.errors import ConfigError, ModelError
 
 Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]
@@ -140,15 +140,22 @@ def test_flags_stand_for_settings(load: Load) -> None:
 
 
 def test_dry_run_shows_workers_memory_and_run_folder(
-    load: Load, capsys: pytest.CaptureFixture[str]
+    write_yaml: WriteYaml, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    argv = ["--config", str(write_yaml()), "--dry-run", "actor.num_workers=2"]
     with pytest.raises(SystemExit) as ended:
-        load("--dry-run", "actor.num_workers=2")
+        load_config(argv, GRPOConfig, makes_model=True, count_devices=lambda: 0)
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "train/1" in shown
     assert "rollout/0" in shown
     assert "would start a new run" in shown
+
+
+def test_dry_run_misses_a_model_that_the_script_does_not_make(load: Load) -> None:
+    with pytest.raises(ModelError, match="no_such_model: there is no such folder") as missing:
+        load("--dry-run")
+    assert missing.value.exit_code == 6
 
 
 def test_flags_and_overrides_stand_in_any_order(write_yaml: WriteYaml) -> None:

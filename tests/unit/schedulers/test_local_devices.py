@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from areal_sc.config.machine import Machine
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.errors import ConfigError, WorkerStartError
+from areal_sc.errors import ConfigError, RunFolderError, WorkerStartError
+from areal_sc.open_files import MAX_OPEN_FILES
 from areal_sc.schedulers import local
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.schedulers.local import LocalScheduler
@@ -149,3 +151,20 @@ async def test_a_worker_that_does_not_report_is_ended_and_gives_its_device_back(
             await machine.launch("train", 0)
     assert killed == [77]
     assert await machine.devices("train", 1) == "0", "the one that failed has none"
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match=r"/file is a file, not a folder"):
+        LocalScheduler(SchedulerConfig(run_dir=str(tmp_path / "file" / "run")))
+
+
+def test_the_limit_of_open_files_is_raised_before_a_worker_inherits_it(on_machine: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        on_machine(0)
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised == min(hard, MAX_OPEN_FILES)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -20,6 +21,7 @@ from areal_sc.engines.sglang.processes import (
     kill_session,
     read_process,
     session_members,
+    shared_files,
 )
 from areal_sc.engines.sglang.watch import Watch
 from areal_sc.errors import PeerLost, RpcTimeout
@@ -225,3 +227,23 @@ async def test_time_in_which_nobody_listened_does_not_count() -> None:
     assert set(watched.health) == {Health.responsive}
     watched.watch.fail("end")
     await running
+
+
+def test_only_what_the_own_processes_map_is_shared_by_them(start: Callable[[str], int]) -> None:
+    names = [f"/dev/shm/sglang_loads_{uuid4().hex[:12]}_{i}.shm" for i in range(2)]
+    program = (
+        "import mmap, sys, time\n"
+        "file = open({!r}, 'wb+'); file.truncate(4096)\n"
+        "mapped = mmap.mmap(file.fileno(), 4096); file.close(); time.sleep(600)"
+    )
+    sessions = [start(program.format(name)) for name in names]
+    try:
+        for session, name in zip(sessions, names, strict=True):
+            until(lambda session=session: bool(shared_files(session)))
+            assert shared_files(session) == {Path(name)}
+        kill_session(sessions[0])
+        until(lambda: not session_members(sessions[0]))
+        assert shared_files(sessions[0]) == set()
+    finally:
+        for name in names:
+            Path(name).unlink(missing_ok=True)
