@@ -114,6 +114,11 @@ class Startable(Protocol):
 
     worker_lost: WorkerLost | None
 
+    @property
+    def measures_free_memory(self) -> bool:
+        """Whether its engines take a share of the GPU memory that is free when they start."""
+        ...
+
     def attach(self, control_loop: ControlLoop | None) -> None: ...
 
     async def start_async(self) -> None: ...
@@ -130,6 +135,11 @@ class Shell:
 
     worker_lost: WorkerLost | None = None
     _control_loop: ControlLoop | None = None
+
+    @property
+    def measures_free_memory(self) -> bool:
+        """Whether its engines take a share of the GPU memory that is free when they start."""
+        return False
 
     def attach(self, control_loop: ControlLoop | None) -> None:
         self._control_loop = control_loop
@@ -156,6 +166,9 @@ class Shell:
 def start(*controllers: Startable) -> Iterator[None]:
     """Starts the workers of all controllers, concurrently, and stops them at the end.
 
+    Controllers whose engines measure the free memory of a GPU start when the others have started:
+    these hold their memory by then, so the measure does not depend on who was faster.
+
     However the block ends (return, exception, Ctrl-C), every worker is gone afterwards.
 
     Raises: WorkerLost: in place of a TransportError of the block, where the loss explains it: a
@@ -166,7 +179,9 @@ def start(*controllers: Startable) -> Iterator[None]:
         for controller in controllers:
             controller.attach(control_loop)
         try:
-            control_loop.run(_all([controller.start_async for controller in controllers]))
+            for is_measured in (False, True):
+                wave = [c for c in controllers if c.measures_free_memory == is_measured]
+                control_loop.run(_all([controller.start_async for controller in wave]))
             yield
         except TransportError as error:
             loss = control_loop.run(_notice_loss(control_loop))
