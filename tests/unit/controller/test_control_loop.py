@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.training_run import Settings, configs
 
-from areal_sc.config.schema import RolloutConfig, SGLangConfig
+from areal_sc.config.schema import SGLangConfig
 from areal_sc.controller.control_loop import Shell, start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
@@ -101,7 +103,7 @@ def test_who_measures_free_memory_starts_when_the_others_hold_theirs() -> None:
 def test_servers_of_its_own_on_gpus_measure_free_memory(
     settings: dict[str, Any], measures: bool, tmp_path: Path
 ) -> None:
-    config = RolloutConfig(**{"sglang": SGLangConfig(), **settings})
+    config = replace(configs(Settings())[1], **{"sglang": SGLangConfig(), **settings})
     cluster = SimulatedCluster(tmp_path, Behavior(), seed=0)
     runtime = Runtime(transport=SimulatedTransport(cluster), new_id=cluster.new_id)
     controller = RolloutController(LocalGenerator(config), cluster, runtime=runtime)
