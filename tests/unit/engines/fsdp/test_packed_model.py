@@ -130,6 +130,24 @@ def test_any_causal_language_model(build: Any, expected: ModelAbilities, tmp_pat
             assert (found - exact).abs().max() <= 1e-4 * max(1.0, exact.abs().max()), name
 
 
+@pytest.mark.parametrize("build", [llama, granite, phi])
+def test_the_output_layer_sees_the_asked_positions_alone(build: Any) -> None:
+    torch.manual_seed(0)
+    causal_lm = build().eval()
+    model = PackedModel(causal_lm, chunk_tokens=64)
+    model.abilities = probe_abilities(model)
+    num_rows: list[int] = []
+    causal_lm.base_model.register_forward_hook(lambda *_: num_rows.clear())
+    causal_lm.lm_head.register_forward_hook(
+        lambda _, inputs, __: num_rows.append(inputs[0].shape[:-1].numel())
+    )
+    asked = torch.tensor([3, 8])
+    tokens = torch.arange(10)
+    model(tokens, model.layout([4, 6], torch.device("cpu")), asked, asked, 1.0)
+    # where logits are the product with the weight, the layer itself is not called
+    assert num_rows == ([] if build is llama else [2])
+
+
 def test_slow_paths_are_told(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     with caplog.at_level(logging.WARNING):
