@@ -137,11 +137,11 @@ class HandwrittenLoop:
         with torch.no_grad():
             for chosen in pack_micro_batches(self.rows.lengths, self.max_tokens):
                 part = self.rows.take(chosen)
-                asked = torch.cat([torch.arange(n) for n in part.lengths]).nonzero()[:, 0]
+                asked = part.fields["loss_mask"].nonzero()[:, 0]
                 places = torch.cat(
-                    [starts[row] + torch.arange(1, self.rows.lengths[row]) for row in chosen]
+                    [starts[row] + torch.arange(self.rows.lengths[row]) for row in chosen]
                 )
-                proximal[places] = self._logprobs_and_entropy(part, asked)[0].cpu()
+                proximal[places[asked]] = self._logprobs_and_entropy(part, asked)[0].cpu()
         known = replace(self.rows, fields={**self.rows.fields, "proximal_logprobs": proximal})
         for minibatch in minibatches_of_rank(self.rows, 0, 1):
             self._update(known.take(minibatch))

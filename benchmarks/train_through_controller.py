@@ -40,6 +40,7 @@ class RowSource:
     """
 
     worker_lost: WorkerLost | None = None
+    measures_free_memory = False
 
     def __init__(self, rows: PackedRows, keys: RunKeys) -> None:
         incarnation = random_id()

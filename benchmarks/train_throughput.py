@@ -2,9 +2,9 @@
 
     python benchmarks/train_throughput.py [--quick] [--json FILE]
 
-One training step is: recompute the log-probabilities of all rows, then one PPO update for each of
-two minibatches. Random weights, heavy-tailed lengths, one thread a rank; the sides take turns, and
-a ratio is the median of those of the rounds.
+One training step is: recompute the log-probabilities of the trained tokens, then one PPO update for
+each of two minibatches. Random weights, heavy-tailed lengths, one thread a rank; the sides take
+turns, and a ratio is the median of those of the rounds.
 
 - controller: a step as a run takes it: TrainController calls a train worker in another process,
   which pulls the rows from this one, seals the log-probabilities, and trains. The weights are
@@ -17,6 +17,7 @@ a ratio is the median of those of the rounds.
   longest ones included, still fits the same token budget; `fixed_lucky` knows the rows of each
   micro-batch beforehand, and takes as many as fit in this very order.
 - padded: the same budget in padded tokens.
+- all_tokens: the log-probabilities of prompts are recomputed, too; with long prompts alone.
 
 `..._cpu` is the ratio of CPU seconds, of this process and the worker together: it says less about
 waiting, and more when something else runs on the machine.
@@ -188,11 +189,11 @@ def handwritten_step(workload: Workload, folder: Path) -> Step:
         with torch.no_grad():
             for chosen in pack_micro_batches(rows.lengths, workload.max_tokens):
                 part = rows.take(chosen)
-                asked = torch.cat([torch.arange(n) for n in part.lengths]).nonzero()[:, 0]
+                asked = part.fields["loss_mask"].nonzero()[:, 0]
                 places = torch.cat(
-                    [starts[row] + torch.arange(1, rows.lengths[row]) for row in chosen]
+                    [starts[row] + torch.arange(rows.lengths[row]) for row in chosen]
                 )
-                proximal[places] = logprobs_and_entropy(part, asked)[0]
+                proximal[places[asked]] = logprobs_and_entropy(part, asked)[0]
         known = replace(rows, fields={**rows.fields, "proximal_logprobs": proximal})
         for minibatch in minibatches_of_rank(rows, 0, 1):
             num_tokens = int(known.take(minibatch).fields["loss_mask"].sum())
@@ -260,11 +261,22 @@ def ratio(seconds: dict[str, list[float]], ours: str, other: str) -> float:
     return statistics.median(theirs / mine for mine, theirs in pairs)
 
 
+class AllTokensEngine(FSDPEngine):
+    """Recomputes the log-probabilities of every token, which need the logits of every token."""
+
+    def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
+        everything = torch.ones(rows.num_tokens, dtype=torch.bool)
+        return super().compute_logprobs(
+            replace(rows, fields={**rows.fields, "loss_mask": everything})
+        )
+
+
 ENGINES: dict[str, type[FSDPEngine]] = {
     "dynamic": FSDPEngine,
     "fixed": FixedRowsEngine,
     "fixed_lucky": LuckyFixedRowsEngine,
     "padded": PaddedEngine,
+    "all_tokens": AllTokensEngine,
 }
 
 
@@ -327,15 +339,16 @@ def main() -> None:
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
     few, many = (2, 6) if arguments.quick else (9, 27)  # steps of the small model are short
-    sides = ("dynamic", "fixed") if arguments.quick else tuple(ENGINES)
-    wide, letters = workloads(quick=arguments.quick)
+    sides = ("dynamic", "fixed", "fixed_lucky", "padded")[: 2 if arguments.quick else 4]
+    wide, letters, prompts = workloads(quick=arguments.quick)
     metrics: dict[str, tuple[float, str]] = {}
     cases = [
-        ("", wide, 1, few),
-        ("letter_sort_", letters, 1, many),
-        ("two_ranks_", wide, 2, few),
+        ("", wide, 1, few, sides),
+        ("letter_sort_", letters, 1, many, sides),
+        ("two_ranks_", wide, 2, few, sides),
+        ("long_prompts_", prompts, 1, few, ("dynamic", "all_tokens")),
     ]
-    for prefix, workload, num_ranks, rounds in cases[:2] if arguments.quick else cases:
+    for prefix, workload, num_ranks, rounds, sides in cases[: 2 if arguments.quick else 4]:
         with tempfile.TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
             save_model(workload, Path(name))
             measure_ranks = measure_one_rank if num_ranks == 1 else measure_two_ranks

@@ -17,7 +17,11 @@ NUM_MINIBATCHES = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, rows, and the token budget of a micro-batch."""
+    """A model, rows, and the token budget of a micro-batch.
+
+    Attributes:
+        prompt_tokens: of each row; 0: a quarter of it.
+    """
 
     name: str
     hidden: int
@@ -26,6 +30,7 @@ class Workload:
     vocabulary: int
     max_tokens: int
     lengths: tuple[int, ...]
+    prompt_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +48,8 @@ def workloads(*, quick: bool) -> list[Workload]:
     return [
         Workload("hidden 256", 256, 4, 704, 2048, 6144, rows),
         Workload("letter-sort", 96, 3, 256, 30, 4096, letters),
+        # the vocabulary of Qwen2
+        Workload("prompt 448, answer 64", 256, 4, 704, 151_936, 2048, (512,) * 8, 448),
     ]
 
 
@@ -64,9 +71,12 @@ def save_model(workload: Workload, folder: Path) -> None:
 
 
 def make_rows(workload: Workload) -> PackedRows:
-    """Random tokens; the first quarter of each row is its prompt."""
+    """Random tokens."""
     generator = torch.Generator().manual_seed(0)
-    masks = [torch.arange(length) >= max(1, length // 4) for length in workload.lengths]
+    masks = [
+        torch.arange(length) >= (workload.prompt_tokens or max(1, length // 4))
+        for length in workload.lengths
+    ]
     tokens = torch.randint(workload.vocabulary, (workload.num_tokens,), generator=generator)
     likelihood = -torch.tensor(float(workload.vocabulary)).log()
     noise = 0.05 * torch.randn(workload.num_tokens, generator=generator)

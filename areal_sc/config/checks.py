@@ -13,10 +13,12 @@ from omegaconf import MISSING
 from areal_sc.config.keys import value_at
 from areal_sc.config.machine import count_cuda_devices, interface_names, why_not_listen
 from areal_sc.config.model_folder import check_model_folder, read_model_shape
+from areal_sc.config.placement import rollout_devices
 from areal_sc.config.ranges import check_ranges
 from areal_sc.config.schema import (
     ClipCenter,
     Device,
+    Dtype,
     GRPOConfig,
     LrSchedule,
     NormScope,
@@ -57,8 +59,13 @@ def check_config(
     _check_store(config)
     _check_times(config)
     _check_weight_update(config)
-    _check_devices(config, count_devices)
-    return [*_distribution_warnings(config), *_effect_warnings(config), *_rank_warnings(config)]
+    num_devices = _check_devices(config, count_devices)
+    return [
+        *_distribution_warnings(config),
+        *_effect_warnings(config),
+        *_rank_warnings(config),
+        *_dtype_warnings(config, num_devices),
+    ]
 
 
 def check_models(config: GRPOConfig) -> None:
@@ -226,13 +233,14 @@ def _check_weight_update(config: GRPOConfig) -> None:
         )
 
 
-def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> None:
+def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> int:
+    """Returns: number of CUDA devices; 0 where none is asked for."""
     rollout, actor = config.rollout, config.actor
     roles = [("actor", actor.device, actor.num_workers)]
     if not (rollout.engine == RolloutEngine.sglang and config.sglang.urls):
         roles.append(("rollout", rollout.device, rollout.num_workers))
     if all(device == Device.cpu for _, device, _ in roles):
-        return
+        return 0
     num_devices = count_devices()
     for role, device, num_workers in roles:
         if resolved_device(device, num_devices) == Device.cpu:
@@ -248,6 +256,7 @@ def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> None
                 f"{role}.device={device} (the CUDA devices of this machine), got "
                 f"{num_workers}; {role}.device=cpu needs none"
             )
+    return num_devices
 
 
 def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
@@ -335,4 +344,19 @@ def _rank_warnings(config: GRPOConfig) -> Iterator[str]:
     if rows < ranks:
         yield (
             f"actor.num_workers={ranks}: a minibatch has {rows} rows, so some ranks are idle in it"
+        )
+
+
+def _dtype_warnings(config: GRPOConfig, num_devices: int) -> Iterator[str]:
+    roles = {"actor": (config.actor.device, config.actor.dtype)}
+    roles["rollout"] = (rollout_devices(config.rollout)[0], config.rollout.dtype)
+    named = [
+        f"{role}.dtype=float32"
+        for role, (device, dtype) in roles.items()
+        if dtype == Dtype.float32 and resolved_device(device, num_devices) == Device.cuda
+    ]
+    if named:
+        yield (
+            f"{' and '.join(named)} on CUDA: several times slower than bfloat16, which needs half "
+            "the memory for it; the trainer's parameters and optimizer state are float32 anyway"
         )

@@ -1,7 +1,8 @@
 """Which workers a run would start, where, and about how much memory they need (`--dry-run`).
 
 SGLang takes a share of each GPU for parameters and KV cache together, `mem_fraction_static`,
-whatever it needs. So a trainer beside it has what is left, and only that.
+whatever it needs: of the memory that is free when a server starts. Trainers start before, so it is
+a share of what they leave; the rest is for what either of them needs in a step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_sc.config.checks import resolved_device
 from areal_sc.config.machine import Machine, this_machine
@@ -159,10 +160,9 @@ def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Pla
     machine = probe()
     shape = read_model_shape(config.actor.path)
     placement = DevicePlacement(machine.num_cuda_devices)
-    workers = [
-        *_train_workers(config.actor, shape, machine, placement),
-        *_rollout_workers(config, shape, machine, placement),
-    ]
+    trainers = list(_train_workers(config.actor, shape, machine, placement))
+    left = _machine_beside(trainers, machine)
+    workers = [*trainers, *_rollout_workers(config, shape, left, placement)]
     available: dict[str, int | None] = {HOST: machine.host_memory_bytes}
     available |= {f"cuda:{i}": memory for i, memory in enumerate(machine.cuda_memory_bytes)}
     result = Plan(tuple(workers), available, shape is not None)
@@ -198,6 +198,18 @@ def _train_workers(
             kv_bytes=0,
             store_bytes=LIVE_WEIGHT_VERSIONS * DTYPE_BYTES[actor.dtype] * share,
         )
+
+
+def _machine_beside(trainers: Sequence[WorkerPlan], machine: Machine) -> Machine:
+    """The machine with the CUDA memory that the trainers leave."""
+    held = Counter[str]()
+    for worker in trainers:
+        held.update(worker.memory)
+    left = (
+        None if memory is None else max(0, memory - held[f"cuda:{index}"])
+        for index, memory in enumerate(machine.cuda_memory_bytes)
+    )
+    return replace(machine, cuda_memory_bytes=tuple(left))
 
 
 def _rollout_workers(
@@ -238,7 +250,11 @@ def _server_ranks(
     worker_devices: Sequence[str],
     machine: Machine,
 ) -> list[WorkerPlan]:
-    """The processes of the servers that one worker starts, numbered from `first`."""
+    """The processes of the servers that one worker starts, numbered from `first`.
+
+    Args:
+        machine: with the memory that is free when the servers start.
+    """
     sglang = sglang_of_worker(rollout.sglang, worker, rollout.num_workers)
     if sglang.urls:
         return []
@@ -303,8 +319,15 @@ def _require_room(
     """Raises: ConfigError: the share of the device does not even hold the parameters."""
     if left >= 0:
         return
+    if parameter_bytes * FRACTION_STEPS > memory * (FRACTION_STEPS - 1):
+        raise ConfigError(
+            "no value of sglang.args.mem_fraction_static leaves room for the parameters of a "
+            f"server ({format_bytes(parameter_bytes)}): what trains on {device} leaves "
+            f"{format_bytes(memory)}; more devices, or more actor.num_workers, need less on a "
+            "device"
+        )
     raise ConfigError(
-        f"sglang.args.mem_fraction_static: {_memory_fraction(given):g} of {device} "
+        f"sglang.args.mem_fraction_static: {_memory_fraction(given):g} of what is free on {device} "
         f"({format_bytes(memory)}) does not hold the parameters of a server "
         f"({format_bytes(parameter_bytes)}), and it has to hold the KV cache, too; "
         "a larger share or sglang.tp_size holds them"
@@ -344,9 +367,9 @@ def _largest_memory_fraction(result: Plan, place: str) -> float | None:
     if place == HOST or not servers or memory is None:
         return None
     used = sum(server.memory[place] for server in servers)
-    room = (memory - (result.needed_bytes[place] - used)) // len(servers)
-    steps = min(room * FRACTION_STEPS // memory, FRACTION_STEPS - 1)
-    if steps * memory < FRACTION_STEPS * max(server.parameter_bytes for server in servers):
+    free = memory - (result.needed_bytes[place] - used)
+    steps = min(FRACTION_STEPS // len(servers), FRACTION_STEPS - 1)
+    if steps * free < FRACTION_STEPS * max(server.parameter_bytes for server in servers):
         return 0.0
     return steps / FRACTION_STEPS
 

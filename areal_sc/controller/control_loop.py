@@ -122,6 +122,11 @@ class Startable(Protocol):
 
     worker_lost: WorkerLost | None
 
+    @property
+    def measures_free_memory(self) -> bool:
+        """Whether its engines take a share of the GPU memory that is free when they start."""
+        ...
+
     def attach(self, control_loop: ControlLoop | None) -> None: ...
 
     async def start_async(self) -> None: ...
@@ -138,6 +143,11 @@ class Shell:
 
     worker_lost: WorkerLost | None = None
     _control_loop: ControlLoop | None = None
+
+    @property
+    def measures_free_memory(self) -> bool:
+        """Whether its engines take a share of the GPU memory that is free when they start."""
+        return False
 
     def attach(self, control_loop: ControlLoop | None) -> None:
         self._control_loop = control_loop
@@ -164,6 +174,9 @@ class Shell:
 def start(*controllers: Startable) -> Iterator[None]:
     """Starts the workers of all controllers, concurrently, and stops them at the end.
 
+    Controllers whose engines measure the free memory of a GPU start when the others have started:
+    these hold their memory by then, so the measure does not depend on who was faster.
+
     However the block ends (return, exception, any number of Ctrl-C), every worker is gone
     afterwards.
 
@@ -174,7 +187,9 @@ def start(*controllers: Startable) -> Iterator[None]:
     try:
         for controller in controllers:
             controller.attach(control_loop)
-        control_loop.run(_all([controller.start_async for controller in controllers]))
+        for is_measured in (False, True):
+            wave = [c for c in controllers if c.measures_free_memory == is_measured]
+            control_loop.run(_all([controller.start_async for controller in wave]))
         with _small_collections():
             yield
     except TransportError as error:

@@ -20,9 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.placement import rollout_devices
 from areal_sc.config.plain import to_plain
-from areal_sc.config.schema import RolloutConfig, RolloutEngine
+from areal_sc.config.schema import Device, RolloutConfig, RolloutEngine
 from areal_sc.config.sglang_checks import sglang_of_worker
 from areal_sc.controller.background import Background
 from areal_sc.controller.control_loop import Shell
@@ -111,6 +112,16 @@ class RolloutController(Shell):
     def batch_metrics(self) -> dict[str, float]:
         """Means of the workflow's own metrics over the newest batch."""
         return self.groups.batch_metrics
+
+    @property
+    def measures_free_memory(self) -> bool:
+        """True with SGLang servers of its own on GPUs."""
+        if self.config.engine != RolloutEngine.sglang:
+            return False
+        device, num_devices = rollout_devices(self.config)
+        if not num_devices or device == Device.cpu:
+            return False
+        return device == Device.cuda or count_cuda_devices() > 0
 
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.

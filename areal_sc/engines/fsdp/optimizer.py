@@ -41,6 +41,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 class ShardedAdamW:
     """AdamW is elementwise, so each rank updates its own shards as plain tensors.
 
+    All memory that training needs at all times is taken at once, so that a server that shares the
+    device, and starts later, measures what is really left.
+
     Attributes:
         config: the settings.
         num_updates: optimizer updates so far.
@@ -72,6 +75,15 @@ class ShardedAdamW:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        for shard in self._shards.values():  # as AdamW would at its first step
+            self._adamw.state[shard] = {
+                "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
+        if group.device.type == "cuda":
+            # The caching allocator keeps what is freed, for the gradients.
+            _ = [torch.empty_like(shard) for shard in self._shards.values()]
 
     def update(self, step: int) -> float:
         """Clips the accumulated gradients and takes one step; the gradients are gone afterwards.
@@ -110,14 +122,5 @@ class ShardedAdamW:
         return norm
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Name -> the live AdamW state of this rank's shard: `exp_avg`, `exp_avg_sq`, `step`.
-
-        State that does not exist yet is created as AdamW would at its first step.
-        """
-        for shard in self._shards.values():
-            state = self._adamw.state[shard]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
-                state["exp_avg"] = torch.zeros_like(shard)
-                state["exp_avg_sq"] = torch.zeros_like(shard)
+        """Name -> the live AdamW state of this rank's shard: `exp_avg`, `exp_avg_sq`, `step`."""
         return {name: self._adamw.state[shard] for name, shard in self._shards.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ class PackedModel(nn.Module):
         Returns: logprobs [N] float32, entropy [N] float32 without gradient; nats.
         """
         if not self.abilities.has_linear_head:
-            logits = self._all_logits(input_ids, layout)[positions]
+            logits = self._own_logits(input_ids, layout, positions)
             return logprobs_of_logits(logits, targets, temperatures=temperatures)
         hidden = self._hidden(input_ids, layout)[positions]
         head = self.causal_lm.get_output_embeddings()
@@ -132,11 +133,17 @@ class PackedModel(nn.Module):
         hidden = self.causal_lm.base_model(**arguments).last_hidden_state
         return hidden[0] if is_token is None else hidden[is_token]  # type: ignore[no-any-return]
 
-    def _all_logits(self, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """[T, V] logits as the model makes them."""
+    def _own_logits(
+        self, input_ids: torch.Tensor, layout: PackedLayout, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[N, V] logits at the positions, as the model makes them."""
         arguments, is_token = self._inputs(input_ids, layout)
-        logits = self.causal_lm(**arguments).logits
-        return logits[0] if is_token is None else logits[is_token]  # type: ignore[no-any-return]
+        if is_token is not None:
+            return self.causal_lm(**arguments).logits[is_token][positions]  # type: ignore[no-any-return]
+        if "logits_to_keep" in inspect.signature(self.causal_lm.forward).parameters:
+            kept = self.causal_lm(**arguments, logits_to_keep=positions).logits[0]
+            return kept  # type: ignore[no-any-return]
+        return self.causal_lm(**arguments).logits[0, positions]  # type: ignore[no-any-return]
 
     def _inputs(
         self, input_ids: torch.Tensor, layout: PackedLayout
@@ -201,7 +208,9 @@ def probe_abilities(model: PackedModel) -> ModelAbilities:
             raise ModelError(f"{name}: rows of a padded batch do not give what single rows give")
         logger.warning("model=%s cannot attend within packed rows: rows are padded, slower", name)
     if not found.has_linear_head:
-        logger.warning("model=%s changes its logits: all are kept in memory at once", name)
+        logger.warning(
+            "model=%s changes its logits: those of all trained tokens are in memory at once", name
+        )
     return found
 
 

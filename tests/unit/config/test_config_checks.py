@@ -245,6 +245,24 @@ def test_warnings(load: Load, override: str, warning: str) -> None:
     assert warnings[0].startswith(warning)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("", "actor.dtype=float32 and rollout.dtype=float32 on CUDA"),
+        ("rollout.dtype=bfloat16", "actor.dtype=float32 on CUDA"),
+        ("actor.device=cpu", "rollout.dtype=float32 on CUDA"),
+        ("actor.dtype=bfloat16", None),
+        ("actor.device=cpu rollout.device=cpu", None),
+    ],
+)
+def test_float32_on_cuda(load: Load, settings: str, named: str | None) -> None:
+    config = load(*settings.split(), num_devices=2)
+    warnings = check_config(config, lambda: 2)
+    assert [warning.startswith(f"{named}: several times slower") for warning in warnings] == (
+        [True] if named else []
+    )
+
+
 def test_no_warning_without_a_reason(load: Load) -> None:
     assert check_config(load(), lambda: 0) == []
 

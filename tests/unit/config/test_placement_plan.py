@@ -164,11 +164,12 @@ def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> Non
         ("server/3", "cuda:3"),
     ]
     assert (result.workers[1].parameter_bytes, result.workers[1].kv_bytes) == (0, 0)
-    for rank in result.workers[2:]:
-        # 1,000 parameters of 2 bytes over two ranks; half of the device is 50,000
+    # 1,000 parameters of 2 bytes over two ranks; training leaves 84,000 bytes of the first device
+    assert (result.workers[2].parameter_bytes, result.workers[2].kv_bytes) == (1000, 41_000)
+    for rank in result.workers[3:]:
         assert (rank.parameter_bytes, rank.kv_bytes) == (1000, 49_000)
     needed = result.needed_bytes
-    assert needed["cuda:0"] == 16 * NUM_PARAMETERS + 50_000
+    assert needed["cuda:0"] == 16 * NUM_PARAMETERS + 42_000
     assert needed["cuda:3"] == 50_000
     assert needed["host"] == 2 * 2 * NUM_PARAMETERS + ROW_BYTES + 6 * PROCESS_BYTES
 
@@ -264,33 +265,11 @@ def test_running_servers_cost_this_machine_nothing(load: Load, model: Path) -> N
     assert result.workers[1].memory == {"host": ROW_BYTES + PROCESS_BYTES}
 
 
-def test_largest_share_beside_a_trainer(load: Load, model: Path) -> None:
-    def with_share(share: str) -> dict[str, int]:
-        config = load(
-            f"actor.path={model}",
-            *SIZES,
-            *SGLANG,
-            f"+sglang.args.mem_fraction_static={share}",
-            num_devices=1,
-        )
-        return plan(config, lambda: Machine(1 << 40, (100_000,))).needed_bytes
-
-    # training takes 16,000 of the 100,000 bytes
-    with pytest.raises(
-        ConfigError, match=r"sglang\.args\.mem_fraction_static may be at most 0\.84 beside"
-    ) as caught:
-        with_share("0.88")
-    assert "server/0" in str(caught.value)
-    assert with_share("0.84")["cuda:0"] == 100_000
-    with pytest.raises(ConfigError, match=r"at most 0\.84"):
-        with_share("0.85")
-
-
 def test_no_share_fits_beside_a_trainer(load: Load, model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES, *SGLANG, num_devices=1)
     # 16,000 for training leave 1,500, and the parameters alone take 2,000
     with pytest.raises(
-        ConfigError, match=r"no value of sglang\.args\.mem_fraction_static leaves room"
+        ConfigError, match=r"no value of sglang\.args\.mem_fraction_static .* leaves 1\.5 KiB"
     ):
         plan(config, lambda: Machine(1 << 40, (17_500,)))
 
@@ -298,7 +277,10 @@ def test_no_share_fits_beside_a_trainer(load: Load, model: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "message"),
     [
-        ("0.01", r"0\.01 of cuda:0 .* does not hold the parameters of a server \(2\.0 KiB\)"),
+        (
+            "0.01",
+            r"0\.01 of what is free on cuda:0 \(82\.0 KiB\) does not hold .* \(2\.0 KiB\)",
+        ),
         ("1.5", "above 0 and below 1, got 1.5"),
         ("much", "above 0 and below 1, got much"),
     ],
@@ -357,10 +339,10 @@ def test_one_gpu_holds_half_a_billion_parameters(half_billion: Path) -> None:
         train, _, server = result.workers
         assert train.parameter_bytes + train.optimizer_bytes == 16 * 494_032_768
         assert server.parameter_bytes == 2 * 494_032_768
-        assert server.parameter_bytes + server.kv_bytes == card // 4
-        # room for all sequences, also when the trainer has taken its memory before
         free = card - 16 * 494_032_768
-        cache_bytes = free // 4 - server.parameter_bytes
+        assert server.parameter_bytes + server.kv_bytes == int(0.36 * free)
+        # room for all sequences, also when 4 GiB more are taken: the server was started again
+        cache_bytes = 0.36 * (free - (4 << 30)) - server.parameter_bytes
         assert cache_bytes > 128 * 1024 * (2 * 24 * 2 * 64 * 2)
         assert card - result.needed_bytes["cuda:0"] > 8 << 30, "for activations and CUDA"
 
@@ -393,7 +375,7 @@ def test_dry_run_of_the_shipped_file(tmp_path: Path, model: Path, answer: str) -
         return
     assert done.returncode == 0, done.stderr
     assert "server/0    cuda:0" in done.stdout
-    assert "cuda:0: needs about 6.0 GiB of 24.0 GiB" in done.stdout
+    assert "cuda:0: needs about 8.6 GiB of 24.0 GiB" in done.stdout
 
 
 @pytest.mark.parametrize(

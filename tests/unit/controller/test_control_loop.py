@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from simulation.behavior import Behavior
+from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.training_run import Settings, configs
 
+from areal_sc.config.schema import SGLangConfig
 from areal_sc.controller.control_loop import Shell, start
+from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.runtime import Runtime
+from areal_sc.engines.handles import LocalGenerator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
 
 
@@ -62,6 +72,42 @@ class Recorder(Shell):
 
     def wait_for_ctrl_c(self) -> None:
         self._run(self.wait_for_ctrl_c_async())
+
+
+class Measurer(Recorder):
+    measures_free_memory = True
+
+
+class SlowRecorder(Recorder):
+    async def start_async(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await super().start_async()
+
+
+def test_who_measures_free_memory_starts_when_the_others_hold_theirs() -> None:
+    events: list[str] = []
+    with start(Measurer(events, "servers"), SlowRecorder(events, "trainer")):
+        assert events == ["trainer started", "servers started"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "measures"),
+    [
+        ({"engine": "sglang", "device": "cuda"}, True),
+        ({"engine": "sglang", "device": "cpu"}, False),
+        ({"engine": "local", "device": "cuda"}, False),  # its KV cache has a size
+        ({"engine": "sglang", "device": "cuda", "sglang": SGLangConfig(urls=["http://a"])}, False),
+    ],
+)
+def test_servers_of_its_own_on_gpus_measure_free_memory(
+    settings: dict[str, Any], measures: bool, tmp_path: Path
+) -> None:
+    config = replace(configs(Settings())[1], **{"sglang": SGLangConfig(), **settings})
+    cluster = SimulatedCluster(tmp_path, Behavior(), seed=0)
+    runtime = Runtime(transport=SimulatedTransport(cluster), new_id=cluster.new_id)
+    controller = RolloutController(LocalGenerator(config), cluster, runtime=runtime)
+    assert controller.measures_free_memory == measures
 
 
 def num_control_threads() -> int:

@@ -47,6 +47,16 @@ def parameters() -> dict[str, torch.nn.Parameter]:
     }
 
 
+def test_its_state_exists_from_the_start() -> None:
+    """A server that shares the GPU measures, when it starts, what the trainer leaves."""
+    optimizer = ShardedAdamW(parameters(), OptimizerConfig(total_steps=10), ALONE)
+    sizes = {name: p.numel() for name, p in parameters().items()}
+    state = optimizer._adamw.state
+    assert sum(v.numel() for held in state.values() for v in held.values()) == (
+        2 * sum(sizes.values()) + len(sizes)
+    )
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
 def test_updates_are_those_of_adamw_in_float64(max_grad_norm: float) -> None:
     config = OptimizerConfig(

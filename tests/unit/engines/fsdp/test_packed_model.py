@@ -95,6 +95,22 @@ def test_attention_that_picks_tokens_by_score_is_refused(tmp_path: Path) -> None
         load(tmp_path, config)
 
 
+@pytest.mark.parametrize("family", ["llama", "granite", "phi"])
+def test_the_output_layer_sees_the_asked_positions_alone(family: str) -> None:
+    causal_lm = build(family).eval()
+    model = PackedModel(causal_lm, chunk_tokens=64)
+    model.abilities = probe_abilities(model)
+    num_rows: list[int] = []
+    causal_lm.base_model.register_forward_hook(lambda *_: num_rows.clear())
+    causal_lm.lm_head.register_forward_hook(
+        lambda _, inputs, __: num_rows.append(inputs[0].shape[:-1].numel())
+    )
+    asked = torch.tensor([3, 8])
+    model(torch.arange(10), model.layout([4, 6], torch.device("cpu")), asked, asked, None)
+    # where logits are the product with the weight, the layer itself is not called
+    assert num_rows == ([] if family == "llama" else [2])
+
+
 def test_slow_paths_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         probe_abilities(PackedModel(build("bloom"), chunk_tokens=4))
