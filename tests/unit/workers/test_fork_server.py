@@ -73,10 +73,10 @@ os.setuid(65534)
 client = socket.socket(socket.AF_UNIX)
 client.settimeout(20)
 client.connect("\\0" + sys.argv[1])
-client.sendall(b"\\x81\\xa2id\\x01")
 try:
+    client.sendall(b"\\x81\\xa2id\\x01")
     print(client.recv(100), end="")
-except ConnectionResetError:
+except (ConnectionResetError, BrokenPipeError):
     print(b"", end="")
 """
 
