@@ -38,7 +38,6 @@ LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.8)
 MAX_STALENESS = 4
 TARGETS = {"050": 0.5, "088": 0.88}
 ACCURACY_BATCHES = 4
-CALIBRATION_STEPS = 8
 CALIBRATION_S = 20.0
 """Two threads are many times slower than one where other processes want the cores."""
 
@@ -118,7 +117,9 @@ def measure(job: LetterSortJob, config: GRPOConfig) -> Run:
     )
 
 
-def better_threads(job: LetterSortJob, config_of: Callable[[int], GRPOConfig]) -> tuple[int, int]:
+def better_threads(
+    job: LetterSortJob, config_of: Callable[[int], GRPOConfig], num_steps: int
+) -> tuple[int, int]:
     """(train, rollout): threads with which the phase of a synchronous step takes less time.
 
     Args:
@@ -131,7 +132,7 @@ def better_threads(job: LetterSortJob, config_of: Callable[[int], GRPOConfig]) -
         steps: list[Step] = []
         with job.workers(config) as workers:
             prompts = LENGTHS.prompts(config.seed)
-            for step in training_steps(workers, CALIBRATION_STEPS, prompts, workflow):
+            for step in training_steps(workers, num_steps, prompts, workflow):
                 steps.append(step)
                 if step.ended_s > CALIBRATION_S:
                     break
@@ -149,9 +150,10 @@ def main() -> None:
     report.add_arguments(parser)
     parser.add_argument("--slots", type=int, default=64, help="decode slots (default 64)")
     arguments = parser.parse_args()
-    num_steps, seeds = (30, range(1)) if arguments.quick else (100, range(3))
+    num_steps, seeds = (8, range(1)) if arguments.quick else (100, range(3))
+    num_warm_steps, calibration_steps = (40, 2) if arguments.quick else (600, 8)
     runs: dict[str, list[Run]] = {"async": [], "sync": []}
-    with LetterSortJob(MODEL, LENGTHS) as job:
+    with LetterSortJob(MODEL, LENGTHS, num_warm_steps) as job:
 
         def config_of(seed: int, max_staleness: int, train: int, rollout: int) -> GRPOConfig:
             return job.config(
@@ -166,7 +168,9 @@ def main() -> None:
         for seed in seeds:
             job.warm_start(seed)
             say(f"seed {seed}: warm start is made")
-        threads = better_threads(job, lambda count: config_of(seeds[0], 0, count, count))
+        threads = better_threads(
+            job, lambda count: config_of(seeds[0], 0, count, count), calibration_steps
+        )
         for seed in seeds:
             for side, config in (
                 ("async", config_of(seed, MAX_STALENESS, 1, 1)),

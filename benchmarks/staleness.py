@@ -50,7 +50,6 @@ LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.6)
 HEAVY_TAIL = Lengths(median_letters=7.0, sigma_letters=0.9)
 TRAINING_STEPS_PER_TOKEN = 0.2
 TOKENS_PER_PIECE = 3
-CALIBRATION_STEPS = 8
 
 Metrics = dict[str, tuple[float, str]]
 Runs = Mapping[tuple[int, str], Sequence[Run]]
@@ -68,6 +67,8 @@ class Scale:
     over_bound_etas: tuple[int, ...]
     over_bound_steps: int
     evaluations: Evaluations
+    num_warm_steps: int
+    calibration_steps: int
 
 
 FULL = Scale(
@@ -78,15 +79,19 @@ FULL = Scale(
     over_bound_etas=(1, 4),
     over_bound_steps=30,
     evaluations=Evaluations(every_steps=3, num_prompts=256, num_final_prompts=1024),
+    num_warm_steps=600,
+    calibration_steps=8,
 )
 QUICK = Scale(
     seeds=range(1),
     over_bound_seeds=range(1),
-    worst_case_etas=(0, 8),
-    worst_case_steps=20,
+    worst_case_etas=(0, 2),
+    worst_case_steps=4,
     over_bound_etas=(1,),
-    over_bound_steps=12,
-    evaluations=Evaluations(every_steps=4, num_prompts=128, num_final_prompts=256),
+    over_bound_steps=4,
+    evaluations=Evaluations(every_steps=2, num_prompts=32, num_final_prompts=32),
+    num_warm_steps=40,
+    calibration_steps=2,
 )
 
 
@@ -171,7 +176,9 @@ def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
 
     runs: dict[tuple[int, str], list[Run]] = {}
     calibration = config_of(scale.over_bound_seeds[0], max(scale.over_bound_etas), "train")
-    seconds_per_token = TRAINING_STEPS_PER_TOKEN * _training_s(job, calibration)
+    seconds_per_token = TRAINING_STEPS_PER_TOKEN * _training_s(
+        job, calibration, scale.calibration_steps
+    )
     for seed, eta, choice in product(scale.over_bound_seeds, scale.over_bound_etas, CHOICES):
         config = config_of(seed, eta, choice)
         workflow = PacedWorkflow(
@@ -186,12 +193,12 @@ def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
     return runs, seconds_per_token
 
 
-def _training_s(job: LetterSortJob, config: GRPOConfig) -> float:
+def _training_s(job: LetterSortJob, config: GRPOConfig, num_steps: int) -> float:
     """Median seconds of the training phase, with generation at full speed beside it."""
     workflow = SingleTurnWorkflow(letter_sort_reward)
     with job.workers(config) as workers:
         prompts = HEAVY_TAIL.prompts(config.seed)
-        steps = list(training_steps(workers, CALIBRATION_STEPS, prompts, workflow))
+        steps = list(training_steps(workers, num_steps, prompts, workflow))
     return statistics.median(step.train_s for step in steps[1:])
 
 
@@ -272,7 +279,7 @@ def main() -> None:
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
     metrics: Metrics = {}
-    with LetterSortJob(MODEL, LENGTHS) as job:
+    with LetterSortJob(MODEL, LENGTHS, scale.num_warm_steps) as job:
         for seed in scale.seeds:
             job.warm_start(seed)
             say(f"seed {seed}: warm start is made")
