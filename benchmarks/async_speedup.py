@@ -150,8 +150,9 @@ def main() -> None:
     report.add_arguments(parser)
     parser.add_argument("--slots", type=int, default=64, help="decode slots (default 64)")
     arguments = parser.parse_args()
-    num_steps, seeds = (8, range(1)) if arguments.quick else (100, range(3))
-    num_warm_steps, calibration_steps = (40, 2) if arguments.quick else (600, 8)
+    num_steps, seeds = (7, range(1)) if arguments.quick else (100, range(3))
+    batch_groups = 8 if arguments.quick else 32
+    num_warm_steps, calibration_steps = (20, 1) if arguments.quick else (600, 8)
     runs: dict[str, list[Run]] = {"async": [], "sync": []}
     with LetterSortJob(MODEL, LENGTHS, num_warm_steps) as job:
 
@@ -159,6 +160,7 @@ def main() -> None:
             return job.config(
                 seed=seed,
                 total_steps=num_steps,
+                rollout__train_batch_groups=batch_groups,
                 rollout__max_staleness=max_staleness,
                 rollout__max_running_sequences=arguments.slots,
                 actor__num_threads=train,
@@ -179,17 +181,21 @@ def main() -> None:
                 run = measure(job, config)
                 runs[side].append(run)
                 say(f"{side}, seed {seed}: {run.step_s:.3f} s a step, accuracy {run.accuracy:.3f}")
-    show(runs, threads, num_steps, arguments.slots)
+    show(runs, threads, num_steps, batch_groups, arguments.slots)
     report.write(metrics_of(runs, threads), arguments.json)
 
 
 def show(
-    runs: dict[str, list[Run]], threads: tuple[int, int], num_steps: int, num_slots: int
+    runs: dict[str, list[Run]],
+    threads: tuple[int, int],
+    num_steps: int,
+    batch_groups: int,
+    num_slots: int,
 ) -> None:
     settings = {
         "parameters": "336k",
         "lengths": f"median {LENGTHS.median_letters:g}, sigma {LENGTHS.sigma_letters:g}",
-        "batch": "32 groups of 8",
+        "batch": f"{batch_groups} groups of 8",
         "decode slots": num_slots,
         "steps": num_steps,
         "runs a side": len(runs["sync"]),

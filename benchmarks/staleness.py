@@ -67,6 +67,7 @@ class Scale:
     over_bound_etas: tuple[int, ...]
     over_bound_steps: int
     evaluations: Evaluations
+    batch_groups: int
     num_warm_steps: int
     calibration_steps: int
 
@@ -79,6 +80,7 @@ FULL = Scale(
     over_bound_etas=(1, 4),
     over_bound_steps=30,
     evaluations=Evaluations(every_steps=3, num_prompts=256, num_final_prompts=1024),
+    batch_groups=32,
     num_warm_steps=600,
     calibration_steps=8,
 )
@@ -90,7 +92,8 @@ QUICK = Scale(
     over_bound_etas=(1,),
     over_bound_steps=4,
     evaluations=Evaluations(every_steps=2, num_prompts=32, num_final_prompts=32),
-    num_warm_steps=40,
+    batch_groups=8,
+    num_warm_steps=20,
     calibration_steps=2,
 )
 
@@ -104,6 +107,7 @@ def worst_case(job: LetterSortJob, scale: Scale) -> Runs:
             seed=seed,
             total_steps=scale.worst_case_steps,
             actor__optimizer__schedule="constant",
+            rollout__train_batch_groups=scale.batch_groups,
             rollout__max_staleness=eta,
             **OBJECTIVES[objective],
         )
@@ -123,7 +127,7 @@ def show_worst_case(runs: Runs, scale: Scale) -> None:
             "parameters": "97k",
             "steps": scale.worst_case_steps,
             "seeds": len(scale.seeds),
-            "batch": "32 groups of 8 in 4 minibatches",
+            "batch": f"{scale.batch_groups} groups of 8 in 4 minibatches",
             "lr": "4e-4, constant",
             "lengths": f"median {LENGTHS.median_letters:g}, sigma {LENGTHS.sigma_letters:g}",
         },
@@ -169,6 +173,7 @@ def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
             seed=seed,
             total_steps=scale.over_bound_steps,
             actor__optimizer__schedule="constant",
+            rollout__train_batch_groups=scale.batch_groups,
             rollout__max_staleness=eta,
             rollout__over_bound=choice,
             rollout__max_running_sequences=512,
@@ -238,7 +243,7 @@ def show_over_bound(runs: Runs, metrics: Metrics, scale: Scale) -> None:
             "parameters": "97k",
             "steps": scale.over_bound_steps,
             "seeds": len(scale.over_bound_seeds),
-            "batch": "32 groups of 8 in 4 minibatches",
+            "batch": f"{scale.batch_groups} groups of 8 in 4 minibatches",
             "lr": "4e-4, constant",
             "lengths": f"median {HEAVY_TAIL.median_letters:g}, sigma {HEAVY_TAIL.sigma_letters:g}",
             "seconds per token": f"{metrics['over_bound_s_per_token'][0]:.3f}",

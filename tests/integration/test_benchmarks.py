@@ -28,7 +28,7 @@ PROMISED = {
     "soak": {"store_growth", "resident_growth"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
-    "weight_update": {"pull_stall_p50_s"},
+    "weight_update": {"pull_stall_s", "disk_stall_s", "collective_vs_copy"},
 }
 """benchmark -> some metrics that each of its parts must write."""
 
