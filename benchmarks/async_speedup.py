@@ -38,7 +38,6 @@ LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.8)
 MAX_STALENESS = 4
 TARGETS = {"050": 0.5, "088": 0.88}
 ACCURACY_BATCHES = 4
-CALIBRATION_STEPS = 8
 CALIBRATION_S = 20.0
 """Two threads are many times slower than one where other processes want the cores."""
 
@@ -118,7 +117,9 @@ def measure(job: LetterSortJob, config: GRPOConfig) -> Run:
     )
 
 
-def better_threads(job: LetterSortJob, config_of: Callable[[int], GRPOConfig]) -> tuple[int, int]:
+def better_threads(
+    job: LetterSortJob, config_of: Callable[[int], GRPOConfig], num_steps: int
+) -> tuple[int, int]:
     """(train, rollout): threads with which the phase of a synchronous step takes less time.
 
     Args:
@@ -131,7 +132,7 @@ def better_threads(job: LetterSortJob, config_of: Callable[[int], GRPOConfig]) -
         steps: list[Step] = []
         with job.workers(config) as workers:
             prompts = LENGTHS.prompts(config.seed)
-            for step in training_steps(workers, CALIBRATION_STEPS, prompts, workflow):
+            for step in training_steps(workers, num_steps, prompts, workflow):
                 steps.append(step)
                 if step.ended_s > CALIBRATION_S:
                     break
@@ -149,14 +150,17 @@ def main() -> None:
     report.add_arguments(parser)
     parser.add_argument("--slots", type=int, default=64, help="decode slots (default 64)")
     arguments = parser.parse_args()
-    num_steps, seeds = (30, range(1)) if arguments.quick else (100, range(3))
+    num_steps, seeds = (7, range(1)) if arguments.quick else (100, range(3))
+    batch_groups = 8 if arguments.quick else 32
+    num_warm_steps, calibration_steps = (20, 1) if arguments.quick else (600, 8)
     runs: dict[str, list[Run]] = {"async": [], "sync": []}
-    with LetterSortJob(MODEL, LENGTHS) as job:
+    with LetterSortJob(MODEL, LENGTHS, num_warm_steps) as job:
 
         def config_of(seed: int, max_staleness: int, train: int, rollout: int) -> GRPOConfig:
             return job.config(
                 seed=seed,
                 total_steps=num_steps,
+                rollout__train_batch_groups=batch_groups,
                 rollout__max_staleness=max_staleness,
                 rollout__max_running_sequences=arguments.slots,
                 actor__num_threads=train,
@@ -166,7 +170,9 @@ def main() -> None:
         for seed in seeds:
             job.warm_start(seed)
             say(f"seed {seed}: warm start is made")
-        threads = better_threads(job, lambda count: config_of(seeds[0], 0, count, count))
+        threads = better_threads(
+            job, lambda count: config_of(seeds[0], 0, count, count), calibration_steps
+        )
         for seed in seeds:
             for side, config in (
                 ("async", config_of(seed, MAX_STALENESS, 1, 1)),
@@ -175,17 +181,21 @@ def main() -> None:
                 run = measure(job, config)
                 runs[side].append(run)
                 say(f"{side}, seed {seed}: {run.step_s:.3f} s a step, accuracy {run.accuracy:.3f}")
-    show(runs, threads, num_steps, arguments.slots)
+    show(runs, threads, num_steps, batch_groups, arguments.slots)
     report.write(metrics_of(runs, threads), arguments.json)
 
 
 def show(
-    runs: dict[str, list[Run]], threads: tuple[int, int], num_steps: int, num_slots: int
+    runs: dict[str, list[Run]],
+    threads: tuple[int, int],
+    num_steps: int,
+    batch_groups: int,
+    num_slots: int,
 ) -> None:
     settings = {
         "parameters": "336k",
         "lengths": f"median {LENGTHS.median_letters:g}, sigma {LENGTHS.sigma_letters:g}",
-        "batch": "32 groups of 8",
+        "batch": f"{batch_groups} groups of 8",
         "decode slots": num_slots,
         "steps": num_steps,
         "runs a side": len(runs["sync"]),

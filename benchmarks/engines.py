@@ -172,8 +172,8 @@ def main() -> None:
     sglang_side.add_arguments(parser)
     parser.add_argument("--size", nargs="+", choices=tuple(qwen2_folders.SHAPES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
-    parser.add_argument("--slots", type=int, default=32, help="default 32")
-    parser.add_argument("--rounds", type=int, help="timed rounds a row (default 5, quick 2)")
+    parser.add_argument("--slots", type=int, help="default 32, quick 8")
+    parser.add_argument("--rounds", type=int, help="timed rounds a row (default 5, quick 1)")
     arguments = parser.parse_args()
     sglang_side.check_python(parser, arguments.sglang_python)
     signal.signal(signal.SIGTERM, _end)
@@ -183,13 +183,12 @@ def main() -> None:
     device = Device(arguments.device)
     default_sizes = ["0.5b"] if device == Device.cuda else ["1m"]
     sizes = arguments.size or default_sizes
-    rounds = arguments.rounds or (2 if quick else 5)
+    slots = arguments.slots or (8 if quick else 32)
+    rounds = arguments.rounds or (1 if quick else 5)
     metrics = {}
     for size in sizes:
         results = asyncio.run(
-            measure(
-                size, tuple(WORKLOADS), arguments.slots, device, rounds, arguments.sglang_python
-            )
+            measure(size, tuple(WORKLOADS), slots, device, rounds, arguments.sglang_python)
         )
         rows = []
         for workload, rates in results.items():
@@ -206,7 +205,7 @@ def main() -> None:
             "Generation: LocalEngine against an SGLang server",
             {
                 "rounds": rounds,
-                "slots": arguments.slots,
+                "slots": slots,
                 "device": str(device),
                 "dtype": "float32, one thread each" if device == Device.cpu else "bfloat16",
                 "load of the machine beforehand": f"{load:.1f}",

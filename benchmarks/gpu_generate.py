@@ -89,6 +89,8 @@ def _batches(setting: Setting) -> tuple[int, ...]:
 
 
 def _rounds(setting: Setting) -> int:
+    if not setting.is_cuda:
+        return 1
     return 2 if setting.is_quick else 5
 
 

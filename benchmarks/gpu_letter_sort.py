@@ -67,7 +67,7 @@ def _run_job(setting: Setting, folder: Path) -> int:
         "resume": "never",
     }
     if not setting.is_cuda:
-        overrides |= {"task.warm_start.steps": 20, "evaluation.num_prompts": 16}
+        overrides |= {"task.warm_start.steps": 10, "evaluation.num_prompts": 8}
     command = [
         *(sys.executable, str(ROOT / "examples" / "letter_sort.py")),
         *("--config", str(ROOT / "configs" / "letter_sort_gpu.yaml")),

@@ -62,6 +62,12 @@ def measure(setting: Setting) -> report.Metrics:
     return metrics
 
 
+def _rounds(setting: Setting) -> int:
+    if not setting.is_cuda:
+        return 1
+    return 3 if setting.is_quick else 7
+
+
 def _publish(setting: Setting, method: str, folder: Path) -> dict[str, tuple[float, str]]:
     config = load_config(
         [
@@ -80,7 +86,7 @@ def _publish(setting: Setting, method: str, folder: Path) -> dict[str, tuple[flo
     held_s, total_s = [], []
     try:
         with start(actor, rollout), watched_memory(setting.device) as memory:
-            for _ in range((3 if setting.is_quick else 7) + 1):
+            for _ in range(_rounds(setting) + 1):
                 began = time.perf_counter()
                 actor.publish_weights(rollout)
                 held_s.append(time.perf_counter() - began)

@@ -419,14 +419,16 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=tuple(qwen2_folders.SHAPES), default="1m")
     parser.add_argument("--etas", nargs="+", type=int, help="default 1 4, quick 1")
-    parser.add_argument("--batches", nargs="+", type=int, help="answers a step (default 32 128)")
-    parser.add_argument("--slots", type=int, default=32, help="decode slots (default 32)")
+    parser.add_argument(
+        "--batches", nargs="+", type=int, help="answers a step (default 32 128, quick 8)"
+    )
+    parser.add_argument("--slots", type=int, help="decode slots (default 32, quick 8)")
     parser.add_argument("--median-tokens", type=int, default=32, help="default 32")
     parser.add_argument("--sigma", type=float, default=0.8, help="of the lengths (default 0.8)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer (default 256)")
-    parser.add_argument("--steps", type=int, help="training steps a run (default 12, quick 6)")
+    parser.add_argument("--max-tokens", type=int, help="of an answer (256, quick 64)")
+    parser.add_argument("--steps", type=int, help="training steps a run (default 12, quick 3)")
     parser.add_argument("--train-share", type=float, default=0.8, help="default 0.8")
-    parser.add_argument("--rounds", type=int, help="runs a side (default 3, quick 2)")
+    parser.add_argument("--rounds", type=int, help="runs a side (default 3, quick 1)")
     arguments = parser.parse_args()
     if "sglang" in arguments.engine:
         sglang_side.check_python(parser, arguments.sglang_python)
@@ -437,11 +439,11 @@ def main() -> None:
     workload = Workload(
         arguments.median_tokens,
         arguments.sigma,
-        arguments.max_tokens,
-        (arguments.steps or (6 if quick else 12)) + 1,
-        arguments.slots,
+        arguments.max_tokens or (64 if quick else 256),
+        (arguments.steps or (3 if quick else 12)) + 1,
+        arguments.slots or (8 if quick else 32),
     )
-    rounds = arguments.rounds or (2 if quick else 3)
+    rounds = arguments.rounds or (1 if quick else 3)
     settings = {
         "rounds": rounds,
         "model": arguments.size,
@@ -460,7 +462,7 @@ def main() -> None:
                 arguments.size,
                 workload,
                 arguments.etas or ([1] if quick else [1, 4]),
-                arguments.batches or ([32] if quick else [32, 128]),
+                arguments.batches or ([8] if quick else [32, 128]),
                 arguments.train_share,
                 rounds,
                 arguments.sglang_python,

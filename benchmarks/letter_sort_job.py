@@ -157,10 +157,14 @@ class LetterSortJob:
     """Temporary folder, fork server and warm-start models; a context manager.
 
     Nothing is left behind, however it ends.
+
+    Args:
+        num_warm_steps: supervised steps of a warm-start model.
     """
 
-    def __init__(self, model: ModelShape, lengths: Lengths) -> None:
+    def __init__(self, model: ModelShape, lengths: Lengths, num_warm_steps: int = 600) -> None:
         self.model = model
+        self.num_warm_steps = num_warm_steps
         self.lengths = lengths
         self._stack = ExitStack()
 
@@ -206,7 +210,7 @@ class LetterSortJob:
         demonstrations = LetterSortDemonstrations(
             seed, median_letters=prompts.median_letters, sigma_letters=prompts.sigma_letters
         )
-        recipe = WarmStart(sizes=asdict(self.model))
+        recipe = WarmStart(num_steps=self.num_warm_steps, sizes=asdict(self.model))
         recipe.train(config.actor, demonstrations, self._scheduler)
 
     @contextmanager

@@ -38,12 +38,14 @@ PARTS = ("data", "rows", "control", "peers")
 
 def measure(parts: list[str], *, quick: bool) -> dict[str, tuple[float, str]]:
     """Runs the parts, prints their tables, and returns the metrics of all."""
-    rounds, count, watch_s = (3, 500, 6.0) if quick else (9, 2000, 20.0)
+    rounds, count, watch_s = (1, 50, 1.0) if quick else (9, 2000, 20.0)
+    sizes = ("64 KiB", "16 MiB") if quick else tuple(planes_data.SIZES)
+    fan_outs = planes_control.QUICK_FAN_OUTS if quick else planes_control.FAN_OUTS
     metrics: dict[str, tuple[float, str]] = {}
     with planes_ours.run() as folder, ExitStack() as stack:
         data = DataSides(folder, stack)
         if "data" in parts:
-            throughput = planes_data.measure_throughput(data, rounds)
+            throughput = planes_data.measure_throughput(data, rounds, sizes)
             planes_data.print_throughput(throughput, rounds)
             metrics |= planes_data.throughput_metrics(throughput)
         if "rows" in parts:
@@ -52,7 +54,9 @@ def measure(parts: list[str], *, quick: bool) -> dict[str, tuple[float, str]]:
             metrics |= planes_data.row_metrics(rows)
         if "control" in parts:
             zmq_puller = data.limits["zmq"]
-            calls = planes_control.measure_calls(zmq_puller, folder, rounds, count, watch_s)
+            calls = planes_control.measure_calls(
+                zmq_puller, folder, rounds, count, watch_s, fan_outs
+            )
             steps = planes_control.measure_steps(folder, quick=quick)
             planes_control.print_tables(calls, steps, rounds, watch_s)
             metrics |= planes_control.metrics(calls, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +104,11 @@ class Throughput:
     first_copy_s: dict[str, list[float]] = field(default_factory=dict)
 
 
-def measure_throughput(sides: DataSides, rounds: int) -> Throughput:
+def measure_throughput(sides: DataSides, rounds: int, sizes: Sequence[str]) -> Throughput:
     """All sides move shards of a size in turn, `rounds` times; then the next size."""
     found = Throughput()
-    for size, num_bytes in SIZES.items():
+    for size in sizes:
+        num_bytes = SIZES[size]
         count = min(max(REPETITION_BYTES // num_bytes, 1), MAX_PULLS)
         sealed = _seal(sides, size)
         found.wire_bytes[size] = {
@@ -125,6 +127,10 @@ def measure_throughput(sides: DataSides, rounds: int) -> Throughput:
         for owner, wires in sealed:
             owner.call("drop", wires=wires)
     return found
+
+
+def _large(throughput: Throughput) -> list[str]:
+    return [size for size in LARGE if size in throughput.rates]
 
 
 def _seal(sides: DataSides, size: str) -> list[tuple[Role, list[Any]]]:
@@ -196,10 +202,14 @@ def throughput_metrics(throughput: Throughput) -> dict[str, tuple[float, str]]:
     """Where a metric is of large shards, it is that of the least favourable size."""
 
     def worst(one: str, other: str) -> tuple[float, str]:
-        return min(ratio(throughput.rates[size], one, other) for size in LARGE), "ratio"
+        return min(
+            ratio(throughput.rates[size], one, other) for size in _large(throughput)
+        ), "ratio"
 
     def cpu(side: str) -> tuple[float, str]:
-        of_sizes = [statistics.median(throughput.cpu_s_per_gb[size][side]) for size in LARGE]
+        of_sizes = [
+            statistics.median(throughput.cpu_s_per_gb[size][side]) for size in _large(throughput)
+        ]
         return max(of_sizes), "s/GB"
 
     map_s = [statistics.median(seconds) for seconds in throughput.first_pull_s.values()]
@@ -211,7 +221,7 @@ def throughput_metrics(throughput: Throughput) -> dict[str, tuple[float, str]]:
         "tcp_vs_recv_into": worst("tcp", "socket"),
         "same_host_vs_memcpy": worst("map", "memcpy"),
         "same_host_first_vs_memcpy": (
-            min(_first_rate(throughput, size) for size in LARGE),
+            min(_first_rate(throughput, size) for size in _large(throughput)),
             "ratio",
         ),
         "same_host_map_ms": (1e3 * max(map_s), "ms"),
@@ -219,12 +229,12 @@ def throughput_metrics(throughput: Throughput) -> dict[str, tuple[float, str]]:
         "tcp_cpu_s_per_gb": cpu("tcp"),
         "bare_pyzmq_cpu_s_per_gb": cpu("zmq"),
         "tcp_wire_bytes_per_byte": (
-            max(throughput.wire_bytes[size]["tcp"] for size in LARGE),
+            max(throughput.wire_bytes[size]["tcp"] for size in _large(throughput)),
             "ratio",
         ),
     }
     for side in ("tcp", "map", PUT):
-        for size in SIZES:
+        for size in throughput.rates:
             name = f"{side}_{size.replace(' ', '').lower()}_gb_per_s"
             found[name] = (statistics.median(throughput.rates[size][side]), "GB/s")
     return found
@@ -259,27 +269,33 @@ def print_throughput(throughput: Throughput, rounds: int) -> None:
         report.print_table(
             title,
             settings,
-            ["side", *SIZES],
+            ["side", *throughput.rates],
             [
-                [LABELS[side], *(statistics.median(values[size][side]) for size in SIZES)]
+                [
+                    LABELS[side],
+                    *(statistics.median(values[size][side]) for size in throughput.rates),
+                ]
                 for side in (*LIMITS, *PULLERS, PUT)
             ],
         )
     report.print_table(
         "Data plane: bytes on TCP connections for each byte of payload",
         {"counted by": "the kernel, both directions, without TCP/IP headers"},
-        ["side", *SIZES],
+        ["side", *throughput.rates],
         [
-            [LABELS[side], *(f"{throughput.wire_bytes[size][side]:.5f}" for size in SIZES)]
+            [
+                LABELS[side],
+                *(f"{throughput.wire_bytes[size][side]:.5f}" for size in throughput.rates),
+            ]
             for side in ("zmq", "tcp", "tcp-encrypted")
         ],
     )
     report.print_table(
         "Same host: the first pull of a shard, median ms",
         {"shards": NUM_FIRST_PULLS},
-        ["what", *SIZES],
+        ["what", *throughput.rates],
         [
-            [label, *(1e3 * statistics.median(seconds[size]) for size in SIZES)]
+            [label, *(1e3 * statistics.median(seconds[size]) for size in throughput.rates)]
             for label, seconds in (
                 ("mapped", throughput.first_pull_s),
                 ("copied out, beyond that", throughput.first_copy_s),

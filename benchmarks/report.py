@@ -18,7 +18,7 @@ Metrics = Mapping[str, tuple[float, str]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--quick` and `--json FILE`."""
     parser.add_argument(
-        "--quick", action="store_true", help="about a minute: the same shape, fewer repetitions"
+        "--quick", action="store_true", help="some seconds: a small version, to see that it works"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics to FILE")
 

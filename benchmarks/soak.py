@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.add_arguments(parser)
     parser.add_argument("--minutes", type=float, default=10.0)
     arguments = parser.parse_args(argv)
-    minutes = 1.0 if arguments.quick else arguments.minutes
+    minutes = 0.1 if arguments.quick else arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
-        samples = _run(Path(folder) / "run", minutes)
+        samples = _run(Path(folder) / "run", minutes, quick=arguments.quick)
         steps = _steps(Path(folder) / "run" / "metrics.jsonl")
     rows = [
         [name, f"{sizes[0]:.0f}", f"{max(sizes):.0f}", f"{sizes[-1]:.0f}", _growth(sizes)]
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
-def _run(run_dir: Path, minutes: float) -> dict[str, list[float]]:
+def _run(run_dir: Path, minutes: float, *, quick: bool) -> dict[str, list[float]]:
     """Resident megabytes of each process of the job, by role, over time."""
     root = Path(__file__).resolve().parents[1]
     command = [
@@ -70,6 +70,8 @@ def _run(run_dir: Path, minutes: float) -> dict[str, list[float]]:
         *("--config", str(root / "configs" / "letter_sort.yaml")),
         *(f"run_dir={run_dir}", f"total_steps={round(minutes * STEPS_A_MINUTE)}"),
     ]
+    if quick:
+        command += ["task.warm_start.steps=20", "evaluation.num_prompts=16"]
     samples: dict[str, list[float]] = {}
     with subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL) as job:
         try:
@@ -78,7 +80,7 @@ def _run(run_dir: Path, minutes: float) -> dict[str, list[float]]:
             while time.monotonic() < ends and job.poll() is None:
                 for name, size in _resident_megabytes(job.pid).items():
                     samples.setdefault(name, []).append(size)
-                time.sleep(SAMPLE_EVERY_S)
+                time.sleep(min(SAMPLE_EVERY_S, minutes * 60 / 8))
         finally:
             job.terminate()
     lasted = max(map(len, samples.values()))

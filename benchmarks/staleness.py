@@ -50,7 +50,6 @@ LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.6)
 HEAVY_TAIL = Lengths(median_letters=7.0, sigma_letters=0.9)
 TRAINING_STEPS_PER_TOKEN = 0.2
 TOKENS_PER_PIECE = 3
-CALIBRATION_STEPS = 8
 
 Metrics = dict[str, tuple[float, str]]
 Runs = Mapping[tuple[int, str], Sequence[Run]]
@@ -68,6 +67,9 @@ class Scale:
     over_bound_etas: tuple[int, ...]
     over_bound_steps: int
     evaluations: Evaluations
+    batch_groups: int
+    num_warm_steps: int
+    calibration_steps: int
 
 
 FULL = Scale(
@@ -78,15 +80,21 @@ FULL = Scale(
     over_bound_etas=(1, 4),
     over_bound_steps=30,
     evaluations=Evaluations(every_steps=3, num_prompts=256, num_final_prompts=1024),
+    batch_groups=32,
+    num_warm_steps=600,
+    calibration_steps=8,
 )
 QUICK = Scale(
     seeds=range(1),
     over_bound_seeds=range(1),
-    worst_case_etas=(0, 8),
-    worst_case_steps=20,
+    worst_case_etas=(0, 2),
+    worst_case_steps=4,
     over_bound_etas=(1,),
-    over_bound_steps=12,
-    evaluations=Evaluations(every_steps=4, num_prompts=128, num_final_prompts=256),
+    over_bound_steps=4,
+    evaluations=Evaluations(every_steps=2, num_prompts=32, num_final_prompts=32),
+    batch_groups=8,
+    num_warm_steps=20,
+    calibration_steps=2,
 )
 
 
@@ -99,6 +107,7 @@ def worst_case(job: LetterSortJob, scale: Scale) -> Runs:
             seed=seed,
             total_steps=scale.worst_case_steps,
             actor__optimizer__schedule="constant",
+            rollout__train_batch_groups=scale.batch_groups,
             rollout__max_staleness=eta,
             **OBJECTIVES[objective],
         )
@@ -118,7 +127,7 @@ def show_worst_case(runs: Runs, scale: Scale) -> None:
             "parameters": "97k",
             "steps": scale.worst_case_steps,
             "seeds": len(scale.seeds),
-            "batch": "32 groups of 8 in 4 minibatches",
+            "batch": f"{scale.batch_groups} groups of 8 in 4 minibatches",
             "lr": "4e-4, constant",
             "lengths": f"median {LENGTHS.median_letters:g}, sigma {LENGTHS.sigma_letters:g}",
         },
@@ -164,6 +173,7 @@ def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
             seed=seed,
             total_steps=scale.over_bound_steps,
             actor__optimizer__schedule="constant",
+            rollout__train_batch_groups=scale.batch_groups,
             rollout__max_staleness=eta,
             rollout__over_bound=choice,
             rollout__max_running_sequences=512,
@@ -171,7 +181,9 @@ def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
 
     runs: dict[tuple[int, str], list[Run]] = {}
     calibration = config_of(scale.over_bound_seeds[0], max(scale.over_bound_etas), "train")
-    seconds_per_token = TRAINING_STEPS_PER_TOKEN * _training_s(job, calibration)
+    seconds_per_token = TRAINING_STEPS_PER_TOKEN * _training_s(
+        job, calibration, scale.calibration_steps
+    )
     for seed, eta, choice in product(scale.over_bound_seeds, scale.over_bound_etas, CHOICES):
         config = config_of(seed, eta, choice)
         workflow = PacedWorkflow(
@@ -186,12 +198,12 @@ def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
     return runs, seconds_per_token
 
 
-def _training_s(job: LetterSortJob, config: GRPOConfig) -> float:
+def _training_s(job: LetterSortJob, config: GRPOConfig, num_steps: int) -> float:
     """Median seconds of the training phase, with generation at full speed beside it."""
     workflow = SingleTurnWorkflow(letter_sort_reward)
     with job.workers(config) as workers:
         prompts = HEAVY_TAIL.prompts(config.seed)
-        steps = list(training_steps(workers, CALIBRATION_STEPS, prompts, workflow))
+        steps = list(training_steps(workers, num_steps, prompts, workflow))
     return statistics.median(step.train_s for step in steps[1:])
 
 
@@ -231,7 +243,7 @@ def show_over_bound(runs: Runs, metrics: Metrics, scale: Scale) -> None:
             "parameters": "97k",
             "steps": scale.over_bound_steps,
             "seeds": len(scale.over_bound_seeds),
-            "batch": "32 groups of 8 in 4 minibatches",
+            "batch": f"{scale.batch_groups} groups of 8 in 4 minibatches",
             "lr": "4e-4, constant",
             "lengths": f"median {HEAVY_TAIL.median_letters:g}, sigma {HEAVY_TAIL.sigma_letters:g}",
             "seconds per token": f"{metrics['over_bound_s_per_token'][0]:.3f}",
@@ -272,7 +284,7 @@ def main() -> None:
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
     metrics: Metrics = {}
-    with LetterSortJob(MODEL, LENGTHS) as job:
+    with LetterSortJob(MODEL, LENGTHS, scale.num_warm_steps) as job:
         for seed in scale.seeds:
             job.warm_start(seed)
             say(f"seed {seed}: warm start is made")

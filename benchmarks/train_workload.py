@@ -43,8 +43,8 @@ def workloads(*, quick: bool) -> list[Workload]:
         drawn = (int(median * generator.lognormvariate(0, sigma)) for _ in range(count))
         return tuple(min(high, max(low, length)) for length in drawn)
 
-    rows = lengths(48 if quick else 96, 150.0, 1.0, 16, 3000)
-    letters = tuple(2 * n + 2 for n in lengths(256, 7.0, 0.6, 2, 26))
+    rows = lengths(16 if quick else 96, 150.0, 1.0, 16, 3000)
+    letters = tuple(2 * n + 2 for n in lengths(64 if quick else 256, 7.0, 0.6, 2, 26))
     return [
         Workload("hidden 256", 256, 4, 704, 2048, 6144, rows),
         Workload("letter-sort", 96, 3, 256, 30, 4096, letters),

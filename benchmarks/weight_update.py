@@ -494,7 +494,7 @@ def main() -> None:
         type=int,
         help="numbers of servers; all but the first with the last size only (default 1 2, quick 1)",
     )
-    parser.add_argument("--rounds", type=int, help="timed updates a method (default 7, quick 3)")
+    parser.add_argument("--rounds", type=int, help="timed updates a method (default 7, quick 1)")
     parser.add_argument("--streams", type=int, default=2, help="answers a server (default 2)")
     parser.add_argument("--bucket-mib", type=int, default=256, help="default 256")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
@@ -504,14 +504,14 @@ def main() -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     settings = Settings(
-        rounds=arguments.rounds or (3 if arguments.quick else 7),
+        rounds=arguments.rounds or (1 if arguments.quick else 7),
         num_streams=arguments.streams,
         bucket_bytes=arguments.bucket_mib << 20,
         device=Device(arguments.device),
         dtype=Dtype.float32 if arguments.device == "cpu" else Dtype.bfloat16,
         sglang_python=arguments.sglang_python,
     )
-    sizes = arguments.sizes or (["10m"] if arguments.quick else ["1m", "10m", "50m"])
+    sizes = arguments.sizes or (["1m"] if arguments.quick else ["1m", "10m", "50m"])
     servers = arguments.servers or ([1] if arguments.quick else [1, 2])
     results: dict[tuple[str, int, str], Measured] = {}
     with planes_ours.run() as run_folder:

@@ -9,9 +9,9 @@ picked out of something that was not understood.
 from __future__ import annotations
 
 import re
-import unicodedata
 from dataclasses import dataclass, replace
 
+from areal_sc.workflows.math_notation import MATH_CHARACTERS, plain_latex
 from areal_sc.workflows.math_units import MULTIPLIERS, split_unit
 
 MAX_ANSWER_CHARS = 1000
@@ -24,19 +24,19 @@ _MARKER = re.compile(
 )
 _BETWEEN_BOXES = re.compile(r"[\s$,.;]*(?:(?:and|or)[\s$]*)?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s+[A-Z])|(?:(?<![\d)}!])!|\?)(?=\s|$)|\.\s*$")
+_REFUSED_BEHIND = re.compile(
+    r"(?:\b(?:not|than|least|most|between|from|no|never|except|times|plus|minus|by|over|squared)"
+    r"|(?:%|\d|\b(?:percent|out|half|thirds?|quarters?|fourths?|fifths?|tenths?|multiple|power))"
+    r"\s+of),?$",
+    re.IGNORECASE,
+)
 _MATH_WORD = re.compile(r".*(?:\\[A-Za-z]|[=+^]).*|[-*/<>|&]|[xyznk]|pi|sqrt.*")
 _NOT_EMPTY = re.compile(r"[^\s*`$\\\[\]()]|\\[^\[\]()]")
 _CLAUSE_END = re.compile(
-    r"(?:[,;]\s*|\s+)\(?(?:because|since|as|so|which|when|where|that|if|after|but|not|for|in|at|of"
+    r"(?:[,;]\s*|\s+)\(?(?:because|since|as|so|which|when|where|that|if|after|but|not|for|at"
     r"|on|is|are|was|were|has|have|every|each|altogether|total|left|i\.e\.|hence|thus|then|and so"
     r"|instead|rather|remaining|more than|he|she|they|we|it)\b.*|;.*|\s*(?:=>|\\implies).*",
     re.IGNORECASE | re.DOTALL,
-)
-_LEAD = re.compile(
-    r"(?:(?:therefore|thus|hence|so|simply|just|exactly|equal to|equals|is|are|the|an?|and|number"
-    r"|value|answer|result|option|choice|approximately|about|roughly|\\approx|of|to be|we get"
-    r"|we have|it|be|then)\b|[:=,~*\s]|\\approx\b)+",
-    re.IGNORECASE,
 )
 
 
@@ -127,10 +127,7 @@ def last_expression(sentence: str, *, is_only: bool = False) -> str:
         start -= 1
     while not is_math[start]:
         start += 1
-    refused = {"not", "than", "least", "most", "between", "from", "no", "never", "except"}
-    if start and words[start - 1].lower().strip(",") in refused:
-        return ""
-    if is_only and any(is_math[:start]):
+    if _REFUSED_BEHIND.search(" ".join(words[:start])) or (is_only and any(is_math[:start])):
         return ""
     return " ".join(words[start:])
 
@@ -145,29 +142,6 @@ def read_answer(text: str) -> Answer | None:
 def read_first_clause(text: str) -> Answer | None:
     """As `read_answer`, without an explanation that follows: `5, because 2 + 3 = 5`."""
     return read_answer(_CLAUSE_END.sub("", text, count=1)) if len(text) <= 4000 else None
-
-
-def plain_latex(text: str) -> str:
-    """The same mathematics without layout: one way to write each thing."""
-    for character, latex in _CHARACTERS.items():
-        text = text.replace(character, latex)
-    text = _SUPERSCRIPTS.sub(lambda match: f"^{{{_normal(match.group())}}}", text)
-    text = unicodedata.normalize("NFKC", text)
-    for pattern, replacement in _LAYOUT:
-        text = pattern.sub(replacement, text)
-    text = _without_text_commands(text)
-    text = _LEAD.sub("", text.strip(), count=1) if _LEAD.match(text.strip()) else text
-    text = text.strip().rstrip(".,;:* \n")
-    for pattern, replacement in _NOTATION:
-        text = pattern.sub(replacement, text)
-    return text.strip()
-
-
-def plain_words(text: str) -> str:
-    """Letters and digits alone, in lower case and without an article: to compare words by."""
-    text = _without_text_commands(unicodedata.normalize("NFKC", text)).casefold()
-    words = re.sub(r"[^\w+\-*/=<>]+", " ", text).strip(" _").split()
-    return " ".join(words[1:] if words[:1] in (["the"], ["a"], ["an"]) and words[1:] else words)
 
 
 def _behind(text: str) -> str:
@@ -190,7 +164,7 @@ def _box(text: str, start: int) -> tuple[str, int]:
 
 def _looks_like_math(word: str) -> bool:
     bare = word.strip("*_`$.,;:!?()[]{}")
-    if any(character in _CHARACTERS or character.isnumeric() for character in bare):
+    if any(character in MATH_CHARACTERS or character.isnumeric() for character in bare):
         return True
     return bool(_MATH_WORD.fullmatch(bare or word))
 
@@ -295,96 +269,6 @@ def _without_thousands(text: str) -> str:
     )
 
 
-def _without_text_commands(text: str) -> str:
-    return _TEXT_COMMAND.sub(r" \1 ", text)
-
-
-def _normal(characters: str) -> str:
-    return unicodedata.normalize("NFKC", characters).replace("\N{MINUS SIGN}", "-")
-
-
-_CHARACTERS = {
-    "\N{MINUS SIGN}": "-",
-    "\N{EN DASH}": "-",
-    "\N{MULTIPLICATION SIGN}": r"\times ",
-    "\N{MIDDLE DOT}": r"\cdot ",
-    "\N{DOT OPERATOR}": r"\cdot ",
-    "\N{DIVISION SIGN}": "/",
-    "\N{GREEK SMALL LETTER PI}": r"\pi ",
-    "\N{INFINITY}": r"\infty ",
-    "\N{SQUARE ROOT}": "sqrt",
-    "\N{LESS-THAN OR EQUAL TO}": r"\le ",
-    "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
-    "\N{NOT EQUAL TO}": r"\ne ",
-    "\N{PLUS-MINUS SIGN}": r"\pm ",
-    "\N{UNION}": r"\cup ",
-    "\N{ELEMENT OF}": r"\in ",
-    "\N{ALMOST EQUAL TO}": r"\approx ",
-    "\N{VULGAR FRACTION ONE HALF}": r" \frac{1}{2}",
-    "\N{VULGAR FRACTION ONE QUARTER}": r" \frac{1}{4}",
-    "\N{VULGAR FRACTION THREE QUARTERS}": r" \frac{3}{4}",
-    "\N{VULGAR FRACTION ONE THIRD}": r" \frac{1}{3}",
-    "\N{VULGAR FRACTION TWO THIRDS}": r" \frac{2}{3}",
-    "\N{DEGREE SIGN}": r"^\circ",
-    "\N{NARROW NO-BREAK SPACE}": r"\,",
-    "\N{NO-BREAK SPACE}": " ",
-    "\N{THIN SPACE}": r"\,",
-}
-_SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
-_TEXT_COMMAND = re.compile(
-    r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname|rm|textit)\s*\{([^{}]*)\}"
-)
-
-_LAYOUT = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\(?:left|right|displaystyle|limits|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])\.?", ""),
-        (r"\\[dtc]frac", r"\\frac"),
-        (r"\\(?:lbrace|rbrace)(?![A-Za-z])", lambda m: "\\{" if "l" in m.group() else "\\}"),
-        (r"(?<=\d)(?:\\[,;: ]|\{,\}|\\,|\{\\,\})(?=\d{3}(?!\d))", ","),
-        (r"\\!", ""),
-        (r"(?<!\\)\\[,;: !]|\\q?quad(?![A-Za-z])|~", " "),
-        (r"\\?%|\bper\s?cent(?:age)?\b|\bpct\b", "%"),
-        (r"\s*\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])", "°"),
-        (r"\\\(|\\\)|\\\[|\\\]|\$\$", " "),
-        (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
-        (r"\\\$", "$"),
-        (r"(?<![\w)}\]])\*\*|\*\*(?![\w({\\])|`", ""),
-        (r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le"),
-        (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
-        (r"\\neq(?![A-Za-z])", r"\\ne"),
-        (r"\\dots|\\ldots|\\cdots|\.\.\.", "\u2026"),
-    )
-]
-_NOTATION = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\s+\^", "^"),
-        (r"^(?:[A-Za-z]\s*)\\in(?![A-Za-z])", ""),
-        (r"(?<![A-Za-z\\])(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
-        (r"(?<![A-Za-z\\])(?:minus|negative)\s+(?=\d)", "-"),
-        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(?<![A-Za-z\\])sqrt\s*\{", r"\\sqrt{"),
-        (r"(?<![A-Za-z\\])sqrt\s*(\d+|[a-z](?![a-z]))", r"\\sqrt{\1}"),
-        (r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp)(?![A-Za-z])", r"\\\1 "),
-        (r"\\frac\s*(\d|[a-z])\s*(\d|[a-z])(?![A-Za-z])", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\d|[a-z])\s*\{", r"\\frac{\1}{"),
-        (r"(\\frac\s*\{[^{}]*\})\s*(\d|[a-z])", r"\1{\2}"),
-        (r"\\sqrt\s*(\d|[a-z])(?![A-Za-z])", r"\\sqrt{\1}"),
-        (r"(?<![\d.^{_/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
-        (r"\\log\s*_\s*(\w)", r"\\log_{\1}"),
-        (r"\*\*", "^"),
-        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-        (r"\^\s*([-+]?\d+(?:\.\d+)?)", r"^{\1}"),
-        (
-            r"(?<![\d.A-Za-z])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?)\+?(\d+)(?![\w.])",
-            r"\1\\cdot10^{\2\3}",
-        ),
-        (r"\^\{\+", "^{"),
-        (r"(?<![\d,.])(\d{1,3}(?: \d{3})+)(?=\.\d|$)", lambda m: m.group().replace(" ", "")),
-        (r"(?<![.,\d])\.(?=\d)", "0."),
-    )
-]
 _LIST_SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
 _ITEM_SEPARATOR = re.compile(r"[,;]")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")

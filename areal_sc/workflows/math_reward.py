@@ -11,6 +11,7 @@ from areal_sc.workflows import math_answer
 from areal_sc.workflows.base import declare_reward
 from areal_sc.workflows.math_answer import Answer
 from areal_sc.workflows.math_compare import Unparsable, are_equal, check_parsable, warm_up
+from areal_sc.workflows.math_notation import plain_words
 
 TIME_LIMIT_S = 5.0
 """CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""
@@ -83,7 +84,7 @@ def _read_reference(text: str) -> Answer | str:
         except Unparsable as error:
             raise ValueError(f"the reference answer {text!r} cannot be parsed") from error
         return answer
-    words = math_answer.plain_words(content)
+    words = plain_words(content)
     if re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", words):
         return words
     raise ValueError(f"the reference answer {text!r} cannot be parsed")
@@ -93,8 +94,8 @@ def _has_words(gold: str, completion: str) -> bool:
     marked = math_answer.final_answer(completion)
     text = completion if marked is None else marked
     return gold in (
-        math_answer.plain_words(text),
-        math_answer.plain_words(math_answer.last_sentence(text)),
+        plain_words(text),
+        plain_words(math_answer.last_sentence(text)),
     )
 
 

@@ -1,0 +1,85 @@
+"""Every benchmark's `--quick` runs and writes finite numbers.
+
+Benchmarks that need what the machine may lack end with a message and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SGLANG = BENCHMARKS.parent / ".venv-sglang" / "bin" / "python"
+LIMIT_S = 240
+
+PROMISED = {
+    "async_speedup": {"async_over_sync", "async_floor_s_per_step", "sync_wait_share"},
+    "engines": {"local_over_sglang", "1m_mixed_sglang_tokens_per_s"},
+    "generate_throughput": {"local_over_static", "mixed_over_static"},
+    "gpu": {"train_status", "generate_status", "publish_status", "letter_sort_status"},
+    "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
+    "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
+    "soak": {"store_growth", "resident_growth"},
+    "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
+    "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
+    "weight_update": {"pull_stall_s", "disk_stall_s", "collective_vs_copy"},
+}
+"""benchmark -> some metrics that each of its parts must write."""
+
+NEED_SGLANG = {"engines", "weight_update"}
+
+
+def run_benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def test_all_benchmarks_are_known() -> None:
+    programs = {
+        path.stem
+        for path in BENCHMARKS.glob("*.py")
+        if "report.add_arguments(parser)" in path.read_text()
+    }
+    assert programs == set(PROMISED)
+
+
+@pytest.mark.parametrize("name", sorted(PROMISED))
+def test_a_quick_benchmark_runs_and_its_numbers_are_finite(name: str, tmp_path: Path) -> None:
+    if name in NEED_SGLANG and not SGLANG.is_file():
+        pytest.skip(f"no SGLang at {SGLANG}: tests/sglang_server/install.sh installs it")
+    result = tmp_path / "result.json"
+    device = ("--device", "cpu") if name == "gpu" else ()
+    done = run_benchmark(name, "--quick", "--json", str(result), *device)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    metrics = json.loads(result.read_text())
+    assert PROMISED[name] <= set(metrics), sorted(metrics)
+    unusable = {
+        key: entry
+        for key, entry in metrics.items()
+        if not math.isfinite(entry["value"]) or not entry["unit"]
+    }
+    assert not unusable
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_gpu_is_named() -> None:
+    done = run_benchmark("gpu", "--quick", "--device", "cuda")
+    assert done.returncode == 2
+    assert "--device cuda: torch finds no CUDA device here" in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(NEED_SGLANG))
+def test_a_missing_sglang_is_named(name: str, tmp_path: Path) -> None:
+    done = run_benchmark(name, "--quick", "--sglang-python", str(tmp_path / "python"))
+    assert done.returncode == 2
+    assert f"no SGLang at {tmp_path / 'python'}" in done.stderr
