@@ -167,6 +167,7 @@ def test_the_last_step_of_the_settings_is_the_last_of_a_loop_of_ones_own() -> No
         run.rollout.config.total_steps = 3
         rollout = RolloutController(run.rollout.engine, run.cluster, runtime=run.runtime)
         run.rollout, actor = rollout, run.actor
+        run.cluster.on_forgotten = lambda shard_id, group_id: None  # the run's book is not kept
         async with run.started():
             for _ in range(3):
                 batch = await rollout.prepare_batch_async(run.prompts, run.workflow)
