@@ -38,6 +38,9 @@ UPDATES_PER_TURN = 64
 UPDATE_STEPS = 4
 """Of a weight update that may take `weight_update.step_timeout_s` each; most take far less."""
 
+SWEEPS_PER_TURN = 64
+"""Sweeps begun without giving the event loop a turn: some milliseconds."""
+
 RPC_MARGIN_S = 60.0
 """What a group's RPC may take beyond the group's own time limit, which the worker keeps."""
 
@@ -117,6 +120,8 @@ class RolloutWorkers:
         self._beginning: asyncio.Task[None] | None = None
         self._group_bytes = max_group_bytes(config)
         self._method = config.weight_update.method
+        self._must_sweep = False
+        self._sweeping: asyncio.Task[None] | None = None
         self._update_places = asyncio.Semaphore(_num_updated_at_once(config))
 
     def __len__(self) -> int:
@@ -132,9 +137,9 @@ class RolloutWorkers:
     async def close(self) -> None:
         """Ends updates and sweeps; their failures are the background's already."""
         await self._queue.close()
-        tasks = [self._beginning] if self._beginning else []
-        for beginning in tasks:
-            beginning.cancel()
+        tasks = [task for task in (self._beginning, self._sweeping) if task]
+        for task in tasks:
+            task.cancel()
         await asyncio.sleep(0)  # updates take their first step: they are ended from within
         tasks += [task for state in self._states for task in (state.update, state.sweep) if task]
         for task in tasks:
@@ -199,15 +204,30 @@ class RolloutWorkers:
 
     def sweep(self) -> None:
         """Workers begin to forget the shards that their owners do not need any more."""
-        for state in self._states:
-            self.sweep_one(state)
-
-    def sweep_one(self, state: RolloutWorkerState) -> None:
-        """One worker begins to forget such shards; no-op if there are none, or it is at it."""
-        if state.store.has_dead and not state.is_swept:
-            state.sweep = asyncio.create_task(
-                self._background.guard(self._sweep(state)), name=f"sweep {state.name}"
+        self._must_sweep = True
+        if self._sweeping is None or self._sweeping.done():
+            self._sweeping = asyncio.create_task(
+                self._background.guard(self._begin_sweeps()), name="sweeps"
             )
+
+    def sweep_one(self, state: RolloutWorkerState) -> bool:
+        """One worker begins to forget such shards, if there are any and it is not at it."""
+        if state.is_swept or not state.store.has_dead:
+            return False
+        state.sweep = asyncio.create_task(
+            self._background.guard(self._sweep(state)), name=f"sweep {state.name}"
+        )
+        return True
+
+    async def _begin_sweeps(self) -> None:
+        num_begun = 0
+        while self._must_sweep:
+            self._must_sweep = False
+            for state in self._states:
+                num_begun += self.sweep_one(state)
+                if num_begun == SWEEPS_PER_TURN:
+                    num_begun = 0
+                    await asyncio.sleep(0)
 
     async def _sweep(self, state: RolloutWorkerState) -> None:
         while state.store.has_dead:

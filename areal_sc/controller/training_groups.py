@@ -90,6 +90,7 @@ class TrainingGroups:
 
     async def close(self) -> None:
         """Ends all running groups; their failures are the background's already."""
+        self._source = None  # room that comes back meanwhile is for nobody
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -81,6 +81,8 @@ def test_generation_has_the_trainers_weights(
             assert stats["grad_norm"] > 0
         assert actor.publication_stats["failed_broadcasts"] == 0
         counters = rollout.worker_stats()
+        held = {rank["store_shards"] for rank in actor.worker_stats()}
+    assert held == {0 if method == "disk" else 1}, "of what was computed nothing is left"
     assert all(worker["weight_updates"] == 3 for worker in counters)
     assert len({worker["update_bytes"] for worker in counters}) == 1
     if method == "disk":

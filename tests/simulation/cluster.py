@@ -40,6 +40,7 @@ class GroupStart:
     attempt: int
     admitted_version: int
     dataset_index: int
+    num_running: int  # groups that ran then, on all workers
 
 
 @dataclass
@@ -165,6 +166,7 @@ class SimulatedCluster:
                 args["attempt"],
                 args["admitted_version"],
                 args["index"],
+                sum(len(worker.running) for worker in self.rollout_workers),
             )
         )
 

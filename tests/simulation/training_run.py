@@ -99,7 +99,8 @@ class TrainingRun:
         self.settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
-        runtime = Runtime(transport=SimulatedTransport(self.cluster), new_id=self.cluster.new_id)
+        transport = SimulatedTransport(self.cluster)
+        self.runtime = runtime = Runtime(transport=transport, new_id=self.cluster.new_id)
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)
         self.rollout = RolloutController(

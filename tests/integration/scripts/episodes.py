@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from pathlib import Path
 from typing import Any
 
 from areal_sc import Prompts, SingleTurnWorkflow, Trajectory, Workflow
@@ -83,6 +84,22 @@ class SlowForSome(SingleTurnWorkflow):
         if is_slow:
             await asyncio.sleep(self.delay_s)
         return trajectory
+
+
+class Waits(Workflow):
+    """Notes each episode's begin and end in a folder; none ends by itself."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+        name = prompt["prompt"]
+        (Path(self.folder) / f"{name}.begun").touch()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            (Path(self.folder) / f"{name}.ended").touch()
+        return None
 
 
 class UnreadableRows(Prompts):

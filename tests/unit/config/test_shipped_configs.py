@@ -36,7 +36,7 @@ def test_letter_sort() -> None:
     assert (config.rollout.group_size, config.rollout.max_staleness) == (8, 4)
     assert config.actor.optimizer.lr == 4e-4
     assert config.actor.optimizer.schedule is LrSchedule.linear
-    assert config.actor.optimizer.total_steps == 160
+    assert config.actor.optimizer.total_steps == config.rollout.total_steps == 160
     assert config.task["warm_start"]["lr"] == 4e-3
     assert config.task["max_letters"] + 1 <= config.generation.max_new_tokens
     # 26 letters and `=`, and as many and `$`

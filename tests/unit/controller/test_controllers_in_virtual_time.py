@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.behavior import Behavior, Number
 from simulation.training_run import Settings, TrainingRun, play
-from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import OverBound
-from areal_sc.metadata import BatchMetadata
 
 MAX_GENERATION_S = 300.0
 
@@ -45,6 +43,8 @@ behaviors = st.builds(
     evaluation_s=st.builds(up_to, st.sampled_from([0.1, 5.0])),
     latency_s=st.sampled_from([0.0, 0.001, 0.1]),
     reply_delay_s=st.builds(up_to, st.sampled_from([0.0, 1.0, 30.0])),
+    sweep_delay_s=st.sampled_from([0.0, up_to(5.0)]),
+    give_up_s=st.builds(up_to, st.sampled_from([0.0, 3.0])),
     group_rejection=st.sampled_from([0.0, 0.1, 0.4]),
     row_rejection=st.sampled_from([0.0, 0.3]),
 )
@@ -134,9 +134,9 @@ def test_without_staleness_generation_and_training_take_turns(run_settings: Sett
         assert start.worker_version == start.admitted_version
 
 
-def slow_tail(mode: OverBound, seed: int, max_reply_delay_s: float = 0.0) -> Settings:
+def slow_tail(mode: OverBound, seed: int) -> Settings:
     """Heavy-tailed lengths at a tight bound."""
-    behavior = Behavior(generation_s=lognormal(4.0, 1.0), reply_delay_s=up_to(max_reply_delay_s))
+    behavior = Behavior(generation_s=lognormal(4.0, 1.0))
     return Settings(num_steps=20, over_bound=mode, max_staleness=1, seed=seed, behavior=behavior)
 
 
@@ -153,23 +153,3 @@ def test_the_schedules_reach_what_the_modes_are_for(seed: int) -> None:
     assert sum(masked) > 0
     assert "stale" in runs[OverBound.regenerate].rejected.values()
     assert runs[OverBound.wait].duration_s > runs[OverBound.train].duration_s
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_of_groups_that_were_given_up_on_their_way_are_forgotten(seed: int) -> None:
-    """A group is found stale after its rows were sealed and before their names arrived.
-
-    `TrainingRun` checks that nothing is left at the end.
-    """
-
-    class Watching(TrainingRun):
-        num_nameless = 0
-
-        def check_stores(self, batch: BatchMetadata) -> None:
-            super().check_stores(batch)
-            for worker in self.cluster.rollout_workers:
-                self.num_nameless += len(self.rejected.keys() & worker.store.group_of.values())
-
-    run = Watching(slow_tail(OverBound.regenerate, seed, 30.0))
-    run_virtual(run.play())
-    assert run.num_nameless > 0

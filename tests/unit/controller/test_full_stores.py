@@ -20,10 +20,13 @@ from areal_sc.errors import ConfigError, WorkflowError
 PAGE_BYTES = 4096
 
 
+@pytest.mark.parametrize("max_concurrent_groups", [1, 3, 64])
 @pytest.mark.parametrize("mode", OverBound)
-def test_restored_groups_wait_for_room_and_find_it(mode: OverBound) -> None:
+def test_restored_groups_wait_for_room_and_find_it(
+    mode: OverBound, max_concurrent_groups: int
+) -> None:
     """More of them than the stores hold, so that most wait until a batch is swept. Weights have
-    arrived before that, so nothing else wakes them."""
+    arrived before that, so nothing else wakes them. They are too many to run at one time, too."""
     ahead = Settings(num_steps=8, over_bound=mode, max_staleness=3, num_rollout_workers=1)
 
     async def first() -> dict[str, Any]:
@@ -33,8 +36,13 @@ def test_restored_groups_wait_for_room_and_find_it(mode: OverBound) -> None:
 
     saved = run_virtual(first())
 
+    limits: dict[str, Any] = {
+        "store_groups": ahead.batch_groups if max_concurrent_groups == 64 else 1000,
+        "max_concurrent_groups": max_concurrent_groups,
+    }
+
     async def second() -> TrainingRun:
-        run = TrainingRun(replace(ahead, store_groups=ahead.batch_groups))
+        run = TrainingRun(replace(ahead, **limits))
         async with run.started():
             await run.load(saved)
             assert run.rollout.groups.ledger.account()["queued"] > 2 * ahead.batch_groups
@@ -45,6 +53,7 @@ def test_restored_groups_wait_for_room_and_find_it(mode: OverBound) -> None:
         return run
 
     run = run_virtual(second())
+    assert max(start.num_running for start in run.cluster.starts) < max_concurrent_groups
     assert [batch.global_step for batch in run.batches] == list(range(ahead.num_steps))
 
 

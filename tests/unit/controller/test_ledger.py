@@ -281,3 +281,17 @@ def test_the_ledgers_size_is_that_of_the_groups_in_flight() -> None:
         ledger.record_trained(batch.rows)
     assert len(msgpack.packb(ledger.snapshot())) < 200
     assert ledger.account()["rows_trained"] == 2 * 2700
+
+
+def test_groups_that_are_consumed_and_never_trained_do_not_add_up() -> None:
+    ledger = Ledger()
+    for group_id in range(3000):
+        ledger.admit(PROMPT, 0)
+        ledger.start(group_id, "rollout/0")
+        ledger.finish(group_id, 0, batch_of(group_id))
+        (batch,) = ledger.consume([group_id], group_id)
+        if group_id % 10:
+            ledger.record_trained(batch.rows)
+    assert len(msgpack.packb(ledger.snapshot())) < 200
+    account = ledger.account()
+    assert (account["rows_trained"], account["rows_trained_twice"]) == (2 * 2700, 0)
