@@ -33,7 +33,7 @@ from areal_sc.metadata import BatchMetadata, WeightsReference
 from areal_sc.transport.arena.free_extents import block_span
 from areal_sc.transport.shard_ids import parse_shard_id
 
-UPDATES_PER_TURN = 64
+UPDATES_PER_TURN = 32
 """Weight updates begun without giving the event loop a turn: some milliseconds."""
 
 UPDATE_STEPS = 4
