@@ -32,7 +32,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, WeightsReference
 from areal_sc.transport.arena.free_extents import block_span
 
-UPDATES_PER_TURN = 64
+UPDATES_PER_TURN = 32
 """Weight updates begun without giving the event loop a turn: some milliseconds."""
 
 UPDATE_STEPS = 4

@@ -189,9 +189,12 @@ class TrainController(Shell):
         num_minibatches = min(self.config.ppo.num_minibatches, batch.total_batch_size)
         by_rank = []
         for rows in selected.partition(num_minibatches, "rows"):
-            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
-            parts = selected.take(rows).split(self.config.num_workers)
-            by_rank.append([batch_to_wire(part) for part in parts])
+            minibatch = selected.take(rows)
+            parts = []
+            for part in minibatch.partition(self.config.num_workers):
+                await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
+                parts.append(batch_to_wire(minibatch.take(part)))
+            by_rank.append(parts)
         number = self._num_updates
         # noted first: the workers train on them even if this call is given up
         self._trained_rows.setdefault(number, batch.rows)
