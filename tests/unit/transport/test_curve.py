@@ -39,7 +39,7 @@ class GuardedEcho:
         self.authenticator = authenticator
         self.context = zmq.Context()
         raw = self.context.socket(zmq.ROUTER)
-        configure_socket(raw, 1 << 20)
+        configure_socket(raw)
         self.guard = authenticator.configure_server(self.context, raw)
         self.port = raw.bind_to_random_port("tcp://127.0.0.1")
         self.socket = AsyncSocket(raw, self._on_message)
@@ -69,7 +69,7 @@ def caller(
 ) -> Iterator[zmq.Socket[bytes]]:
     """A connected DEALER with a context of its own."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        configure_socket(dealer, 1 << 20)
+        configure_socket(dealer)
         configure(dealer)
         dealer.connect(f"tcp://127.0.0.1:{echo.port}")
         yield dealer
