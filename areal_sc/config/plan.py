@@ -250,11 +250,7 @@ def _server_ranks(
     worker_devices: Sequence[str],
     machine: Machine,
 ) -> list[WorkerPlan]:
-    """The processes of the servers that one worker starts, numbered from `first`.
-
-    Args:
-        machine: with the memory that is free when the servers start.
-    """
+    """The processes of the servers that one worker starts on what is left of the machine."""
     sglang = sglang_of_worker(rollout.sglang, worker, rollout.num_workers)
     if sglang.urls:
         return []
