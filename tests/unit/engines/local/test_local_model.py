@@ -107,11 +107,6 @@ def test_more_context_than_the_model_has_positions(folder: Path) -> None:
         LocalEngine(config_for(folder, max_context_tokens=257))
 
 
-def test_unresolved_settings_are_named() -> None:
-    with pytest.raises(ValueError, match=r"rollout\.seed is '\$\{seed\}'"):
-        LocalEngine(RolloutConfig(path="model", dtype=Dtype.float32))
-
-
 def test_sliding_windows_are_refused(random_model: Callable[..., PreTrainedModel]) -> None:
     sliding = random_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
     with pytest.raises(ModelError, match="layers of type sliding_attention"):
