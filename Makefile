@@ -9,7 +9,7 @@ quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
 		run_dir=runs/quickstart task.warm_start.rebuild=true --overwrite $(ARGS)
 
 test: lint sglang  ## everything that has to be green
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

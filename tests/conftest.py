@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,8 @@ from hypothesis import settings
 settings.register_profile("areal_sc", deadline=None)
 settings.load_profile("areal_sc")
 
+SGLANG_TESTS = "tests/integration/sglang/"
+
 
 def pytest_configure() -> None:
     """Ctrl-C works in the tests and in what they start, also where a shell ignores it.
@@ -22,6 +25,22 @@ def pytest_configure() -> None:
     inherited.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes (`-n 2`) a file's tests stay together: fixtures are made once a file.
+
+    Those of SGLang share two servers, so their whole folder stays together.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return SGLANG_TESTS if path.startswith(SGLANG_TESTS) else path
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from integration.sglang.policies import MAX_CONTEXT, Policies
+from integration.sglang.policies import MAX_CONTEXT, Answers, Generating, Policies
 
 from areal_sc.config.schema import (
     Device,
@@ -29,6 +29,7 @@ INSTALL = REPOSITORY / "tests" / "sglang_server" / "install.sh"
 PYTHON = REPOSITORY / ".venv-sglang" / "bin" / "python"
 
 INSTALL_TIMEOUT_S = 900.0
+NUM_TRIES = 5
 BUCKET_BYTES = 100_000
 """A third of the largest parameter: several buckets, one of them a large tensor alone."""
 
@@ -102,17 +103,27 @@ def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
 
 
 @pytest.fixture
-def generating(engine: SGLangServerEngine) -> Callable[[int], Awaitable[None]]:
-    """Waits until the servers themselves run so many answers, each past its first token."""
+def generating(engine: SGLangServerEngine) -> Generating:
+    """Starts answers, and waits until the servers themselves run them, past their first tokens.
 
-    async def wait(number: int) -> None:
-        while True:
-            num_running = 0
-            for replica in engine._replicas.replicas:
-                answer = await replica.client._get("/v1/loads?include=core", None)
-                num_running += sum(load["num_running_reqs"] for load in answer["loads"])
-            if num_running >= number:
-                return
-            await asyncio.sleep(0.02)
+    On a busy machine answers may end before they were seen: then they are started again.
+    """
+
+    async def num_running() -> int:
+        loads = [
+            await replica.client._get("/v1/loads?include=core", None)
+            for replica in engine._replicas.replicas
+        ]
+        return sum(load["num_running_reqs"] for answer in loads for load in answer["loads"])
+
+    async def wait(start: Callable[[], Answers]) -> Answers:
+        for _ in range(NUM_TRIES):
+            tasks = start()
+            while not all(task.done() for task in tasks):
+                if await num_running() >= len(tasks):
+                    return tasks
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*tasks)
+        raise AssertionError(f"answers ended {NUM_TRIES} times before they were seen running")
 
     return wait

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import string
 from collections.abc import Awaitable, Callable, Iterable
@@ -16,6 +17,8 @@ from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.weight_group import NamedTensor
 
+Answers = list[asyncio.Task[Completion]]
+Generating = Callable[[Callable[[], Answers]], Awaitable[Answers]]
 TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
 
 VOCAB_SIZE = 512

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from integration.sglang.policies import Policies
+from integration.sglang.policies import Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -24,7 +24,6 @@ from areal_sc.engines.weight_group import NamedTensor
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
-Generating = Callable[[int], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
 PROMPTS = [[5 + i, 6, 7 + i] for i in range(16)]
 
@@ -50,9 +49,10 @@ async def set_scene(
 ) -> Scene:
     """Starts the answers; the server of that number is the one to fail."""
     both = engine._replicas.replicas
-    tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
-    await until(lambda: all(replica.load.num_running > 0 for replica in both))
-    await generating(len(tasks))
+    tasks = await generating(
+        lambda: [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+    )
+    assert all(replica.load.num_running > 0 for replica in both)
     server = both[victim].server
     assert server
     return Scene(tasks, engine.stats(), both[victim], both[1 - victim], server)

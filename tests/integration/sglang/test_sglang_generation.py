@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from integration.sglang.policies import MAX_CONTEXT, VOCAB_SIZE, Policies
+from integration.sglang.policies import MAX_CONTEXT, VOCAB_SIZE, Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.sglang.engine import SGLangServerEngine
@@ -16,7 +16,6 @@ from areal_sc.errors import ConfigError, WorkflowError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
-Generating = Callable[[int], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
 
 
@@ -138,13 +137,13 @@ async def test_a_cancelled_group_returns_what_it_has(
     engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     prompt = [6, 7]
-    before = engine.stats()["running_requests"]
-    ours = [
-        asyncio.create_task(engine.generate(prompt, LONG, prefix_group="ours")) for _ in range(3)
-    ]
     other = asyncio.create_task(engine.generate(prompt, tokens(30), prefix_group="other"))
-    await until(lambda: engine.stats()["running_requests"] == before + 4)
-    await generating(3)  # the short one may have ended
+    ours = await generating(
+        lambda: [
+            asyncio.create_task(engine.generate(prompt, LONG, prefix_group="ours"))
+            for _ in range(3)
+        ]
+    )
     engine.cancel_group("ours")
     engine.cancel_group("nobody")
     answers = await asyncio.gather(*ours)
@@ -158,8 +157,9 @@ async def test_a_cancelled_group_returns_what_it_has(
 async def test_a_cancelled_task_is_ended_on_its_server(
     engine: SGLangServerEngine, until: Until, generating: Generating
 ) -> None:
-    tasks = [asyncio.create_task(engine.generate([6, 7], LONG)) for _ in range(4)]
-    await generating(4)
+    tasks = await generating(
+        lambda: [asyncio.create_task(engine.generate([6, 7], LONG)) for _ in range(4)]
+    )
     cancelled = engine.stats()["cancelled_tokens"]
     for task in tasks:
         task.cancel()
@@ -173,8 +173,7 @@ async def test_a_pause_holds_answers_and_requests(
     engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     prompt = [8, 9]
-    running = asyncio.create_task(engine.generate(prompt, LONG))
-    await generating(1)
+    (running,) = await generating(lambda: [asyncio.create_task(engine.generate(prompt, LONG))])
     await engine.pause()
     late = asyncio.create_task(engine.generate(prompt, tokens(5)))
     held = asyncio.create_task(engine.generate(prompt, LONG, prefix_group="held"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.sglang.policies import Policies, at_hand
+from integration.sglang.policies import Generating, Policies, at_hand
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate
 from areal_sc.engines.base import Completion
@@ -27,7 +27,6 @@ from areal_sc.errors import EngineFailed, ModelError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
-Generating = Callable[[int], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
 NUM_UPDATES = 20
@@ -51,8 +50,7 @@ async def test_tensors_replace_weights_in_the_middle_of_answers(
 ) -> None:
     old, new = engine.version, policies.add()
     before = engine.stats()
-    tasks = start_answers(engine)
-    await generating(len(tasks))
+    tasks = await generating(lambda: start_answers(engine))
     flat = [(name, tensor.flatten()) for name, tensor in policies.named_tensors(new)]
     await engine.update_weights(new, at_hand(flat))
     assert engine.version == new
@@ -70,8 +68,7 @@ async def test_a_folder_replaces_weights_in_the_middle_of_answers(
 ) -> None:
     old, new = engine.version, policies.add()
     folder = policies.save(new, tmp_path / "new")
-    tasks = start_answers(engine)
-    await generating(len(tasks))
+    tasks = await generating(lambda: start_answers(engine))
     await engine.update_weights_from_disk(new, folder)
     answers = await asyncio.gather(*tasks)
     check_span_both(answers, old, new)
@@ -136,8 +133,7 @@ async def test_a_broadcast_replaces_weights_in_the_middle_of_answers(
     assert engine.has_whole_group("group-a")
     for _ in range(2):  # a group serves more than one update
         old, new = engine.version, policies.add()
-        tasks = start_answers(engine)
-        await generating(len(tasks))
+        tasks = await generating(lambda: start_answers(engine))
         num_bytes, _ = await asyncio.gather(
             trainer.send(new),
             trainer.receive(engine, new),
@@ -198,8 +194,7 @@ async def test_32_answers_across_many_updates(
 ) -> None:
     prompts = [[3 + i, 7, 9 + i] for i in range(32)]
     before = engine.stats()
-    tasks = start_answers(engine, prompts)
-    await generating(len(tasks))
+    tasks = await generating(lambda: start_answers(engine, prompts))
     first = engine.version
     while engine.version - first < NUM_UPDATES:
         version = policies.add()
@@ -229,8 +224,7 @@ async def test_servers_without_version_spans_are_interrupted_by_aborting(
     with without_spans(engine):
         old, new = engine.version, policies.add()
         continued = engine.stats()["continued_requests"]
-        tasks = start_answers(engine)
-        await generating(len(tasks))
+        tasks = await generating(lambda: start_answers(engine))
         await engine.update_weights(new, policies.source(new))
         answers = await asyncio.gather(*tasks)
         assert engine.stats()["continued_requests"] - continued >= len(tasks)
@@ -243,8 +237,7 @@ async def test_running_answers_may_finish_first(
 ) -> None:
     old, new = engine.version, policies.add()
     with settings(engine, on_weight_update=OnWeightUpdate.finish_running):
-        tasks = start_answers(engine)
-        await generating(len(tasks))
+        tasks = await generating(lambda: start_answers(engine))
         update = asyncio.create_task(engine.update_weights(new, policies.source(new)))
         await asyncio.sleep(0.05)
         late = asyncio.create_task(engine.generate([7, 7], GenerationConfig(max_new_tokens=9)))
@@ -314,8 +307,7 @@ async def test_weights_may_change_while_paused(
     engine: SGLangServerEngine, policies: Policies, generating: Generating
 ) -> None:
     old, new = engine.version, policies.add()
-    tasks = start_answers(engine)
-    await generating(len(tasks))
+    tasks = await generating(lambda: start_answers(engine))
     await engine.pause()
     await engine.update_weights(new, policies.source(new))
     assert set(engine.server_health().values()) == {"paused"}
