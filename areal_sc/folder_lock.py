@@ -36,16 +36,30 @@ class FolderLock:
         give_up = time.monotonic() + _WAIT_S
         while not self.take_if_free():
             if time.monotonic() > give_up:
-                pid = (self._folder / LOCK_NAME).read_text(errors="replace").strip()
-                owner = f"process {pid}" if pid else "another process"
-                raise RunFolderError(
-                    f"run folder {self._folder}: {owner} is running in it; "
-                    "wait for it, stop it, or choose another run_dir"
-                )
+                raise self._in_use()
             time.sleep(0.05)
         assert self._fd is not None
         os.ftruncate(self._fd, 0)
         os.write(self._fd, f"{os.getpid()}\n".encode())
+
+    def check_free(self) -> None:
+        """Takes nothing, and makes no file.
+
+        Raises: RunFolderError: another process has it; OSError: the folder is not usable.
+        """
+        if not (self._folder / LOCK_NAME).exists():
+            return
+        if not self.take_if_free():
+            raise self._in_use()
+        self.release()
+
+    def _in_use(self) -> RunFolderError:
+        pid = (self._folder / LOCK_NAME).read_text(errors="replace").strip()
+        owner = f"process {pid}" if pid else "another process"
+        return RunFolderError(
+            f"run folder {self._folder}: {owner} is running in it; "
+            "wait for it, stop it, or choose another run_dir"
+        )
 
     def take_if_free(self) -> bool:
         """Raises: OSError: the folder is not usable."""

@@ -184,6 +184,22 @@ class RunFolder:
             raise RunFolderError(f"run folder {self.path}: its run has no snapshot to resume from")
         return Opening.restart
 
+    def preview(
+        self, *, config_text: str, resume: str = "auto", overwrite: bool = False
+    ) -> Opening:
+        """What `open` would do; changes nothing.
+
+        Raises: RunFolderError: `open` would refuse.
+        """
+        opening = self.decide(resume=resume, overwrite=overwrite)
+        try:
+            self._lock.check_free()
+            if opening is Opening.resume:
+                check_resumable(self.config_path.read_text(), config_text)
+        except OSError as error:
+            raise self._unusable(error) from error
+        return opening
+
     def open(self, *, config_text: str, resume: str = "auto", overwrite: bool = False) -> Opening:
         """Takes the folder for this process and brings it into the state to run in.
 

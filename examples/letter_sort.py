@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from letter_sort_task import (
+    LETTERS,
     LetterSortDemonstrations,
     LetterSortPrompts,
     letter_sort_reward,
@@ -27,6 +28,7 @@ from areal_sc import (
     load_config,
     run_script,
 )
+from areal_sc.errors import ConfigError
 
 HELD_OUT_SEED = 1_000_003
 """Added to the run's seed: evaluation prompts are others than those trained on."""
@@ -61,6 +63,19 @@ class Config(GRPOConfig):
     task: Task = field(default_factory=Task)  # type: ignore[assignment]  # in place of a dict
 
 
+def check_task(task: Task) -> None:
+    """Raises: ConfigError: a number that cannot be; before anything is started or deleted."""
+    if not 2 <= task.max_letters <= len(LETTERS):
+        raise ConfigError(f"task.max_letters: expected 2 to {len(LETTERS)}, got {task.max_letters}")
+    if not task.sigma_letters >= 0:
+        raise ConfigError(f"task.sigma_letters: expected at least 0, got {task.sigma_letters}")
+    sizes = {f"warm_start.{name}": size for name, size in vars(task.warm_start).items()}
+    del sizes["warm_start.rebuild"]
+    for name, number in {"median_letters": task.median_letters, **sizes}.items():
+        if not number > 0:
+            raise ConfigError(f"task.{name}: expected a number above 0, got {number}")
+
+
 def warm_start(config: Config, trainer: PPOTrainer) -> None:
     """Imitates the demonstrations, unless that model is there already."""
     task = config.task.warm_start
@@ -86,6 +101,7 @@ def warm_start(config: Config, trainer: PPOTrainer) -> None:
 def main(argv: list[str]) -> None:
     config = load_config(argv, Config, makes_model=True)
     task = config.task
+    check_task(task)
     shape = {
         "max_letters": task.max_letters,
         "median_letters": task.median_letters,

@@ -93,7 +93,9 @@ def _dry_run(config: GRPOConfig) -> Iterator[str]:
     """What the run would start, and where."""
     yield from plan(config).lines()
     folder = RunFolder(config.run_dir)
-    opening = folder.decide(resume=config.resume, overwrite=config.overwrite)
+    opening = folder.preview(
+        config_text=config_text(config), resume=config.resume.value, overwrite=config.overwrite
+    )
     yield f"run folder {folder.path}: would {opening.value}"
 
 

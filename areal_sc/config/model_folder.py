@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from areal_sc.errors import ModelError
+from areal_sc.errors import CheckpointError, ModelError
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -50,6 +50,26 @@ def check_model_folder(path: str | Path) -> None:
         )
     _check_index(folder)
     _count_parameters(folder)
+
+
+def check_replaceable(path: str | Path) -> Path:
+    """The absolute path of a folder that a model may be written to, in place of what is there.
+
+    Raises: CheckpointError: what is there is neither a model folder nor an empty one.
+    """
+    folder = Path(path).expanduser().absolute()
+    try:
+        is_free = (
+            not folder.exists() or (folder / "config.json").is_file() or not any(folder.iterdir())
+        )
+    except OSError as error:
+        raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+    if not is_free:
+        raise CheckpointError(
+            f"cannot write the model to {folder}: it has other files in it and is not a model's "
+            "folder, so it is left alone; choose another folder"
+        )
+    return folder
 
 
 def _check_index(folder: Path) -> None:

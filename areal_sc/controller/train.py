@@ -23,6 +23,7 @@ from typing import Any
 
 from areal_sc.algorithms.advantages import normalized_advantages
 from areal_sc.batch_wire import batch_to_wire
+from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.control_loop import Shell
@@ -252,15 +253,16 @@ class TrainController(Shell):
         await self._publish(self.version, rollout, rollout.receive_weights)
 
     async def save_hf_async(self, folder: str | Path) -> None:
-        """Writes the model and its tokenizer in Hugging Face layout; replaces `folder`.
+        """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
 
-        Raises: CheckpointError: the disk is full, say; an existing folder is left as it was.
+        Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
+            as it was.
         """
-        await self._finish_export(*await self._begin_export(Path(folder)))
+        await self._finish_export(*await self._begin_export(check_replaceable(folder)))
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        begun = self._run(self._begin_export(Path(folder)))
+        begun = self._run(self._begin_export(check_replaceable(folder)))
         return self._submit(self._finish_export(*begun))
 
     async def save_snapshot_async(self) -> None:

@@ -25,9 +25,18 @@ _MARKER = re.compile(
 _BETWEEN_BOXES = re.compile(r"[\s$,.;]*(?:(?:and|or)[\s$]*)?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s+[A-Z])|(?:(?<![\d)}!])!|\?)(?=\s|$)|\.\s*$")
 _REFUSED_BEHIND = re.compile(
-    r"(?:\b(?:not|than|least|most|between|from|no|never|except|times|plus|minus|by|over|squared)"
-    r"|(?:%|\d|\b(?:percent|out|half|thirds?|quarters?|fourths?|fifths?|tenths?|multiple|power))"
-    r"\s+of),?$",
+    r"(?:\b(?:not|than|least|most|between|from|no|never|except|times|plus|minus|by|over|squared"
+    r"|neither|nor|or equal|exceeds|below|above|under|before|after|within|without|excluding"
+    r"|unlike|almost|nearly|twice|double|triple|minimum|maximum|mod|step|question|equation)"
+    r"|(?:\bnot|\bcannot|\bnever|n't)(?:\s+[a-z]+){1,2}"
+    r"|\b(?:all|any\w*|every\w*|nothing)(?:\s+[a-z]+)?\s+but|\bup to|\binstead of"
+    r"|(?:%|\d|\b(?:percent|out|half|thirds?|quarters?|fourths?|fifths?|tenths?|multiples?|power"
+    r"|roots?|square|cube|factors?|divisors?|minimum|maximum))\s+of),?$",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(
+    r"[^,;:]*?\s(?:cannot|can't|(?:is|was|does|did|can|could|would)(?:n't|\s+not)"
+    r"|(?:is|was|seems|looks)\s+(?:[a-z]+\s+)?(?:wrong|incorrect|impossible|invalid|false))\b",
     re.IGNORECASE,
 )
 _MATH_WORD = re.compile(r".*(?:\\[A-Za-z]|[=+^]).*|[-*/<>|&]|[xyznk]|pi|sqrt.*")
@@ -114,8 +123,8 @@ def last_sentence(text: str) -> str:
 def last_expression(sentence: str, *, is_only: bool = False) -> str:
     """The last run of words that look like mathematics, with what follows it.
 
-    Empty where there is none, where a word before it changes its meaning (less than 5), and, with
-    `is_only`, where there is another one.
+    Empty where there is none, where words around it change its meaning (less than 5, 5 is wrong),
+    and, with `is_only`, where there is another one.
     """
     words = sentence.split()
     is_math = [_looks_like_math(word) for word in words]
@@ -127,9 +136,10 @@ def last_expression(sentence: str, *, is_only: bool = False) -> str:
         start -= 1
     while not is_math[start]:
         start += 1
-    if _REFUSED_BEHIND.search(" ".join(words[:start])) or (is_only and any(is_math[:start])):
+    expression = " ".join(words[start:])
+    if _REFUSED_BEHIND.search(" ".join(words[:start])) or _DENIED.match(expression):
         return ""
-    return " ".join(words[start:])
+    return "" if is_only and any(is_math[:start]) else expression
 
 
 def read_answer(text: str) -> Answer | None:

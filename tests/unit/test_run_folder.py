@@ -241,6 +241,17 @@ def test_second_process_names_the_first(path: Path) -> None:
         assert (path / "config.yaml").read_text() == "seed: 0\n"
 
 
+def test_a_preview_refuses_what_opening_would(path: Path) -> None:
+    run_once(path, snapshot=True)
+    before = sorted(path.rglob("*"))
+    assert RunFolder(path).preview(config_text=CONFIG) is Opening.resume
+    with pytest.raises(RunFolderError, match="seed: 0 -> 1"):
+        RunFolder(path).preview(config_text=CONFIG.replace("seed: 0", "seed: 1"))
+    assert sorted(path.rglob("*")) == before
+    with lock_holder(path), pytest.raises(RunFolderError, match="is running in it"):
+        RunFolder(path).preview(config_text=CONFIG)
+
+
 def test_second_owner_in_the_same_process(path: Path) -> None:
     with RunFolder(path) as first:
         first.open(config_text=CONFIG)

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.model_folder import check_model_folder, read_model_shape
-from areal_sc.errors import ModelError
+from areal_sc.config.model_folder import (
+    check_model_folder,
+    check_replaceable,
+    read_model_shape,
+)
+from areal_sc.errors import CheckpointError, ModelError
 
 TINY = {
     "hidden_size": 96,
@@ -115,3 +119,13 @@ def test_truncated_and_missing_weight_files(tmp_path: Path) -> None:
     index.write_text("[]")
     with pytest.raises(ModelError, match=r"index\.json: cannot be read"):
         check_model_folder(folder)
+
+
+def test_a_model_replaces_a_model_but_no_other_files(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_model(tmp_path / "model")
+    for name in ("new", "empty", "model"):
+        assert check_replaceable(tmp_path / name) == tmp_path / name
+    for taken in (tmp_path, tmp_path / "model" / "config.json"):
+        with pytest.raises(CheckpointError, match="cannot write the model to"):
+            check_replaceable(taken)
