@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     prompts, workflow = letter_prompts(64, seed=0), SingleTurnWorkflow(partial)
     with start(actor, rollout):
         batch = rollout.prepare_batch(prompts, workflow)
-        batch = actor.compute_advantages(actor.compute_proximal_logprobs(batch))
+        batch = actor.compute_proximal_logprobs(actor.compute_advantages(batch))
         actor.ppo_update(batch)
         actor.publish_weights(rollout)
         raise LookupError(f"nothing is known about version {actor.version}")

@@ -29,8 +29,8 @@ def main(argv: list[str]) -> None:
     with start(actor, rollout):
         for step in range(actor.version, config.total_steps):
             batch = rollout.prepare_batch(prompts, workflow)
-            batch = actor.compute_proximal_logprobs(batch)
             batch = actor.compute_advantages(batch)
+            batch = actor.compute_proximal_logprobs(batch)
             actor.ppo_update(batch)
             actor.publish_weights(rollout)
             print(f"step={step + 1}", flush=True)
