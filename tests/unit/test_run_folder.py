@@ -31,7 +31,7 @@ def run_once(path: Path, *, snapshot: bool = False, finish: bool = False) -> Non
     """Leaves the folder as a run would that ended there."""
     folder = RunFolder(path)
     folder.open(config_text=CONFIG)
-    folder.append_line(folder.metrics_path, '{"step": 1}')
+    folder.metrics_path.write_text('{"step": 1}\n')
     if snapshot:
         folder.snapshot_path(3).mkdir()
     if finish:
@@ -295,21 +295,6 @@ def test_write_atomic_replaces_or_leaves(path: Path, monkeypatch: pytest.MonkeyP
         assert list(path.glob(".*.partial")) == []
         with pytest.raises(RunFolderError, match=r"cannot write .*: No such file"):
             folder.write_atomic("missing/a.bin", b"")
-
-
-def test_full_disk(path: Path) -> None:
-    with RunFolder(path) as folder:
-        folder.open(config_text=CONFIG)
-        with pytest.raises(RunFolderError, match="cannot write /dev/full: No space left"):
-            folder.append_line("/dev/full", "x")
-
-
-def test_append_line(path: Path) -> None:
-    with RunFolder(path) as folder:
-        folder.open(config_text=CONFIG)
-        for line in ("one", "zwei ü"):
-            folder.append_line("metrics.jsonl", line)
-        assert folder.metrics_path.read_text(encoding="utf-8") == "one\nzwei ü\n"
 
 
 def test_snapshots_are_whole_and_in_order(path: Path) -> None:
