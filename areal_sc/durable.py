@@ -1,4 +1,4 @@
-"""Files and folders that a crash leaves whole: as they were, or as they were to be.
+"""Files and folders that a crash leaves with their old content, or with all of the new.
 
     write_atomic    a file's content, replaced
     commit_folder   a folder's content, replaced; the new one may come from another file system
@@ -42,10 +42,10 @@ def partial_of(final: Path) -> Path:
 
 
 def commit_folder(partial: Path, final: Path) -> None:
-    """Gives a folder its final name once all of it is on the disk; what had the name goes.
+    """Gives a folder its final name once all of it is on the disk; replaces what had that name.
 
-    Killed at any moment, `final`, or after `recover_folder` again `final`, holds its former
-    content or the whole new one.
+    If the process is killed at any moment, `final` holds its former content or the whole new one,
+    at the latest after `recover_folder`.
 
     Args:
         partial: the new content; it is copied where `final` is on another file system.

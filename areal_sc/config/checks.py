@@ -85,7 +85,7 @@ def resolved_device(device: Device, num_cuda_devices: int) -> Device:
 
 
 def _check_python_values(config: GRPOConfig) -> None:
-    """What the loader has seen to, unless the settings were built in Python."""
+    """Checks settings that were built in Python for what the loader makes sure of."""
     for key in ("run_dir", "total_steps", "actor.path", "rollout.path", "scheduler.run_dir"):
         if value_at(config, key) == MISSING:
             raise ConfigError(f"{key}: no value; set it in the YAML, or when GRPOConfig is made")

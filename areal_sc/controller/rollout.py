@@ -99,8 +99,8 @@ class RolloutController(Shell):
     def total_steps(self) -> int | None:
         """Training steps that the run will make; nothing is admitted beyond what they need.
 
-        `rollout.total_steps` at first, which is the run's own. None: groups are admitted without
-        end.
+        At first it is `rollout.total_steps`, which is that of the run unless it is given. None:
+        groups are admitted without end.
         """
         return self.groups.total_steps
 
@@ -165,9 +165,9 @@ class RolloutController(Shell):
         """The batch to train the current policy version on, however often it is asked for.
 
         Its rows live until the next version is published. Generation goes on from here, also
-        between two calls, and admits what the staleness bound allows. Other prompts, or another
-        workflow, than those of the call before are those of the groups admitted from now on; a
-        batch of groups that were admitted before does not change.
+        between two calls, and admits what the staleness bound allows. New prompts, or a new
+        workflow, are for groups that are admitted from now on; groups that were admitted before
+        keep theirs.
 
         Raises: WorkflowError: the workflow or dataset cannot be used. ConfigError: all of
             `total_steps` are trained. TooManyRejections: most rows are rejected. WorkerLost: a
@@ -335,7 +335,7 @@ class RolloutController(Shell):
             config.sglang = sglang_of_worker(config.sglang, index, config.num_workers)
         return config
 
-    # What has to be copied is so in the calling thread, where Ctrl-C ends it.
+    # Datasets are copied in the calling thread, where Ctrl-C ends it.
     def prepare_batch(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
         self.register(prompts, workflow)
         return self._run(self.prepare_batch_async(prompts, workflow))

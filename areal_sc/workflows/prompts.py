@@ -52,7 +52,7 @@ class JsonlPrompts(Prompts):
 def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts:
     """Copies a list of prompts, or a small dataset, to where workers can read it.
 
-    Blocks, and tells of it where it takes long: not to be called on an event loop.
+    Blocks, and logs its progress. Not to be called on an event loop.
 
     Raises: WorkflowError: it is empty, has more than `MAX_COPIED_ROWS` rows, or one of them is not
         a dict of JSON values.
@@ -74,7 +74,7 @@ def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts
     with partial.open("w", encoding="utf-8", errors="surrogatepass") as file, ExitStack() as undo:
         undo.callback(partial.unlink)
         iterator = iter(rows)
-        for index in range(num_rows):  # not all have an end of their own
+        for index in range(num_rows):  # some iterators never end
             file.write(_json_line(iterator, index, kind))
             if time.monotonic() > tell_at:
                 logger.warning("copying the dataset (%s): row %d of %d", kind, index + 1, num_rows)

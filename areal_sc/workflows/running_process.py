@@ -225,7 +225,7 @@ class RunningProcess(asyncio.Protocol):
         self.abandon(took_too_long(call.name, LOAD_TIMEOUT_S, "importing its module "))
 
     def _on_slow_call(self, call: RewardCall) -> None:
-        """A declared limit is one of CPU seconds: on a busy machine anything takes long."""
+        """A declared limit counts CPU seconds, because on a busy machine anything takes long."""
         remaining_s = self._deadline - asyncio.get_running_loop().time()
         if call.declaration is not None:
             cpu_remaining_s = self._cpu_limit_s - self._cpu_seconds()
@@ -237,7 +237,7 @@ class RunningProcess(asyncio.Protocol):
         self.abandon(took_too_long(call.name, self._pool.timeout_s))
 
     def _cpu_seconds(self) -> float:
-        """Used so far by the process; that of one that is gone does not matter."""
+        """CPU seconds that the process has used; 0 if it is gone."""
         try:
             stat = Path(f"/proc/{self._pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
@@ -253,7 +253,7 @@ class RunningProcess(asyncio.Protocol):
         return call
 
     async def _mourn(self, culprit: RewardCall | None) -> None:
-        """Finds out how a process ended that nobody asked to end, and tells its culprit."""
+        """Finds out how a process ended that nobody asked to end, and fails the call to blame."""
         status = "unknown exit status"
         if self._pid is not None:
             with contextlib.suppress(WorkerError):
