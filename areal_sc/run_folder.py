@@ -123,7 +123,7 @@ class RunFolder:
         found = []
         for folder in self.checkpoints.glob(f"{_SNAPSHOT_PREFIX}*"):
             step = folder.name.removeprefix(_SNAPSHOT_PREFIX)
-            if step.isdecimal() and folder.is_dir():  # one being written has a longer name
+            if step.isdecimal() and folder.is_dir():  # one being written has another name
                 found.append((int(step), folder))
         return [folder for _, folder in sorted(found)]
 

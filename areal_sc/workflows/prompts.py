@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from areal_sc.durable import partial_of
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Prompts
 
@@ -68,7 +69,7 @@ def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts
             "give areal_sc.JsonlPrompts(path)"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     tell_at = time.monotonic() + PROGRESS_INTERVAL_S
     # surrogates: half of a pair may stand in text that was cut, and JSON can say so
     with partial.open("w", encoding="utf-8", errors="surrogatepass") as file, ExitStack() as undo:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.durable import commit_folder
+from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import RunFolderError
 from areal_sc.run_folder import Opening, RunFolder
 
@@ -303,13 +303,13 @@ def test_snapshots_are_whole_and_in_order(path: Path) -> None:
         assert folder.snapshots() == []
         for step in (1000000, 20, 3):
             final = folder.snapshot_path(step)
-            partial = final.with_name(f"{final.name}.partial")
+            partial = partial_of(final)
             (partial / "engine").mkdir(parents=True)
             (partial / "engine" / "weights").write_bytes(b"1")
             assert final not in folder.snapshots()
             commit_folder(partial, final)
             assert not partial.exists()
-        (folder.checkpoints / "step-000004.partial").mkdir()
+        (folder.checkpoints / ".step-000004.partial").mkdir()
         (folder.checkpoints / "step-000005").touch()
         assert folder.snapshots() == [folder.snapshot_path(step) for step in (3, 20, 1000000)]
 
