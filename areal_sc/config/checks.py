@@ -63,6 +63,7 @@ def check_config(
     return [
         *_distribution_warnings(config),
         *_effect_warnings(config),
+        *_step_warnings(config),
         *_rank_warnings(config),
         *_dtype_warnings(config, num_devices),
     ]
@@ -324,6 +325,11 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
         value = value_at(config, key)
         if is_idle and value != value_at(defaults, key):
             yield f"{key}={value} has no effect with {reason}"
+
+
+def _step_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Settings that take no effect in so few training steps."""
+    optimizer, defaults = config.actor.optimizer, GRPOConfig()
     if 0 < optimizer.total_steps <= optimizer.warmup_steps:
         yield (
             f"actor.optimizer.warmup_steps={optimizer.warmup_steps} is not below "
