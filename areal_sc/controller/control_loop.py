@@ -187,8 +187,8 @@ def start(*controllers: Startable) -> Iterator[None]:
     try:
         for controller in controllers:
             controller.attach(control_loop)
-        for is_measured in (False, True):
-            wave = [c for c in controllers if c.measures_free_memory == is_measured]
+        last = [c for c in controllers if c.measures_free_memory]
+        for wave in ([c for c in controllers if c not in last], last):
             control_loop.run(_all([controller.start_async for controller in wave]))
         with _small_collections():
             yield

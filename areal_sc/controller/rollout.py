@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_sc.config.checks import resolved_device
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.placement import rollout_devices
 from areal_sc.config.plain import to_plain
@@ -116,12 +117,10 @@ class RolloutController(Shell):
     @property
     def measures_free_memory(self) -> bool:
         """True with SGLang servers of its own on GPUs."""
-        if self.config.engine != RolloutEngine.sglang:
-            return False
         device, num_devices = rollout_devices(self.config)
-        if not num_devices or device == Device.cpu:
+        if self.config.engine != RolloutEngine.sglang or not num_devices:
             return False
-        return device == Device.cuda or count_cuda_devices() > 0
+        return resolved_device(device, count_cuda_devices()) == Device.cuda
 
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.
