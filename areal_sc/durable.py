@@ -1,4 +1,4 @@
-"""Files and folders that a crash leaves whole: as they were, or as they were to be.
+"""Files and folders that a crash leaves with their old content, or with all of the new.
 
     write_atomic    a file's content, replaced
     commit_folder   a folder's content, replaced; the new one may come from another file system
@@ -10,7 +10,6 @@ looks for it calls `recover_folder` first.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from contextlib import suppress
@@ -37,15 +36,15 @@ def write_atomic(target: Path, content: bytes) -> None:
 
 
 def partial_of(final: Path) -> Path:
-    """Where the new content of a folder is gathered beside it."""
+    """Where the new content of a file or folder is gathered, beside it."""
     return final.with_name(f".{final.name}.partial")
 
 
 def commit_folder(partial: Path, final: Path) -> None:
-    """Gives a folder its final name once all of it is on the disk; what had the name goes.
+    """Gives a folder its final name once all of it is on the disk; replaces what had that name.
 
-    Killed at any moment, `final`, or after `recover_folder` again `final`, holds its former
-    content or the whole new one.
+    If the process is killed at any moment, `final` holds its former content or the whole new one,
+    at the latest after `recover_folder`.
 
     Args:
         partial: the new content; it is copied where `final` is on another file system.
@@ -57,7 +56,7 @@ def commit_folder(partial: Path, final: Path) -> None:
         recover_folder(final)
         if partial.parent != final.parent:
             _remove(beside)
-            _move_or_copy(partial, beside)
+            shutil.move(partial, beside)
         else:
             beside = partial
         for entry in [*beside.rglob("*"), beside]:
@@ -88,15 +87,6 @@ def recover_folder(final: Path) -> None:
 
 def _former(final: Path) -> Path:
     return final.with_name(f".{final.name}.former")
-
-
-def _move_or_copy(source: Path, target: Path) -> None:
-    try:
-        source.rename(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        shutil.copytree(source, target, symlinks=True)
 
 
 def _remove(path: Path) -> None:

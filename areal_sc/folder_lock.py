@@ -1,4 +1,4 @@
-"""The lock of a run folder: one process at a time, until it gives it back or ends, however."""
+"""The lock of a run folder. One process holds it, until it releases it or ends in any way."""
 
 from __future__ import annotations
 

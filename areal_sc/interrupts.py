@@ -21,7 +21,7 @@ def deferred(*, are_dropped: bool = False) -> Iterator[None]:
     then the script is ending, and the signal asks for nothing else.
 
     Args:
-        are_dropped: it takes no effect in any case.
+        are_dropped: signals that arrive have no effect at all.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals raise in the main thread alone

@@ -9,7 +9,7 @@ import resource
 from typing import Final
 
 MAX_OPEN_FILES: Final = 1 << 20
-"""No higher than Linux allows by default; some programs walk through all numbers there are."""
+"""Linux allows no more by default. A higher limit slows programs that try every descriptor."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def raise_limit() -> None:
 
 
 def advice_on(error: BaseException | None) -> str | None:
-    """What to do about an error that came of the limit; None where it did not."""
+    """What to do about an error that the limit caused; None for any other error."""
     while error is not None:
         is_limit = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
         # that of a worker comes as text: its message, or the end of its log

@@ -20,7 +20,6 @@ The lock is the kernel's, so it ends with its process, however that ends: `folde
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -38,7 +37,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.folder_lock import LOCK_NAME, FolderLock
 
 FORMAT_VERSION = 2
-"""Of all that a run goes on from; to be raised whenever an older areal_sc could not read it."""
+"""Of everything that a run resumes from. It is raised when an older areal_sc could not read it."""
 
 OWNER_ONLY = 0o700
 
@@ -109,6 +108,7 @@ class RunFolder:
 
     @property
     def keys_path(self) -> Path:
+        """The keys of the run; readable by its owner alone."""
         return self.path / "keys.json"
 
     def log_path(self, role: str, index: int) -> Path:
@@ -123,7 +123,7 @@ class RunFolder:
         found = []
         for folder in self.checkpoints.glob(f"{_SNAPSHOT_PREFIX}*"):
             step = folder.name.removeprefix(_SNAPSHOT_PREFIX)
-            if step.isdecimal() and folder.is_dir():  # one being written has a longer name
+            if step.isdecimal() and folder.is_dir():  # one being written has another name
                 found.append((int(step), folder))
         return [folder for _, folder in sorted(found)]
 
@@ -295,23 +295,6 @@ class RunFolder:
         self.write_atomic(path, f"{lineage}\n".encode())
         return lineage
 
-    def append_line(self, path: str | Path, line: str) -> None:
-        """Adds one line to a text file, in one write, so that readers see it whole.
-
-        Raises: RunFolderError: it cannot be written.
-        """
-        target = self.path / path
-        try:
-            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            try:
-                encoded = f"{line}\n".encode()
-                if os.write(fd, encoded) < len(encoded):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
-
     @contextmanager
     def _taken(self) -> Iterator[None]:
         """Takes the folder, made if needed, and keeps it unless the block raises.
@@ -362,7 +345,7 @@ class RunFolder:
         return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
     def _empty(self) -> None:
-        """Deletes all but lock and count; the marker last: a crash leaves a marked folder."""
+        """Deletes all but lock and count. The marker goes last, so that a crash leaves it."""
         for entry in self._entries():
             if entry.name == _MARKER:
                 continue

@@ -30,18 +30,7 @@ from planes_role import Role, process_cpu_s
 from planes_statistics import percentiles
 
 from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
-from areal_sc.config.schema import (
-    ActorConfig,
-    Dtype,
-    GenerationConfig,
-    OptimizerConfig,
-    PPOConfig,
-    RolloutConfig,
-    SchedulerConfig,
-    SGLangConfig,
-    TransportConfig,
-    WeightUpdateConfig,
-)
+from areal_sc.config.schema import ActorConfig, RolloutConfig, SchedulerConfig
 from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
@@ -79,9 +68,7 @@ class HostedScheduler:
     """A scheduler whose workers serve already."""
 
     def __init__(self, folder: Path, workers: Sequence[dict[str, str]]) -> None:
-        self.config = SchedulerConfig(
-            run_dir=str(folder), transport=TransportConfig(), heartbeat_interval_s=HEARTBEAT_S
-        )
+        self.config = SchedulerConfig(run_dir=str(folder), heartbeat_interval_s=HEARTBEAT_S)
         self.keys = RunKeys.read(folder / "keys.json")
         self._workers = {worker["name"]: worker for worker in workers}
 
@@ -141,27 +128,15 @@ def never_scored(prompt: dict[str, Any], completion: str) -> float:
 def controllers(
     size: Size, scheduler: HostedScheduler
 ) -> tuple[TrainController, RolloutController]:
-    updates = WeightUpdateConfig(folder="weights")
-    actor = ActorConfig(
-        path="/no/model",
-        num_workers=NUM_RANKS,
-        seed=0,
-        optimizer=OptimizerConfig(total_steps=size.num_steps),
-        ppo=PPOConfig(temperature=1.0),
-        weight_update=updates,
-    )
+    actor = ActorConfig(path="/no/model", num_workers=NUM_RANKS)
     rollout = RolloutConfig(
         path="/no/model",
-        generation=GenerationConfig(),
-        dtype=Dtype.float32,
         num_workers=size.num_workers,
-        seed=0,
+        total_steps=1 + size.num_steps,
         train_batch_groups=size.num_groups,
         group_size=GROUP_SIZE,
         max_staleness=MAX_STALENESS,
         max_concurrent_groups=size.num_workers,
-        sglang=SGLangConfig(),
-        weight_update=updates,
     )
     return (
         TrainController(FSDPPPOActor(actor), scheduler),
@@ -183,7 +158,6 @@ def measure_steps(size: Size) -> dict[str, tuple[float, str]]:
         workers = [worker for host in hosts for worker in host.finish()]
         workers += hosts[0].call("start", role="train", first=0, count=NUM_RANKS, group_s=[0, 0])
         actor, rollout = controllers(size, HostedScheduler(folder, workers))
-        rollout.total_steps = 1 + size.num_steps
         probe = LagProbe()
         with start(actor, rollout):
             probing = rollout._submit(probe.run())
@@ -192,8 +166,8 @@ def measure_steps(size: Size) -> dict[str, tuple[float, str]]:
                     probe.clear()
                     cpu_s, began_s = process_cpu_s(), time.perf_counter()
                 batch = rollout.prepare_batch(prompts, workflow)
-                batch = actor.compute_proximal_logprobs(batch)
                 batch = actor.compute_advantages(batch)
+                batch = actor.compute_proximal_logprobs(batch)
                 actor.ppo_update(batch)
                 actor.publish_weights(rollout)
             seconds, cpu_s = time.perf_counter() - began_s, process_cpu_s() - cpu_s

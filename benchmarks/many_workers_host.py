@@ -62,13 +62,16 @@ class SimulatedWorker:
     async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(random.uniform(*self._group_s))
         num_rows, version = args["group_size"], args["admitted_version"]
-        row = RowMetadata(
-            group_id=args["group_id"],
-            attempt=args["attempt"],
-            sequence_length=ROW_TOKENS,
-            reward=0.5,
-            admitted_version=version,
-            version_spans=((version, ROW_TOKENS),),
+        rows = tuple(
+            RowMetadata(
+                group_id=args["group_id"],
+                attempt=args["attempt"],
+                sequence_length=ROW_TOKENS,
+                reward=random.random(),
+                admitted_version=version,
+                version_spans=((version, ROW_TOKENS),),
+            )
+            for _ in range(num_rows)
         )
         sealed = await self.seal(args)
         shard = ShardMetadata(
@@ -83,7 +86,7 @@ class SimulatedWorker:
             },
             shard_rows=tuple(range(num_rows)),
         )
-        batch = BatchMetadata(random_id(), version, num_rows, (shard,), (row,) * num_rows)
+        batch = BatchMetadata(random_id(), version, num_rows, (shard,), rows)
         return {"batch": batch_to_wire(batch), "rejected": {}, "metrics": {"accuracy": [4.0, 8]}}
 
     async def update_weights(self, args: dict[str, Any]) -> None:

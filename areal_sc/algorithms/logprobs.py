@@ -146,7 +146,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits.div_(temperatures[part, None])
             # one pass of exponentials serves the normalizer, the entropy and the gradient
             peak = logits.amax(-1, keepdim=True)
-            # results from differences to the peak: sums with it are rounded to its spacing
+            # a sum that contains the peak is rounded to the peak's spacing; differences are not
             gaps = logits.sub_(peak)
             exponentials = gaps.exp()
             total = exponentials.sum(-1)

@@ -63,6 +63,7 @@ def check_config(
     return [
         *_distribution_warnings(config),
         *_effect_warnings(config),
+        *_step_warnings(config),
         *_rank_warnings(config),
         *_dtype_warnings(config, num_devices),
     ]
@@ -85,7 +86,7 @@ def resolved_device(device: Device, num_cuda_devices: int) -> Device:
 
 
 def _check_python_values(config: GRPOConfig) -> None:
-    """What the loader has seen to, unless the settings were built in Python."""
+    """Checks settings that were built in Python for what the loader makes sure of."""
     for key in ("run_dir", "total_steps", "actor.path", "rollout.path", "scheduler.run_dir"):
         if value_at(config, key) == MISSING:
             raise ConfigError(f"{key}: no value; set it in the YAML, or when GRPOConfig is made")
@@ -324,6 +325,11 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
         value = value_at(config, key)
         if is_idle and value != value_at(defaults, key):
             yield f"{key}={value} has no effect with {reason}"
+
+
+def _step_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Settings that take no effect in so few training steps."""
+    optimizer, defaults = config.actor.optimizer, GRPOConfig()
     if 0 < optimizer.total_steps <= optimizer.warmup_steps:
         yield (
             f"actor.optimizer.warmup_steps={optimizer.warmup_steps} is not below "

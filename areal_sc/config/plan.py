@@ -1,8 +1,8 @@
 """Which workers a run would start, where, and about how much memory they need (`--dry-run`).
 
 SGLang takes a share of each GPU for parameters and KV cache together, `mem_fraction_static`,
-whatever it needs: of the memory that is free when a server starts. Trainers start before, so it is
-a share of what they leave; the rest is for what either of them needs in a step.
+whatever it needs. It is a share of the memory that is free when a server starts. Trainers start
+before, so it is a share of what they leave. The rest is for what both need in a step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The comment of a setting gives its unit and meaning; `checks.py` holds what each may be, and what
 goes together. A `shared` setting takes the value of another one unless it is given, so that each is
-set once; in a section built by itself it has the value that stands second.
+set once. In a section that is built by itself it has the value that its second argument makes.
 """
 
 from __future__ import annotations
@@ -235,7 +235,9 @@ class TransportConfig:
     max_inflight_chunks: int = 16  # receiver credits: asked of one owner and not yet here
     call_timeout_s: float = 600.0  # deadline of a control call, a training step included
     pull_timeout_s: float = 300.0
-    stalled_peer_timeout_s: float = 30.0  # a peer that neither reads nor answers so long is dropped
+    stalled_peer_timeout_s: float = (
+        30.0  # a peer that neither reads nor answers for so long is dropped
+    )
 
     def __post_init__(self) -> None:
         if self.shared_memory == "False":  # what YAML makes of off
@@ -266,14 +268,14 @@ class EvaluationConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int = 10  # training steps between snapshots to resume from; 0: no snapshots
-    every_minutes: float = 10.0  # and after so long at the latest; 0: however long the steps take
+    every_minutes: float = 10.0  # at most between two snapshots; 0: no limit
     keep: int = 2  # newest snapshots that stay
     export_every_steps: int = 0  # models in Hugging Face layout, all kept; 0: only the final one
 
 
 @dataclass
 class GRPOConfig:
-    """A whole run. What is changed after it was made reaches shared settings by `join_sections`."""
+    """A whole run. After a change call `join_sections`: it brings the change to shared settings."""
 
     run_dir: str = MISSING
     total_steps: int = MISSING  # training steps

@@ -2,7 +2,7 @@
 
 Controllers are asyncio inside. Their loop runs in a thread of its own, so admission, heartbeats
 and weight updates go on while the user's script computes, sleeps, or waits in another call. Time in
-which the loop cannot turn counts nowhere.
+which the loop cannot turn counts for no time limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 JOIN_TIMEOUT_S = 30.0
 SIGNAL_CHECK_S = 0.5
 CLOSE_TIMEOUT_S = 60.0
-"""So long controllers may take to end their workers; their scheduler kills what is left."""
+"""Controllers may take this long to end their workers; the scheduler then kills what is left."""
 
 LOSS_NOTICE_S = 2.0
 """How long after a failed call the loss of the worker that explains it may be noticed."""
@@ -175,7 +175,7 @@ def start(*controllers: Startable) -> Iterator[None]:
     """Starts the workers of all controllers, concurrently, and stops them at the end.
 
     Controllers whose engines measure the free memory of a GPU start when the others have started:
-    these hold their memory by then, so the measure does not depend on who was faster.
+    these hold their memory by then, so what is measured does not depend on who was faster.
 
     However the block ends (return, exception, any number of Ctrl-C), every worker is gone
     afterwards.
@@ -187,8 +187,8 @@ def start(*controllers: Startable) -> Iterator[None]:
     try:
         for controller in controllers:
             controller.attach(control_loop)
-        for is_measured in (False, True):
-            wave = [c for c in controllers if c.measures_free_memory == is_measured]
+        last = [c for c in controllers if c.measures_free_memory]
+        for wave in ([c for c in controllers if c not in last], last):
             control_loop.run(_all([controller.start_async for controller in wave]))
         with _small_collections():
             yield
@@ -207,9 +207,9 @@ def start(*controllers: Startable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _small_collections() -> Iterator[None]:
-    """Python's garbage collections leave out what exists now, and so stop the loop for less long.
+    """Keeps Python's garbage collections short: they leave out all objects that exist now.
 
-    With thousands of workers a full collection took a tenth of a second.
+    With thousands of workers a full collection stopped the loop for a tenth of a second.
     """
     gc.collect()
     gc.freeze()

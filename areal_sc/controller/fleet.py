@@ -119,10 +119,16 @@ class Fleet:
         return await member.connection.call(method, args, timeout_s=timeout_s)
 
     async def call_all(
-        self, method: str, args: Sequence[dict[str, Any]], *, timeout_s: float | None = None
+        self,
+        method: str,
+        args: dict[str, Any] | Sequence[dict[str, Any]],
+        *,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Replies of all workers, in order of their index; the first error cancels the others.
 
+        Args:
+            args: of each worker's call, in the same order; or the same for all.
         Raises: as `call`.
         """
         for member in self.members:
@@ -131,8 +137,9 @@ class Fleet:
         if timeout_s is None:
             timeout_s = self.config.transport.call_timeout_s
         connections = [member.connection for member in self.members]
+        each = [args] * len(connections) if isinstance(args, dict) else args
         outcomes = await self._runtime.transport.call_all(
-            list(zip(connections, args, strict=True)),
+            list(zip(connections, each, strict=True)),
             method,
             timeout_s=timeout_s,
             stops_at_error=True,

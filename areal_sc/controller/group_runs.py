@@ -1,8 +1,8 @@
-"""One run of one group on a worker: from the wait for a place to the metadata of its rows.
+"""One run of one group on a worker, up to the metadata of its rows.
 
-consumes     groups, whoever admitted them
-waits for    a worker that holds the group's version and has room; then the reply of `run_group`
-unblocked by a weight update, a group that ends, a sweep; the reply, or the loss of the worker
+consumes     groups, whoever admitted them, each with the worker that was chosen for it
+waits for    the reply of `run_group`
+unblocked by that reply, or the loss of the worker
 
 given up     a run whose caller is cancelled goes on in the background until the worker, which is
              told to end it, has replied: only then nothing more can be sealed in its room
@@ -88,13 +88,6 @@ class GroupRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def wait_for_worker(self, version: int) -> RolloutWorkerState:
-        """The least loaded worker that holds `version` or a later one and has room.
-
-        Raises: WaitTimeout: nothing changed for too long. The failure of background work.
-        """
-        return await self._workers.take(version)
 
     async def run(
         self, group: Group, source: Source, worker: RolloutWorkerState, owner: ShardOwner

@@ -1,4 +1,4 @@
-"""Which workers of a fleet are alive and get on, as the boards of their nodes say.
+"""Which workers of a fleet are alive and making progress, as the boards of their nodes say.
 
 consumes     replies of one speaker a node, each with the beats of all workers of that node
 waits for    the next node's turn: the calls are spread evenly over the interval

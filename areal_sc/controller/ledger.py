@@ -53,10 +53,6 @@ class Ledger:
         self._untrained_step = 0
 
     @property
-    def num_admitted(self) -> int:
-        return self._next_id
-
-    @property
     def num_admitted_not_rejected(self) -> int:
         """N of AReaL's eq. 3 (arXiv:2505.24298): rejected groups are refunded."""
         return self._next_id - self._rejected.total()

@@ -114,7 +114,7 @@ class OutsideGroups:
 
     async def _run(self, group: Group, source: Source) -> BatchMetadata | None:
         """The group's rows; None when all were rejected."""
-        worker = await self._runner.wait_for_worker(group.admitted_version)
+        worker = await self._workers.take(group.admitted_version)
         result = await self._runner.run(group, source, worker, self)
         if result.batch is None:
             self._workers.on_room()

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 MAX_GAP_S: Final = 0.25
-"""Of the time between two looks at the clock no more than this counts."""
+"""At most this much of the time between two looks at the clock counts."""
 
 MAX_SELECT_S: Final = 0.1
-"""An idle loop looks at the clock so often: what it waits for counts in full."""
+"""An idle loop looks at the clock at least this often, so that all of its idle time counts."""
 
 
 class PausableLoop(asyncio.SelectorEventLoop):
-    """Time passes here only as far as the loop turns.
+    """A loop whose time passes only while it turns.
 
     Args:
         clock: seconds that also pass during a pause.

@@ -131,7 +131,7 @@ class Publisher:
 
     async def _save(self, operation: Operation, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
-        replies = await self._call_all(
+        replies = await self._fleet.call_all(
             "save_weights",
             {"operation": operation.to_wire(), "version": version, "oldest": oldest},
             timeout_s=WRITE_TIMEOUT_S,  # a snapshot that is being written is waited for
@@ -142,7 +142,7 @@ class Publisher:
 
     async def _seal(self, operation: Operation, version: int) -> WeightsReference:
         started = time.perf_counter()
-        replies = await self._call_all(
+        replies = await self._fleet.call_all(
             "seal_weights", {"operation": operation.to_wire(), "version": version}
         )
         await self._sweep(
@@ -172,7 +172,7 @@ class Publisher:
         root = (node_id, address, parse_shard_id(shard_id)[0])
         started = time.perf_counter()
         sending = asyncio.create_task(
-            self._call_all(
+            self._fleet.call_all(
                 "broadcast_weights",
                 {},
                 timeout_s=(len(self._layouts) + 1) * self._config.weight_update.step_timeout_s,
@@ -252,9 +252,3 @@ class Publisher:
 
     async def _call_root(self, method: str, args: dict[str, Any]) -> Any:
         return await self._fleet.call(self._fleet.members[0], method, args)
-
-    async def _call_all(
-        self, method: str, args: dict[str, Any], *, timeout_s: float | None = None
-    ) -> list[Any]:
-        calls = [args] * self._config.num_workers
-        return await self._fleet.call_all(method, calls, timeout_s=timeout_s)

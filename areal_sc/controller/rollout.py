@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_sc.config.checks import resolved_device
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.placement import rollout_devices
 from areal_sc.config.plain import to_plain
@@ -99,8 +100,8 @@ class RolloutController(Shell):
     def total_steps(self) -> int | None:
         """Training steps that the run will make; nothing is admitted beyond what they need.
 
-        `rollout.total_steps` at first, which is the run's own. None: groups are admitted without
-        end.
+        At first it is `rollout.total_steps`, which is that of the run unless it is given. None:
+        groups are admitted without end.
         """
         return self.groups.total_steps
 
@@ -116,12 +117,10 @@ class RolloutController(Shell):
     @property
     def measures_free_memory(self) -> bool:
         """True with SGLang servers of its own on GPUs."""
-        if self.config.engine != RolloutEngine.sglang:
-            return False
         device, num_devices = rollout_devices(self.config)
-        if not num_devices or device == Device.cpu:
+        if self.config.engine != RolloutEngine.sglang or not num_devices:
             return False
-        return device == Device.cuda or count_cuda_devices() > 0
+        return resolved_device(device, count_cuda_devices()) == Device.cuda
 
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.
@@ -165,9 +164,9 @@ class RolloutController(Shell):
         """The batch to train the current policy version on, however often it is asked for.
 
         Its rows live until the next version is published. Generation goes on from here, also
-        between two calls, and admits what the staleness bound allows. Other prompts, or another
-        workflow, than those of the call before are those of the groups admitted from now on; a
-        batch of groups that were admitted before does not change.
+        between two calls, and admits what the staleness bound allows. New prompts, or a new
+        workflow, are for groups that are admitted from now on; groups that were admitted before
+        keep theirs.
 
         Raises: WorkflowError: the workflow or dataset cannot be used. ConfigError: all of
             `total_steps` are trained. TooManyRejections: most rows are rejected. WorkerLost: a
@@ -335,7 +334,7 @@ class RolloutController(Shell):
             config.sglang = sglang_of_worker(config.sglang, index, config.num_workers)
         return config
 
-    # What has to be copied is so in the calling thread, where Ctrl-C ends it.
+    # Datasets are copied in the calling thread, where Ctrl-C ends it.
     def prepare_batch(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
         self.register(prompts, workflow)
         return self._run(self.prepare_batch_async(prompts, workflow))

@@ -27,19 +27,14 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet, Member
 from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.controller.worker_queue import WorkerQueue
+from areal_sc.controller.worker_rounds import WorkerRounds
 from areal_sc.controller.worker_store import GroupRun, WorkerStore
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, WeightsReference
 from areal_sc.transport.arena.free_extents import block_span
 
-UPDATES_PER_TURN = 32
-"""Weight updates begun without giving the event loop a turn: some milliseconds."""
-
 UPDATE_STEPS = 4
 """Of a weight update that may take `weight_update.step_timeout_s` each; most take far less."""
-
-SWEEPS_PER_TURN = 64
-"""Sweeps begun without giving the event loop a turn: some milliseconds."""
 
 RPC_MARGIN_S = 60.0
 """What a group's RPC may take beyond the group's own time limit, which the worker keeps."""
@@ -79,16 +74,6 @@ class RolloutWorkerState:
         return self.member.worker.report.node
 
     @property
-    def num_running(self) -> int:
-        """Groups that it has not ended yet, those that were given up included."""
-        return self.store.num_running
-
-    @property
-    def num_held(self) -> int:
-        """Groups whose rows lie in its store, those that nobody needs any more included."""
-        return self.store.num_held
-
-    @property
     def is_updating(self) -> bool:
         return self.update is not None and not self.update.done()
 
@@ -101,27 +86,23 @@ class RolloutWorkers:
     """Chooses, calls, updates and sweeps the workers of one RolloutController.
 
     Attributes:
-        num_running: groups that the workers have not ended yet.
         on_room: to be called when room in a store has come back, whoever's it was.
     """
 
     def __init__(self, config: RolloutConfig, fleet: Fleet, background: Background) -> None:
-        self.num_running = 0
         self.on_room: Callable[[], None] = lambda: None
         self._config = config
         self._fleet = fleet
         self._background = background
         self._states: list[RolloutWorkerState] = []
         self._loads = WorkerLoads([], 0, {})
-        self._queue = WorkerQueue(background)
+        self._queue = WorkerQueue(self._loads, background)
         self._weights: WeightsReference | None = None
         self._are_updates_held = False
-        self._must_begin_updates = False
-        self._beginning: asyncio.Task[None] | None = None
+        self._updates = WorkerRounds(background, "weight updates", self._begin_update)
+        self._sweeps = WorkerRounds(background, "sweeps", self.sweep_one)
         self._group_bytes = max_group_bytes(config)
         self._method = config.weight_update.method
-        self._must_sweep = False
-        self._sweeping: asyncio.Task[None] | None = None
         self._update_places = asyncio.Semaphore(_num_updated_at_once(config))
 
     def __len__(self) -> int:
@@ -132,28 +113,27 @@ class RolloutWorkers:
         self._states = [RolloutWorkerState(m, number) for number, m in enumerate(members)]
         nodes = [state.node for state in self._states]
         self._loads = WorkerLoads(nodes, self._groups_per_worker, self._groups_by_node())
-        self._queue.serve(self._loads)
+        self._queue = WorkerQueue(self._loads, self._background)
 
     async def close(self) -> None:
         """Ends updates and sweeps; their failures are the background's already."""
         await self._queue.close()
-        tasks = [task for task in (self._beginning, self._sweeping) if task]
-        for task in tasks:
-            task.cancel()
+        await self._updates.close()
+        await self._sweeps.close()
         await asyncio.sleep(0)  # updates take their first step: they are ended from within
-        tasks += [task for state in self._states for task in (state.update, state.sweep) if task]
+        tasks = [task for state in self._states for task in (state.update, state.sweep) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._states.clear()
 
-    def has_room(self, num_open: int) -> bool:
+    def has_room(self, num_queued: int) -> bool:
         """Whether the stores can hold one more group at its worst-case size.
 
         Args:
-            num_open: groups that are queued, or that a worker has not ended.
+            num_queued: groups that will be given to a worker.
         """
-        return num_open + self._loads.num_held < self._loads.max_groups
+        return num_queued + self._loads.num_stored < self._loads.max_groups
 
     def check_room(self) -> None:
         """Whether the stores hold one training batch at its worst-case size.
@@ -190,7 +170,6 @@ class RolloutWorkers:
     def begin_run(self, state: RolloutWorkerState, run: GroupRun) -> None:
         """The worker is asked to run a group, which takes room from now on."""
         state.store.begin(run)
-        self.num_running += 1
         self._recount(state)
 
     def end_run(
@@ -198,17 +177,12 @@ class RolloutWorkers:
     ) -> None:
         """The worker has ended the run; the shards of `batch` take its room, if there are any."""
         state.store.end(run, [] if batch is None else [s.shard_id for s in batch.shards])
-        self.num_running -= 1
         self._recount(state)
         self._background.notify()
 
     def sweep(self) -> None:
         """Workers begin to forget the shards that their owners do not need any more."""
-        self._must_sweep = True
-        if self._sweeping is None or self._sweeping.done():
-            self._sweeping = asyncio.create_task(
-                self._background.guard(self._begin_sweeps()), name="sweeps"
-            )
+        self._sweeps.begin(self._states)
 
     def sweep_one(self, state: RolloutWorkerState) -> bool:
         """One worker begins to forget such shards, if there are any and it is not at it."""
@@ -218,16 +192,6 @@ class RolloutWorkers:
             self._background.guard(self._sweep(state)), name=f"sweep {state.name}"
         )
         return True
-
-    async def _begin_sweeps(self) -> None:
-        num_begun = 0
-        while self._must_sweep:
-            self._must_sweep = False
-            for state in self._states:
-                num_begun += self.sweep_one(state)
-                if num_begun == SWEEPS_PER_TURN:
-                    num_begun = 0
-                    await asyncio.sleep(0)
 
     async def _sweep(self, state: RolloutWorkerState) -> None:
         while state.store.has_dead:
@@ -240,14 +204,14 @@ class RolloutWorkers:
 
     async def call_all(self, method: str, args: dict[str, Any] | None = None) -> list[Any]:
         """Replies of all workers to the same call."""
-        return await self._fleet.call_all(method, [args or {}] * len(self._states))
+        return await self._fleet.call_all(method, args or {})
 
     async def initialize(self) -> None:
         """Workers build their engines and, with SGLang, start its servers."""
         timeout_s = self._fleet.config.transport.call_timeout_s
         if self._config.engine == RolloutEngine.sglang:
             timeout_s += self._config.sglang.start_timeout_s
-        await self._fleet.call_all("initialize", [{}] * len(self._states), timeout_s=timeout_s)
+        await self._fleet.call_all("initialize", {}, timeout_s=timeout_s)
 
     async def join_weight_group(self, args: Sequence[dict[str, Any]]) -> None:
         """All workers join a weight group at once, each with its own arguments."""
@@ -260,7 +224,7 @@ class RolloutWorkers:
 
         It does not if it is the only one, or if weights are broadcast, which needs all of them.
         """
-        state = max(self._states, key=lambda state: (state.version, -state.num_running))
+        state = max(self._states, key=lambda state: (state.version, -state.store.num_running))
         is_held = len(self._states) > 1 and self._method != WeightUpdateMethod.collective
         state.num_evaluations += is_held
         try:
@@ -286,7 +250,9 @@ class RolloutWorkers:
         """
         self._are_updates_held = True
         await self._background.wait_until(
-            lambda: not (self._is_beginning or any(state.is_updating for state in self._states)),
+            lambda: (
+                not (self._updates.is_going_on or any(state.is_updating for state in self._states))
+            ),
             "rollout workers to update their weights",
         )
         return min(state.version for state in self._states)
@@ -325,33 +291,21 @@ class RolloutWorkers:
         self._loads.note(
             state.number,
             version=state.version,
-            num_running=state.num_running,
-            num_held=state.num_held,
+            num_running=state.store.num_running,
+            num_held=state.store.num_held,
         )
 
     def _begin_updates(self) -> None:
-        if self._are_updates_held:
-            return
-        self._must_begin_updates = True
-        if not self._is_beginning:
-            self._beginning = asyncio.create_task(
-                self._background.guard(self._begin_each()), name="begin weight updates"
-            )
+        if not self._are_updates_held:
+            self._updates.begin(self._states)
 
-    @property
-    def _is_beginning(self) -> bool:
-        return self._beginning is not None and not self._beginning.done()
-
-    async def _begin_each(self) -> None:
-        while self._must_begin_updates:
-            self._must_begin_updates = False
-            for state in self._states:
-                if not (state.is_updating or state.num_evaluations or self._is_current(state)):
-                    state.update = asyncio.create_task(
-                        self._background.guard(self._update(state)), name=f"update {state.name}"
-                    )
-                if (state.number + 1) % UPDATES_PER_TURN == 0:
-                    await asyncio.sleep(0)
+    def _begin_update(self, state: RolloutWorkerState) -> bool:
+        if state.is_updating or state.num_evaluations or self._is_current(state):
+            return False
+        state.update = asyncio.create_task(
+            self._background.guard(self._update(state)), name=f"update {state.name}"
+        )
+        return True
 
     def _is_current(self, state: RolloutWorkerState) -> bool:
         return self._weights is None or state.version == self._weights.version

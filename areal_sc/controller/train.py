@@ -13,10 +13,8 @@ trains on does not depend on the number of ranks.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,11 @@ from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.publication import WRITE_TIMEOUT_S, Publisher, WeightsReceiver
+from areal_sc.controller.publication import Publisher, WeightsReceiver
+from areal_sc.controller.rank_writes import Finish, RankWrites
 from areal_sc.controller.runtime import Runtime
-from areal_sc.durable import commit_folder
 from areal_sc.engines.base import EngineHandle
-from areal_sc.errors import CheckpointError, WorkerLost
+from areal_sc.errors import WorkerLost
 from areal_sc.metadata import (
     BatchMetadata,
     RowMetadata,
@@ -77,6 +75,7 @@ class TrainController(Shell):
         self._num_updates = 0  # that returned since the last publication
         self._trained_rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
         self._publisher = Publisher(self.config, self._fleet, self._runtime.new_id)
+        self._writes = RankWrites(self._fleet, self._folder.exports)
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.
@@ -85,7 +84,7 @@ class TrainController(Shell):
         """
         world_size = self.config.num_workers
         self._lineage = self._folder.begin_lineage()
-        shutil.rmtree(self._folder.exports, ignore_errors=True)  # unfinished, of an earlier start
+        self._writes.clear()
         await self._fleet.launch(
             [
                 LaunchRequest(
@@ -118,8 +117,7 @@ class TrainController(Shell):
     async def close_async(self) -> None:
         """Ends the workers."""
         await self._fleet.close()
-        with suppress(OSError):  # it is not there, or an export is still being copied from it
-            self._folder.exports.rmdir()
+        self._writes.close()
         if self._owns_transport:
             await self._runtime.transport.close()
 
@@ -203,7 +201,7 @@ class TrainController(Shell):
             f"ppo_update/{number}",
             [(row.group_id, row.attempt, row.sequence_length, row.advantage) for row in batch.rows],
         )
-        replies = await self._call_all(
+        metrics = await self._update_all(
             "ppo_update",
             operation,
             [
@@ -213,7 +211,7 @@ class TrainController(Shell):
         )
         if self.version == operation.version:
             self._num_updates = number + 1
-        return dict(replies[0])
+        return metrics
 
     async def sft_update_async(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer update on rows of a dataset with items `{"input_ids", "loss_mask"}`.
@@ -223,7 +221,7 @@ class TrainController(Shell):
         """
         dataset = await self._sources.register_prompts_async(prompts)
         version, num_workers = self.version, self.config.num_workers
-        replies = await self._call_all(
+        metrics = await self._update_all(
             "sft_update",
             self._operation("sft_update", [dataset, list(indices)]),
             [
@@ -232,7 +230,7 @@ class TrainController(Shell):
             ],
         )
         self._set_version(version + 1)
-        return dict(replies[0])
+        return metrics
 
     async def publish_weights_async(self, rollout: WeightsReceiver) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
@@ -258,12 +256,13 @@ class TrainController(Shell):
         Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
             as it was.
         """
-        await self._finish_export(*await self._begin_export(check_replaceable(folder)))
+        finish = await self._begin_export(check_replaceable(folder))
+        await finish()
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        begun = self._run(self._begin_export(check_replaceable(folder)))
-        return self._submit(self._finish_export(*begun))
+        finish = self._run(self._begin_export(check_replaceable(folder)))
+        return self._submit(finish())
 
     async def save_snapshot_async(self) -> None:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -272,11 +271,13 @@ class TrainController(Shell):
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        await self._finish_write(await self._begin_snapshot())
+        finish = await self._begin_snapshot()
+        await finish()
 
     def begin_snapshot(self) -> Future[None]:
         """`save_snapshot` beside training: returns once the ranks have copied their state."""
-        return self._submit(self._finish_write(self._run(self._begin_snapshot())))
+        finish = self._run(self._begin_snapshot())
+        return self._submit(finish())
 
     async def load_snapshot_async(self, step: int) -> None:
         """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
@@ -284,7 +285,8 @@ class TrainController(Shell):
         Raises: CheckpointError: it cannot be read.
         """
         lineage = self._folder.begin_lineage()
-        await self._call_all("load_snapshot", Operation(lineage, step, "load_snapshot"))
+        operation = Operation(lineage, step, "load_snapshot")
+        await self._fleet.call_all("load_snapshot", {"operation": operation.to_wire()})
         self._lineage = lineage
         self._set_version(step)
 
@@ -295,7 +297,7 @@ class TrainController(Shell):
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each rank's store and data plane."""
-        return await self._fleet.call_all("stats", [{}] * self.config.num_workers)
+        return await self._fleet.call_all("stats", {})
 
     def worker_stats(self) -> list[dict[str, float]]:
         return self._run(self.worker_stats_async())
@@ -307,7 +309,7 @@ class TrainController(Shell):
         return self._run(self.ppo_update_async(batch))
 
     def sft_update(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
-        self._sources.register_prompts(prompts)  # what has to be copied, where Ctrl-C ends it
+        self._sources.register_prompts(prompts)  # copied where Ctrl-C ends it
         return self._run(self.sft_update_async(prompts, indices))
 
     def publish_weights(self, rollout: WeightsReceiver) -> None:
@@ -366,18 +368,13 @@ class TrainController(Shell):
         self._num_updates = 0
         self._trained_rows.clear()
 
-    async def _call_all(
-        self,
-        method: str,
-        operation: Operation,
-        args: Sequence[dict[str, Any]] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> list[Any]:
-        """Replies of the ranks, each of which carries the operation out once."""
+    async def _update_all(
+        self, method: str, operation: Operation, args: Sequence[dict[str, Any]]
+    ) -> dict[str, float]:
+        """Metrics of the update, which every rank makes once."""
         named = {"operation": operation.to_wire()}
-        calls = [{**arg, **named} for arg in args] if args else [named] * self.config.num_workers
-        return await self._fleet.call_all(method, calls, timeout_s=timeout_s)
+        replies = await self._fleet.call_all(method, [{**arg, **named} for arg in args])
+        return dict(replies[0])
 
     async def _publish(
         self,
@@ -388,26 +385,12 @@ class TrainController(Shell):
         operation = self._operation(f"publish_weights/{version}")
         await self._publisher.publish(operation, version, rollout, announce)
 
-    async def _begin_snapshot(self) -> Operation:
-        operation = self._operation("snapshot")
-        await self._call_all("begin_snapshot", operation, timeout_s=WRITE_TIMEOUT_S)
-        return operation
+    async def _begin_snapshot(self) -> Finish:
+        return await self._writes.begin_snapshot(self._operation("snapshot"))
 
-    async def _begin_export(self, target: Path) -> tuple[Operation, str, Path]:
-        """Returns once all ranks have copied: the write, where it goes, where it is to end."""
+    async def _begin_export(self, target: Path) -> Finish:
         operation = self._operation(f"save_hf/{digest(str(target))}")
-        replies = await self._call_all("begin_save_hf", operation, timeout_s=WRITE_TIMEOUT_S)
-        return operation, replies[0], target
-
-    async def _finish_write(self, operation: Operation) -> None:
-        await self._call_all("finish_write", operation, timeout_s=WRITE_TIMEOUT_S)
-
-    async def _finish_export(self, operation: Operation, exported: str, folder: Path) -> None:
-        await self._finish_write(operation)
-        try:
-            await asyncio.to_thread(commit_folder, Path(exported), folder)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {folder}: {error}") from error
+        return await self._writes.begin_export(operation, target)
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss

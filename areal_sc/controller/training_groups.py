@@ -174,8 +174,8 @@ class TrainingGroups:
             needed = self.total_steps * self._config.train_batch_groups
             num_admissible = min(num_admissible, needed - num_counted)
         for _ in range(num_admissible):
-            num_open = self.ledger.num(GroupState.queued) + self._workers.num_running
-            if not self._has_slot or not self._workers.has_room(num_open):
+            num_queued = self.ledger.num(GroupState.queued)
+            if not self._has_slot or not self._workers.has_room(num_queued):
                 return
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._spawn(group, self._source)
@@ -221,7 +221,7 @@ class TrainingGroups:
 
     async def _run(self, group: Group, source: Source) -> None:
         """From queued to finished or rejected."""
-        worker = await self._runner.wait_for_worker(group.admitted_version)
+        worker = await self._workers.take(group.admitted_version)
         attempt = self.ledger.start(group.group_id, worker.name)
         result = await self._runner.run(group, source, worker, self)
         if result.batch is None:

@@ -20,14 +20,15 @@ class WorkerLoads:
         max_on_node: node -> groups that its stores hold together.
 
     Attributes:
-        num_held: groups whose rows lie in a store, on all workers together.
+        num_stored: groups that take room in a store, on all workers together: running ones, and
+            those whose rows lie there.
         max_groups: that all stores hold.
     """
 
     def __init__(
         self, nodes: Sequence[str], max_on_worker: int, max_on_node: Mapping[str, int]
     ) -> None:
-        self.num_held = 0
+        self.num_stored = 0
         self.max_groups = sum(max_on_node.values())
         number = {node: i for i, node in enumerate(max_on_node)}
         self._node = np.array([number[node] for node in nodes], np.intp)
@@ -42,7 +43,7 @@ class WorkerLoads:
         """The worker's counts are these now."""
         num_new = num_running + num_held - int(self._running[worker] + self._held[worker])
         self._on_node[self._node[worker]] += num_new
-        self.num_held += num_held - int(self._held[worker])
+        self.num_stored += num_new
         self._version[worker] = version
         self._running[worker] = num_running
         self._held[worker] = num_held

@@ -4,7 +4,7 @@ consumes     groups, each with the oldest policy version that it may start on
 waits for    a worker that holds that version and has room
 unblocked by every change that `Background` tells of: a weight update, a group's end, a sweep
 
-One task serves all: were each group to look for itself, every change would wake hundreds of them.
+One task serves all groups. If each looked for itself, every change would wake hundreds of them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ GROUPS_PER_TURN: Final = 32
 class WorkerQueue:
     """Hands out workers, to groups of the oldest version first."""
 
-    def __init__(self, background: Background) -> None:
+    def __init__(self, loads: WorkerLoads, background: Background) -> None:
+        self._loads = loads
         self._background = background
-        self._loads: WorkerLoads | None = None
         self._waiting: dict[int, deque[asyncio.Future[int]]] = {}
         self._serving: asyncio.Task[None] | None = None
-
-    def serve(self, loads: WorkerLoads) -> None:
-        """The workers are up."""
-        self._loads = loads
 
     async def take(self, version: int) -> int:
         """The number of the least loaded worker that holds `version` or a later one and has room.
@@ -49,7 +45,7 @@ class WorkerQueue:
             raise
         finally:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._promise(waiter.result(), -1)  # the caller counts it from here on
+                self._loads.promise(waiter.result(), -1)  # the caller counts it from here on
 
     async def close(self) -> None:
         """Nobody waits any more."""
@@ -80,7 +76,6 @@ class WorkerQueue:
 
     def _serve_some(self) -> int:
         """How many groups got a worker."""
-        assert self._loads is not None, "there are no workers yet"
         num_served = 0
         for version in sorted(self._waiting):
             waiters = self._waiting[version]
@@ -93,12 +88,8 @@ class WorkerQueue:
                 worker = self._loads.least_loaded(version)
                 if worker is None:
                     return num_served  # nor is there one for later versions
-                self._promise(worker, 1)
+                self._loads.promise(worker, 1)
                 waiters.popleft().set_result(worker)
                 num_served += 1
             del self._waiting[version]
         return num_served
-
-    def _promise(self, worker: int, num_groups: int) -> None:
-        assert self._loads is not None
-        self._loads.promise(worker, num_groups)

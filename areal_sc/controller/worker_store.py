@@ -135,8 +135,9 @@ class WorkerStore:
         """The worker has done what the plan said.
 
         Args:
-            last_sequence: of the newest shard in its store then. Once the runs of now have ended,
-                every shard up to it is known here, or of no use to anybody: a reply was lost.
+            last_sequence: number of the newest shard in its store at that time. Once the runs that
+                go on now have ended, every shard up to it is known here, or its reply was lost and
+                nobody needs it.
         """
         for shard_id in plan.dead:
             del self._shards[shard_id]

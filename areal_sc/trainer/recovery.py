@@ -26,7 +26,7 @@ import msgpack
 from areal_sc.config.schema import CheckpointConfig
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
-from areal_sc.durable import commit_folder
+from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
 
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 CONTROLLERS = "controllers.msgpack"
 FORMAT = 1
 _KIND = b"areal_sc-controllers"
-_PARTIAL = ".partial"
 
 
 class SnapshotWriter:
@@ -61,7 +60,7 @@ class SnapshotWriter:
         self._record = record
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._completed: Future[None] | None = None
-        for leftover in folder.checkpoints.glob("*" + _PARTIAL):
+        for leftover in folder.checkpoints.glob("*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed meanwhile
 
     def is_due(self, version: int) -> bool:
@@ -111,8 +110,7 @@ class SnapshotWriter:
         self._record("snapshot", step=step)
 
     def _partial(self, step: int) -> Path:
-        final = self._folder.snapshot_path(step)
-        return final.with_name(final.name + _PARTIAL)
+        return partial_of(self._folder.snapshot_path(step))
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         shutil.rmtree(self._partial(step), ignore_errors=True)

@@ -5,8 +5,8 @@ waits for    the next beat, the next call, or the end
 unblocked by the clock. Bulk traffic, a blocked main loop and the engine delay none of it; only code
              that holds the interpreter's lock does
 
-Each beat asks the main event loop for a turn, so that the board tells a worker that is alive from
-one that also gets on. A call renews the node's lease; workers whose node has had none for
+Each beat asks the main event loop for a turn, so that the board tells whether a live worker
+also makes progress. A call renews the node's lease; workers whose node has had none for
 `orphan_timeout_s` end, also those whose main loop is stuck.
 """
 

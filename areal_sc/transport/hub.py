@@ -41,7 +41,7 @@ MAX_REOPEN_S: Final = 2.0
 """Between two attempts at a server that ends its connections; twice as long each time."""
 
 CONNECT_TIMEOUT_MS: Final = 5_000
-"""After which an attempt that nobody answers has failed."""
+"""An attempt to connect that nobody answers fails after this time."""
 
 MAX_PORT_DIGITS: Final = 200
 

@@ -7,7 +7,7 @@ import time
 from typing import Final
 
 SLICE_S: Final = 0.01
-"""A timer or an RPC waits for so long at most, and for the step during which the slice ends."""
+"""A timer or an RPC waits at most this long, and for the step in which the slice ends."""
 
 
 class Slices:

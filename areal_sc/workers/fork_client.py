@@ -254,8 +254,8 @@ def start_fork_server(
         log_path: the server's log, appended to.
         env: its environment; None passes on that of this process.
         entries: what children may run.
-        leftovers_of: run folder, and root of its shared memory, that the server cleans up at its
-            end, where nobody else does.
+        leftovers_of: run folder, and root of its shared memory; at its end the server deletes what
+            a killed run left there.
     """
     environment = _with_package(os.environ if env is None else env)
     with (

@@ -347,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _remove_leftovers(run_dir: Path, memory_root: Path) -> None:
-    """What a killed script could not delete; while it lives, or another runs, it is theirs."""
+    """Deletes what a killed script left, unless a script still has the folder."""
     try:
         RunFolder(run_dir).remove_traces()
         clean_leftovers(memory_root)

@@ -51,24 +51,19 @@ class WorkerSpec:
     @property
     def keys_path(self) -> Path:
         """Where the run's keys are, if not in the environment."""
-        return keys_path(Path(self.run_dir))
+        return RunFolder(self.run_dir).keys_path
 
     @property
     def log_path(self) -> Path:
-        return Path(self.run_dir) / "logs" / f"{self.role}-{self.index}.log"
+        return RunFolder(self.run_dir).log_path(self.role, self.index)
 
     @property
     def report_path(self) -> Path:
         """Where the process reports that it serves."""
-        return Path(self.run_dir) / "workers" / f"{self.role}-{self.index}.json"
+        return RunFolder(self.run_dir).workers / f"{self.role}-{self.index}.json"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def keys_path(run_dir: Path) -> Path:
-    """The file of a run's keys; readable by its owner alone."""
-    return RunFolder(run_dir).keys_path
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from areal_sc.batch_wire import batch_from_wire
+from areal_sc.durable import partial_of
 from areal_sc.engines.base import TrainEngine
 from areal_sc.errors import StaleCall
 from areal_sc.run_folder import RunFolder
@@ -198,7 +199,7 @@ class TrainWorker(Worker):
     async def begin_snapshot(self, args: dict[str, Any]) -> None:
         """Takes this rank's part of a snapshot that the controller completes."""
         operation = _operation(args)
-        folder = self._snapshot_folder(operation.version, ".partial")
+        folder = partial_of(self._snapshot_path(operation)) / "engine"
         await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
 
     async def finish_write(self, args: dict[str, Any]) -> None:
@@ -216,7 +217,7 @@ class TrainWorker(Worker):
     async def load_snapshot(self, args: dict[str, Any]) -> None:
         """Goes back to the snapshot of the operation's version, in the operation's lineage."""
         operation = _operation(args)
-        folder = self._snapshot_folder(operation.version)
+        folder = self._snapshot_path(operation) / "engine"
 
         async def load() -> None:
             await self.compute(lambda: self.engine.load_snapshot(folder))
@@ -243,9 +244,8 @@ class TrainWorker(Worker):
 
         await self.operations.join(operation, take)
 
-    def _snapshot_folder(self, step: int, suffix: str = "") -> Path:
-        name = RunFolder(self.spec.run_dir).snapshot_path(step).name
-        return RunFolder(self.spec.run_dir).checkpoints / (name + suffix) / "engine"
+    def _snapshot_path(self, operation: Operation) -> Path:
+        return RunFolder(self.spec.run_dir).snapshot_path(operation.version)
 
     def _shard_reply(self, shard_id: str) -> dict[str, Any]:
         return {

@@ -47,6 +47,19 @@ _CLAUSE_END = re.compile(
     r"|instead|rather|remaining|more than|he|she|they|we|it)\b.*|;.*|\s*(?:=>|\\implies).*",
     re.IGNORECASE | re.DOTALL,
 )
+_LIST_SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
+_ITEM_SEPARATOR = re.compile(r"[,;]")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_UNION = re.compile(r"\\cup(?![A-Za-z])")
+_EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\approx(?![A-Za-z])")
+_NAME = re.compile(
+    r"\\?[A-Za-z]\w*'?(?:_\{?\w+\}?)?(?:\([A-Za-z\d,]+\))?|\([A-Za-z](?:,[A-Za-z])+\)"
+)
+_MIXED = re.compile(r"(?<![\d.^{_])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
+_COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
+_UNREADABLE = re.compile(
+    r"[A-Za-z]{4}|\d\s+\d|\d\.\d*\.|[$%°#@\"?…]|[A-Za-z]{2,}\s|\s[A-Za-z]{2,}|[-+*/^=<>]\s*$|\d_"
+)
 
 
 @dataclass(frozen=True)
@@ -277,18 +290,3 @@ def _without_thousands(text: str) -> str:
         ),
         text,
     )
-
-
-_LIST_SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
-_ITEM_SEPARATOR = re.compile(r"[,;]")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_UNION = re.compile(r"\\cup(?![A-Za-z])")
-_EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\approx(?![A-Za-z])")
-_NAME = re.compile(
-    r"\\?[A-Za-z]\w*'?(?:_\{?\w+\}?)?(?:\([A-Za-z\d,]+\))?|\([A-Za-z](?:,[A-Za-z])+\)"
-)
-_MIXED = re.compile(r"(?<![\d.^{_])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
-_COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
-_UNREADABLE = re.compile(
-    r"[A-Za-z]{4}|\d\s+\d|\d\.\d*\.|[$%°#@\"?…]|[A-Za-z]{2,}\s|\s[A-Za-z]{2,}|[-+*/^=<>]\s*$|\d_"
-)

@@ -103,7 +103,7 @@ def parsed(latex: str) -> sympy.Basic:
                 interpret_as_mixed_fractions=False, lowercase_symbols=False
             ),
         )
-    except (Exception, RecursionError) as error:  # the parser raises whatever it likes
+    except Exception as error:  # the parser raises whatever it likes
         raise Unparsable(f"{latex!r}: {type(error).__name__}") from error
     if isinstance(expression, MatrixBase):
         return expression.as_immutable()

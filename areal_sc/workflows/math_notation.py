@@ -99,12 +99,14 @@ def plain_latex(text: str) -> str:
     """The same mathematics without layout: one way to write each thing."""
     for character, latex in MATH_CHARACTERS.items():
         text = text.replace(character, latex)
-    text = _SUPERSCRIPTS.sub(lambda match: f"^{{{_normal(match.group())}}}", text)
-    text = unicodedata.normalize("NFKC", text)
+    text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
+    text = unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
     for pattern, replacement in _LAYOUT:
         text = pattern.sub(replacement, text)
     text = _without_text_commands(text)
-    text = _LEAD.sub("", text.strip(), count=1) if _LEAD.match(text.strip()) else text
+    text = text.strip()
+    if lead := _LEAD.match(text):
+        text = text[lead.end() :]
     text = text.strip().rstrip(".,;:* \n")
     for pattern, replacement in _NOTATION:
         text = pattern.sub(replacement, text)
@@ -120,7 +122,3 @@ def plain_words(text: str) -> str:
 
 def _without_text_commands(text: str) -> str:
     return _TEXT_COMMAND.sub(r" \1 ", text)
-
-
-def _normal(characters: str) -> str:
-    return unicodedata.normalize("NFKC", characters).replace("\N{MINUS SIGN}", "-")

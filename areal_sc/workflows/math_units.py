@@ -87,7 +87,7 @@ def split_unit(text: str) -> tuple[str, tuple[str, ...]]:
         text, unit = currency[1] + text[currency.end() :], [currency[2]]
     elif currency := _CURRENCY_BEHIND.search(text):
         return text[: currency.start()], (currency[1],)
-    tokens = re.sub(r"\s*/\s*(?=[A-Za-z]{1,})", "/", text).split()
+    tokens = re.sub(r"\s*/\s*(?=[A-Za-z])", "/", text).split()
     words: list[str] = []
     while len(tokens) > 1 and _is_unit_word(tokens[-1]):
         words.insert(0, tokens.pop())

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from areal_sc.durable import partial_of
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Prompts
 
@@ -52,7 +53,7 @@ class JsonlPrompts(Prompts):
 def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts:
     """Copies a list of prompts, or a small dataset, to where workers can read it.
 
-    Blocks, and tells of it where it takes long: not to be called on an event loop.
+    Blocks, and logs its progress. Not to be called on an event loop.
 
     Raises: WorkflowError: it is empty, has more than `MAX_COPIED_ROWS` rows, or one of them is not
         a dict of JSON values.
@@ -68,13 +69,13 @@ def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts
             "give areal_sc.JsonlPrompts(path)"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     tell_at = time.monotonic() + PROGRESS_INTERVAL_S
     # surrogates: half of a pair may stand in text that was cut, and JSON can say so
     with partial.open("w", encoding="utf-8", errors="surrogatepass") as file, ExitStack() as undo:
         undo.callback(partial.unlink)
         iterator = iter(rows)
-        for index in range(num_rows):  # not all have an end of their own
+        for index in range(num_rows):  # some iterators never end
             file.write(_json_line(iterator, index, kind))
             if time.monotonic() > tell_at:
                 logger.warning("copying the dataset (%s): row %d of %d", kind, index + 1, num_rows)

@@ -33,9 +33,6 @@ from areal_sc.errors import WorkflowError
 _SCRIPT_PREFIX = "areal_sc_script_"
 """Module names of loaded scripts; `sys.modules` is the registry of what is loaded."""
 
-_LOADING = "__areal_sc_loading__"
-"""Module attribute that exists while a script's body runs."""
-
 _Made = TypeVar("_Made")
 
 
@@ -145,17 +142,6 @@ def resolve(reference: ObjectReference) -> Any:
     args = [_decode(value) for value in reference.args]
     kwargs = {name: _decode(value) for name, value in reference.kwargs.items()}
     return _construct(reference.target, obj, args, kwargs)
-
-
-def script_being_loaded() -> Path | None:
-    """The script whose body runs now because a reference into it is being resolved.
-
-    A run that starts meanwhile was written without an `if __name__ == "__main__":` guard.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith(_SCRIPT_PREFIX) and hasattr(module, _LOADING):
-            return Path(str(module.__file__))
-    return None
 
 
 def _target_of(obj: Any) -> tuple[str, str | None]:
@@ -276,12 +262,10 @@ def _load_script(path: Path) -> types.ModuleType:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the body runs: dataclasses look their module up
-    setattr(module, _LOADING, True)
     with ExitStack() as undo:
         undo.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
         undo.pop_all()
-    delattr(module, _LOADING)
     return module
 
 

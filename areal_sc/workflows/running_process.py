@@ -13,14 +13,17 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_sc.errors import RewardError, WorkerError, WorkerStartError
 from areal_sc.workflows.base import RewardDeclaration
 from areal_sc.workflows.reward_process import make_unpacker, pack
+
+if TYPE_CHECKING:
+    from areal_sc.workflows.rewards import RewardPool
 
 log = logging.getLogger(__name__)
 
@@ -42,25 +45,6 @@ class ProcessSource(Protocol):
     def kill(self, pid: int, signum: int) -> bool: ...
 
     def wait(self, pid: int, timeout_s: float) -> int | None: ...
-
-
-class Pool(Protocol):
-    """What a process needs of its pool."""
-
-    source: ProcessSource
-    timeout_s: float
-    log_path: Path | str
-    references: list[dict[str, Any]]
-
-    def create_task(self, coroutine: Coroutine[Any, Any, None]) -> None: ...
-
-    def dispatch(self) -> None: ...
-
-    def note_started(self) -> None: ...
-
-    def note_failed_start(self, process: RunningProcess, error: WorkerError) -> None: ...
-
-    def note_ended(self, process: RunningProcess, interrupted: RewardCall | None) -> None: ...
 
 
 @dataclass
@@ -86,7 +70,7 @@ class RewardCall:
 class RunningProcess(asyncio.Protocol):
     """One process of a pool: starting, then idle or running a call, then ended for good."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
         self._pid: int | None = None
         self._transport: asyncio.Transport | None = None
@@ -225,7 +209,7 @@ class RunningProcess(asyncio.Protocol):
         self.abandon(took_too_long(call.name, LOAD_TIMEOUT_S, "importing its module "))
 
     def _on_slow_call(self, call: RewardCall) -> None:
-        """A declared limit is one of CPU seconds: on a busy machine anything takes long."""
+        """A declared limit counts CPU seconds, because on a busy machine anything takes long."""
         remaining_s = self._deadline - asyncio.get_running_loop().time()
         if call.declaration is not None:
             cpu_remaining_s = self._cpu_limit_s - self._cpu_seconds()
@@ -237,7 +221,7 @@ class RunningProcess(asyncio.Protocol):
         self.abandon(took_too_long(call.name, self._pool.timeout_s))
 
     def _cpu_seconds(self) -> float:
-        """Used so far by the process; that of one that is gone does not matter."""
+        """CPU seconds that the process has used; 0 if it is gone."""
         try:
             stat = Path(f"/proc/{self._pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
@@ -253,7 +237,7 @@ class RunningProcess(asyncio.Protocol):
         return call
 
     async def _mourn(self, culprit: RewardCall | None) -> None:
-        """Finds out how a process ended that nobody asked to end, and tells its culprit."""
+        """Finds out how a process ended that nobody asked to end, and fails the call to blame."""
         status = "unknown exit status"
         if self._pid is not None:
             with contextlib.suppress(WorkerError):

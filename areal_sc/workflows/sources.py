@@ -45,7 +45,7 @@ class SourceRegistry:
         return self._register(workflow)
 
     async def register_prompts_async(self, prompts: PromptSource) -> int:
-        """`register_prompts`; what has to be copied is, in a thread, so that the loop goes on.
+        """As `register_prompts`, but copies in a thread, so that the event loop goes on.
 
         Raises: as `register_prompts`.
         """

@@ -24,6 +24,7 @@ PROMISED = {
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "gpu": {"train_status", "generate_status", "publish_status", "letter_sort_status"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
+    "many_workers": {"loop_lag_p99_ms", "choose_us", "step_s"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
     "soak": {"store_growth", "resident_growth"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},

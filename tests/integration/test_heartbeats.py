@@ -22,9 +22,10 @@ from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.controller.fleet import Fleet, Member
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ModelError, WorkerLost
+from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.transport.keys import RunKeys
-from areal_sc.workers.spec import WorkerReport, WorkerSpec, keys_path
+from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 PROGRAM = Path(__file__).with_name("beating_worker.py")
 INTERVAL_S = 0.5
@@ -45,7 +46,7 @@ class ProcessScheduler:
         )
         self.run_dir = run_dir
         self.keys = RunKeys.create()
-        self.keys.write(keys_path(run_dir))
+        self.keys.write(RunFolder(run_dir).keys_path)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         (run_dir / "workers").mkdir()
         (run_dir / "logs").mkdir()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
+from small_disk import small_disk
 
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
 from areal_sc.controller.fleet import Member
@@ -73,7 +72,7 @@ def test_a_step_is_trained_once(
 
         with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:  # another file system
             target = Path(elsewhere) / "model"
-            with file_limit(4096), pytest.raises(CheckpointError, match=rf"cannot write {target}:"):
+            with small_disk(), pytest.raises(CheckpointError, match=rf"cannot write {target}:"):
                 actor.save_hf(target)
             assert list(Path(elsewhere).iterdir()) == []
             assert list((Path(config.run_dir) / "exports").iterdir()) == []
@@ -84,14 +83,3 @@ def test_a_step_is_trained_once(
 def model_of(actor: TrainController, folder: Path) -> bytes:
     actor.save_hf(folder)
     return (folder / "model.safetensors").read_bytes()
-
-
-@contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    """No file of this process, where the controllers are, grows beyond that."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -169,7 +169,7 @@ def test_the_bound_holds_in_a_loop_of_the_user(
                 if batch.min_token_version is None or version >= batch.min_token_version
             ]
             seen.append((max(groups.values()), step - min(trained, default=step)))
-            batch = actor.compute_advantages(actor.compute_proximal_logprobs(batch))
+            batch = actor.compute_proximal_logprobs(actor.compute_advantages(batch))
             stats = actor.ppo_update(batch)
             assert stats["grad_norm"] >= 0
             actor.publish_weights(rollout)

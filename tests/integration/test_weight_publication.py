@@ -49,7 +49,7 @@ def train_step(actor: TrainController, rollout: RolloutController) -> dict[str, 
     """Trains on rows that the newest weights have sampled; they are published then."""
     batch = rollout.rollout_batch(PROMPTS, WORKFLOW, 4)
     assert {version for row in batch.rows for version, _ in row.version_spans} == {actor.version}
-    batch = actor.compute_advantages(actor.compute_proximal_logprobs(batch))
+    batch = actor.compute_proximal_logprobs(actor.compute_advantages(batch))
     stats = actor.ppo_update(batch)
     actor.publish_weights(rollout)
     rollout.wait_for_weights()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from small_disk import small_disk
 
 from areal_sc.durable import commit_folder, partial_of, recover_folder
 
@@ -40,17 +39,6 @@ def content_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-@contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    """As on a full disk, no file grows beyond that."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_what_had_the_name_is_replaced(tmp_path: Path) -> None:
     final = tmp_path / "final"
     for content in ({"old": b"1"}, CONTENT):
@@ -78,7 +66,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(
 ) -> None:
     final = fill(elsewhere / "final", former)
     partial = fill(tmp_path / "partial")
-    with file_limit(150_000), pytest.raises(OSError, match="File too large"):
+    with small_disk(150_000), pytest.raises(OSError, match="File too large"):
         commit_folder(partial, final)
     assert content_of(elsewhere) == {f"final/{name}": data for name, data in former.items()}
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.durable import commit_folder
+from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import RunFolderError
 from areal_sc.run_folder import Opening, RunFolder
 
@@ -31,7 +31,7 @@ def run_once(path: Path, *, snapshot: bool = False, finish: bool = False) -> Non
     """Leaves the folder as a run would that ended there."""
     folder = RunFolder(path)
     folder.open(config_text=CONFIG)
-    folder.append_line(folder.metrics_path, '{"step": 1}')
+    folder.metrics_path.write_text('{"step": 1}\n')
     if snapshot:
         folder.snapshot_path(3).mkdir()
     if finish:
@@ -308,34 +308,19 @@ def test_write_atomic_replaces_or_leaves(path: Path, monkeypatch: pytest.MonkeyP
             folder.write_atomic("missing/a.bin", b"")
 
 
-def test_full_disk(path: Path) -> None:
-    with RunFolder(path) as folder:
-        folder.open(config_text=CONFIG)
-        with pytest.raises(RunFolderError, match="cannot write /dev/full: No space left"):
-            folder.append_line("/dev/full", "x")
-
-
-def test_append_line(path: Path) -> None:
-    with RunFolder(path) as folder:
-        folder.open(config_text=CONFIG)
-        for line in ("one", "zwei ü"):
-            folder.append_line("metrics.jsonl", line)
-        assert folder.metrics_path.read_text(encoding="utf-8") == "one\nzwei ü\n"
-
-
 def test_snapshots_are_whole_and_in_order(path: Path) -> None:
     with RunFolder(path) as folder:
         folder.open(config_text=CONFIG)
         assert folder.snapshots() == []
         for step in (1000000, 20, 3):
             final = folder.snapshot_path(step)
-            partial = final.with_name(f"{final.name}.partial")
+            partial = partial_of(final)
             (partial / "engine").mkdir(parents=True)
             (partial / "engine" / "weights").write_bytes(b"1")
             assert final not in folder.snapshots()
             commit_folder(partial, final)
             assert not partial.exists()
-        (folder.checkpoints / "step-000004.partial").mkdir()
+        (folder.checkpoints / ".step-000004.partial").mkdir()
         (folder.checkpoints / "step-000005").touch()
         assert folder.snapshots() == [folder.snapshot_path(step) for step in (3, 20, 1000000)]
 

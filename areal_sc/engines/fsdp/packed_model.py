@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 # Models that fail the probe do so by far: 0.66 where attention crosses rows.
 _PROBE_TOLERANCE = 3e-4  # nats, float32
 _PROBE_LENGTHS = (13, 3, 6, 1)
-# What a model does may change where a row, or all rows together, pass one of these settings. The
-# probe sets them to less than its rows.
+# A model may compute something else where a row, or all rows together, are longer than one of these
+# settings. The probe makes them smaller than its rows.
 _LENGTH_LIMITS = (
     *("sliding_window", "window_size", "attention_chunk_size", "keep_window_size"),
     *("floor_scale", "original_max_position_embeddings"),

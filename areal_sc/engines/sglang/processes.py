@@ -18,7 +18,7 @@ _SCHEDULER_TITLE = "scheduler"
 _STOPPED_STATES = ("T", "t")  # by a signal, by a debugger
 _ENDED_STATES = ("Z", "X")
 _LOADS_FILE = re.compile(r" (/dev/shm/sglang_loads_\S+\.shm)$", re.MULTILINE)
-"""By which a server's processes tell each other how busy they are."""
+"""A file in which a server's processes tell each other how busy they are."""
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ class LoadableTensors:
                 self._filled = None
 
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
-        """Every bucket is written once, and loaded by all servers before the next but one."""
+        """Every bucket is written once, and reused only after every server has loaded it."""
         assert self._filled, "load within `prepared`"
 
         async def begin(server: PausedServer) -> None:

@@ -121,7 +121,7 @@ class ArenaFolder:
 
     Attributes:
         path: the run's folder.
-    Raises: ConfigError: the name is none, or the folder is not, or cannot be, this user's own.
+    Raises: ConfigError: `run_id` is not a valid name, or the folder does not belong to this user.
     """
 
     def __init__(self, root: Path, run_id: str) -> None:

@@ -41,7 +41,7 @@ _READS_PER_MOVE: Final = 4
 """Of a frame and its neighbours: the head, what is missing of it, and once more for each."""
 
 _STAGING_BYTES: Final = 16 << 10
-"""Of a large frame as many bytes at most are copied once more: those that come with its head."""
+"""At most this many bytes of a large frame are copied twice: those that come with its head."""
 
 _MAX_LOW_WATER_BYTES: Final = 1 << 20
 """Within a large frame the kernel reports no readiness before so much of it, or its rest, is there:

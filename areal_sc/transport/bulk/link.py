@@ -47,12 +47,13 @@ logger = logging.getLogger(__name__)
 
 REOPEN_DELAY_S: Final = 0.2
 MAX_REOPEN_DELAY_S: Final = 2.0
-"""More before each opening from the third in a row on: the owner may have too many callers."""
+"""The third opening in a row waits for a while, and each further one longer: the owner may have
+too many callers."""
 
 LOOKS_PER_TIMEOUT: Final = 4
 SILENT_LOOKS: Final = 2
-"""So many looks in a row find that nothing moves: then the owner is asked for a new session. One
-alone may come just after a pause of this process, before what has arrived meanwhile is read."""
+"""After so many looks in a row that find nothing moved, the owner is asked for a new session. One
+look alone may come just after a pause of this process, before what has arrived is read."""
 
 MAX_REQUESTS: Final = 8
 """Outstanding at one owner: small pulls beyond share a request."""

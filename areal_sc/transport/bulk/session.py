@@ -98,8 +98,8 @@ class PullerSession:
     def on_frame(self, *, has_more: bool) -> None:
         """Answers a request; raises as `FrameSink.on_frame`.
 
-        What the puller did not send so came from elsewhere, or was changed: nobody would ever get
-        the answer that the puller may wait for, so the connection ends, and the puller knows.
+        A request that does not verify was altered or forged. The puller may wait for an answer that
+        it would never get, so the connection ends, and the puller knows.
         """
         if has_more:
             raise self._refusal(f"a request of {self.puller} has more than one frame")

@@ -14,8 +14,8 @@ from typing import Final, Protocol
 
 TICKS_PER_S: Final = 20
 SHARE_LATE: Final = 1 / 64
-"""Of its time a wait may expire so much too late: long ones share their timers, or a run of calls
-that may take an hour would fill an hour with timers."""
+"""A wait may expire late by this share of its length, so that long waits can share a timer: else
+many calls that may take an hour would fill that hour with timers."""
 
 
 class Wait(Protocol):

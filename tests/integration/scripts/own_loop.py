@@ -1,4 +1,7 @@
-"""The training loop in the user's own script, as the README shows it; says each step."""
+"""The training loop in the user's own script, as the README shows it; says each step.
+
+It raises after step `task.raise_after`, if that is set.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,13 @@ def main(argv: list[str]) -> None:
     with start(actor, rollout):
         for step in range(actor.version, config.total_steps):
             batch = rollout.prepare_batch(prompts, workflow)
-            batch = actor.compute_proximal_logprobs(batch)
             batch = actor.compute_advantages(batch)
+            batch = actor.compute_proximal_logprobs(batch)
             actor.ppo_update(batch)
             actor.publish_weights(rollout)
             print(f"step={step + 1}", flush=True)
+            if actor.version == config.task.get("raise_after"):
+                raise LookupError(f"nothing is known about version {actor.version}")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def train_and_compare(config: GRPOConfig) -> None:
         with start_controllers(actor, rollout):
             for step in range(3):
                 batch = rollout.rollout_batch(prompts, workflow, 4)
-                batch = actor.compute_advantages(actor.compute_proximal_logprobs(batch))
+                batch = actor.compute_proximal_logprobs(actor.compute_advantages(batch))
                 stats = actor.ppo_update(batch)
                 assert stats["behavior_kl"] < SAME_KL, f"version {step}"
                 assert stats["grad_norm"] > 0

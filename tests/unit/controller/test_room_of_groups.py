@@ -171,10 +171,11 @@ def test_the_last_step_of_the_settings_is_the_last_of_a_loop_of_ones_own() -> No
         async with run.started():
             for _ in range(3):
                 batch = await rollout.prepare_batch_async(run.prompts, run.workflow)
+                batch = actor.compute_advantages(batch)
                 batch = await actor.compute_proximal_logprobs_async(batch)
-                await actor.ppo_update_async(actor.compute_advantages(batch))
+                await actor.ppo_update_async(batch)
                 await actor.publish_weights_async(rollout)
-            assert rollout.groups.ledger.num_admitted == 3 * run.settings.batch_groups
+            assert rollout.groups.ledger.account()["admitted"] == 3 * run.settings.batch_groups
             with pytest.raises(ConfigError, match=r"policy version 3: total_steps is 3"):
                 await rollout.prepare_batch_async(run.prompts, run.workflow)
 

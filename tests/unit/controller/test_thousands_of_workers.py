@@ -17,9 +17,9 @@ from simulation.training_run import Settings, TrainingRun
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc import controller
-from areal_sc.controller.rollout_workers import UPDATES_PER_TURN
 from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.controller.worker_queue import GROUPS_PER_TURN
+from areal_sc.controller.worker_rounds import BEGUN_PER_TURN
 
 NUM_GROUPS = 96
 
@@ -58,7 +58,7 @@ def test_the_work_of_a_batch_grows_no_faster_than_the_number_of_workers() -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "limit"), [("run_group", GROUPS_PER_TURN), ("update_weights", UPDATES_PER_TURN)]
+    ("method", "limit"), [("run_group", GROUPS_PER_TURN), ("update_weights", BEGUN_PER_TURN)]
 )
 def test_calls_of_many_workers_leave_the_loop_its_turns(
     method: str, limit: int, monkeypatch: pytest.MonkeyPatch
@@ -113,7 +113,7 @@ def test_the_least_loaded_worker_is_the_one_that_a_search_finds(data: st.DataObj
         ]
         expected = min(able, key=lambda i: counts[i][1] + promised[i], default=None)
         assert loads.least_loaded(wanted) == expected
-        assert loads.num_held == sum(held for _, _, held in counts)
+        assert loads.num_stored == sum(running + held for _, running, held in counts)
         if expected is not None:
             promised[expected] += 1
             loads.promise(expected, 1)

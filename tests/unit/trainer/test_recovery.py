@@ -26,7 +26,7 @@ class Actor:
         self.written: Future[None] = Future()
 
     def begin_snapshot(self) -> Future[None]:
-        partial = self.folder.checkpoints / f"step-{self.version:06d}.partial"
+        partial = self.folder.checkpoints / f".step-{self.version:06d}.partial"
         (partial / "engine").mkdir()
         self.written = Future()
         return self.written
@@ -88,7 +88,7 @@ def test_a_snapshot_has_its_name_once_the_ranks_have_written(
     writer.begin(actor, rollout)  # type: ignore[arg-type]
     rollout.version = 4  # what comes after does not enter it
     writer.collect(wait=False)
-    assert names(folder) == ["step-000003.partial"]
+    assert names(folder) == [".step-000003.partial"]
     assert folder.snapshots() == []
     actor.written.set_result(None)
     writer.collect(wait=True)
@@ -132,7 +132,7 @@ def test_a_failed_one_is_told_and_leaves_the_others(
 
 
 def test_what_a_killed_run_left_unfinished_is_deleted(folder: RunFolder) -> None:
-    (folder.checkpoints / "step-000007.partial" / "engine").mkdir(parents=True)
+    (folder.checkpoints / ".step-000007.partial" / "engine").mkdir(parents=True)
     SnapshotWriter(folder, CheckpointConfig(), lambda name, **values: None)
     assert names(folder) == []
 

@@ -197,6 +197,7 @@ RIGHT = [
     ("1.2e3", "1200"),
     (r"3 \times 10^8", "3e8"),
     (r"3 \times 10^8", "3\N{MULTIPLICATION SIGN}10\N{SUPERSCRIPT EIGHT}"),
+    ("0.003", "3\N{MULTIPLICATION SIGN}10\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT THREE}"),
     (r"3 \times 10^8 \text{ m/s}", r"3 \times 10^8 m/s"),
     ("-5", "-(5)"),
     ("5", "|-5|"),

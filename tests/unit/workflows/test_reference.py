@@ -22,7 +22,6 @@ from areal_sc.workflows.reference import (
     Referable,
     reference_of,
     resolve,
-    script_being_loaded,
 )
 
 
@@ -262,15 +261,3 @@ def test_a_script_that_fails_while_loading_can_be_loaded_again(tmp_path: Path) -
     for _ in range(2):
         with pytest.raises(WorkflowError, match="No module named 'no_such_module_anywhere'"):
             resolve(reference)
-    assert script_being_loaded() is None
-
-
-def test_a_run_can_tell_that_it_starts_while_its_script_is_loaded(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        "from areal_sc.workflows.reference import script_being_loaded\n"
-        "def f():\n    return SEEN\n"
-        "SEEN = script_being_loaded()\n"
-    )
-    assert resolve(ObjectReference(f"{script}:f", None))() == script
-    assert script_being_loaded() is None

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import random
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_disk import small_disk
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from areal_sc.config.schema import ActorConfig, OptimizerConfig
@@ -180,13 +180,9 @@ def test_a_full_disk_leaves_the_former_snapshot(build: Build, tmp_path: Path) ->
     engine.save_snapshot(tmp_path / "snapshot")
     before = weights(engine)
     train(engine, 0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
+    with small_disk():
         failed = engine.begin_snapshot(tmp_path / "snapshot")
         error = failed.exception(WAIT_S)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert isinstance(error, CheckpointError)
     assert "File too large" in str(error)
     assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]

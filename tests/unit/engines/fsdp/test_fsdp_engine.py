@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_disk import small_disk
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_sc.config.schema import ActorConfig, ClipCenter, OptimizerConfig, PPOConfig
@@ -320,20 +319,6 @@ def test_training_goes_on_from_a_snapshot_bit_for_bit(
     other.ppo_update([make_rows(1)], step=1, min_token_version=None)
     assert all(torch.equal(expected[name], value) for name, value in weights(other).items())
     other.close()
-
-
-@contextmanager
-def small_disk() -> Iterator[None]:
-    """No file may grow over 4 KB; writing more fails as it does on a full disk.
-
-    Open no longer than needed: it holds for the file that the tests' own output may go to, too.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("kind", ["save_hf", "save_snapshot"])
