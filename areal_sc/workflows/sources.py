@@ -7,12 +7,14 @@ a socket; what arrives is the file's number.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import RunFolderError, WorkflowError
 from areal_sc.run_folder import RunFolder
 from areal_sc.workflows.base import Prompts, Workflow
 from areal_sc.workflows.prompts import write_prompts
@@ -24,7 +26,11 @@ PromptSource = Prompts | Sequence[Mapping[str, Any]]
 
 
 class SourceRegistry:
-    """Numbers the workflows and datasets that a controller was given."""
+    """Numbers the workflows and datasets that a controller was given.
+
+    Several controllers share the folder, and copies are made in threads: a number belongs to who
+    made its file.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = RunFolder(run_dir).sources
@@ -37,6 +43,7 @@ class SourceRegistry:
         """Number of the workflow; the same object gets the same number.
 
         Raises: WorkflowError: it cannot be built again in a worker (a lambda, a local class ...).
+            RunFolderError: its file cannot be written.
         """
         if not isinstance(workflow, Workflow):
             raise WorkflowError(
@@ -57,7 +64,7 @@ class SourceRegistry:
         """Number of the dataset; what is no `Prompts` is first copied to the run folder.
 
         Raises: WorkflowError: it is empty, too large to be copied, or cannot be built again in a
-            worker.
+            worker. RunFolderError: its file cannot be written.
         """
         known = self._numbers.get(id(prompts))
         if known is not None:
@@ -65,8 +72,8 @@ class SourceRegistry:
         if isinstance(prompts, Prompts):
             dataset = prompts
         else:
-            number = len(list(self._folder.glob("*.jsonl")))
-            dataset = write_prompts(prompts, self._folder / f"prompts-{number}.jsonl")
+            with self._new_file("prompts-{}.jsonl") as (_, path):
+                dataset = write_prompts(prompts, path)
         if len(dataset) == 0:
             raise WorkflowError(
                 f"the dataset {type(dataset).__name__} is empty: expected at least 1 prompt, got 0"
@@ -86,13 +93,32 @@ class SourceRegistry:
             return self._numbers[id(source)]
         wire = json.dumps(reference_of(source).to_wire(), sort_keys=True)
         if wire not in self._written:  # an equal object, made anew, is the same source
-            self._folder.mkdir(parents=True, exist_ok=True)
-            number = len(list(self._folder.glob("*.json")))
-            (self._folder / f"{number}.json").write_text(wire)
+            with self._new_file("{}.json") as (number, path):
+                path.write_text(wire)
             self._written[wire] = number
         self._numbers[id(source)] = self._written[wire]
         self._kept.append(source)
         return self._written[wire]
+
+    @contextmanager
+    def _new_file(self, name: str) -> Iterator[tuple[int, Path]]:
+        """A number that is free, and the empty file of that number, which the block fills.
+
+        Raises: RunFolderError: it cannot be written.
+        """
+        path = self._folder
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count():
+                path = self._folder / name.format(number)
+                try:
+                    path.touch(exist_ok=False)
+                    break
+                except FileExistsError:
+                    continue
+            yield number, path
+        except OSError as error:
+            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
 class SourceReader:

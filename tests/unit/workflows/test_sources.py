@@ -7,6 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from areal_sc.errors import RunFolderError
 from areal_sc.workflows.sources import SourceReader, SourceRegistry
 
 
@@ -24,6 +27,21 @@ class SlowDisk:
         return {"prompt": "x"}
 
 
+class Together:
+    """Gives its row while another one is copied, too."""
+
+    def __init__(self, prompt: str, both: threading.Barrier) -> None:
+        self.prompt = prompt
+        self.both = both
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.both.wait(20)
+        return {"prompt": self.prompt}
+
+
 async def test_the_event_loop_goes_on_while_a_dataset_is_copied(tmp_path: Path) -> None:
     has_turned = threading.Event()
     asyncio.get_running_loop().call_later(0.01, has_turned.set)
@@ -32,3 +50,24 @@ async def test_the_event_loop_goes_on_while_a_dataset_is_copied(tmp_path: Path) 
     number = await registry.register_prompts_async(dataset)  # type: ignore[arg-type]
     assert await registry.register_prompts_async(dataset) == number  # type: ignore[arg-type]
     assert SourceReader(tmp_path).prompts(number)[0] == {"prompt": "x"}
+
+
+async def test_datasets_that_are_copied_at_the_same_time_stay_apart(tmp_path: Path) -> None:
+    """Of a batch and an evaluation, say, or of two controllers."""
+    both = threading.Barrier(2)
+    datasets = [Together(prompt, both) for prompt in "ab"]
+    registries = [SourceRegistry(tmp_path) for _ in datasets]
+    numbers = await asyncio.gather(
+        *(
+            registry.register_prompts_async(dataset)  # type: ignore[arg-type]
+            for registry, dataset in zip(registries, datasets, strict=True)
+        )
+    )
+    reader = SourceReader(tmp_path)
+    assert [reader.prompts(number)[0]["prompt"] for number in numbers] == ["a", "b"]
+
+
+def test_a_source_that_cannot_be_written_is_an_error_of_the_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "sources").touch()
+    with pytest.raises(RunFolderError, match=r"cannot write .*sources"):
+        SourceRegistry(tmp_path).register_prompts([{"prompt": "x"}])
