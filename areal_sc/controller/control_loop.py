@@ -84,6 +84,10 @@ class ControlLoop:
         """Runs the coroutine beside whatever comes next."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def is_running_here(self) -> bool:
+        """Whether the calling coroutine runs on this loop."""
+        return asyncio.get_running_loop() is self._loop
+
     def worker_lost(self) -> WorkerLost | None:
         """The first loss of a worker that a controller knows of."""
         losses = (controller.worker_lost for controller in self._controllers)
@@ -156,6 +160,15 @@ class Shell:
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._started(coroutine).run(coroutine, needs_all_workers=True)
+
+    def _check_loop(self) -> None:
+        """Raises: RuntimeError: a coroutine of a started controller is awaited on another loop."""
+        if self._control_loop is not None and not self._control_loop.is_running_here():
+            raise RuntimeError(
+                f"{type(self).__name__} runs on the loop of its `with areal_sc.start(...)` block, "
+                "so other coroutines cannot await it: call its blocking methods, or, in place of "
+                "the block, await start_async() and close_async() of each controller"
+            )
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         return self._started(coroutine).submit(coroutine)

@@ -51,7 +51,7 @@ from areal_sc.workflows.sources import PromptSource, SourceRegistry
 class RolloutController(Shell):
     """Runs the user's workflow over prompts on any number of rollout workers.
 
-    Methods block; each has an awaitable twin, named `..._async`.
+    Methods block; each has an awaitable twin, named `..._async`: see TrainController.
 
     Attributes:
         groups: those of training: their ledger, the policy version, the position in the prompts.
@@ -172,6 +172,7 @@ class RolloutController(Shell):
             `total_steps` are trained. TooManyRejections: most rows are rejected. WorkerLost: a
             worker died. WaitTimeout: no group ended for longer than a group may take.
         """
+        self._check_loop()
         await self._sources.register_prompts_async(prompts)
         source = self.register(prompts, workflow)
         self._outside.forget()
@@ -189,6 +190,7 @@ class RolloutController(Shell):
         Raises: WorkflowError: every group was rejected. WorkerLost: a worker died. WaitTimeout:
             the stores have no room for so many groups.
         """
+        self._check_loop()
         await self._sources.register_prompts_async(prompts)
         source = self.register(prompts, workflow)
         self._outside.forget()
@@ -214,6 +216,7 @@ class RolloutController(Shell):
             num_prompts: None: all.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
         """
+        self._check_loop()
         await self._sources.register_prompts_async(prompts)
         source = self.register(prompts, workflow)
         num_prompts = min(num_prompts or source.num_prompts, source.num_prompts)

@@ -53,7 +53,7 @@ class TrainController(Shell):
     """Trains one model on any number of ranks.
 
     Methods block; each has an awaitable twin, named `..._async`, for scripts that are asyncio
-    themselves or run on a simulated loop.
+    themselves, and await `start_async` and `close_async` in place of a `start` block.
 
     Attributes:
         version: policy version = number of published training steps.

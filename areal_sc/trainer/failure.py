@@ -32,7 +32,6 @@ from areal_sc.errors import (
 )
 
 EXIT_UNEXPECTED = 1
-EXIT_CTRL_C = 128 + signal.SIGINT
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """End a run as Ctrl-C does; SIGHUP says that the terminal is gone."""
@@ -112,12 +111,13 @@ def report_failure(
     """
     block = _Block(console or Console(stderr=True))
     if isinstance(error, KeyboardInterrupt):
-        if not isinstance(error, Terminated):
-            block.line("stopped by Ctrl-C", style="yellow")
-            return EXIT_CTRL_C
+        stopped_by = error.stopped_by if isinstance(error, Terminated) else signal.SIGINT
+        by = stopped_by.name if isinstance(error, Terminated) else "Ctrl-C"
+        if run_dir is not None:
+            _append_to_log(run_dir, "INFO", f"stopped by {by}\n")
         with suppress(OSError):  # there may be no terminal any more
-            block.line(f"stopped by {error.stopped_by.name}", style="yellow")
-        return 128 + error.stopped_by
+            block.line(f"stopped by {by}", style="yellow")
+        return 128 + stopped_by
     cause, num_others = _first_cause(error)
     if isinstance(cause, ConfigError):
         block.title(_title(cause))
@@ -125,7 +125,10 @@ def report_failure(
         return cause.exit_code
 
     is_ours = not isinstance(cause, RunFolderError)  # the folder may be another run's
-    log_path = _write_traceback(error, run_dir) if run_dir is not None and is_ours else None
+    log_path = None
+    if run_dir is not None and is_ours:
+        text = "".join(traceback.format_exception(error))
+        log_path = _append_to_log(run_dir, "ERROR", f"the run ended with\n{text}")
     block.title(_title(cause))
     if isinstance(cause, ArealError):
         block.text(str(cause) or type(cause).__name__)
@@ -250,15 +253,14 @@ def _reasons(error: BaseException) -> Iterator[str]:
         cause = cause.__cause__
 
 
-def _write_traceback(error: BaseException, run_dir: Path) -> Path | None:
-    """Appends the whole traceback to the run's log; None where that is not possible."""
+def _append_to_log(run_dir: Path, level: str, text: str) -> Path | None:
+    """Adds to the run's log; None where that is not possible."""
     path = run_dir / "logs" / "controller.log"
     try:
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{datetime.now():%H:%M:%S} ERROR controller: the run ended with\n")
-            file.write("".join(traceback.format_exception(error)))
+            file.write(f"{datetime.now():%H:%M:%S} {level} controller: {text}")
     except OSError:
-        return None  # no such folder, or a full disk: the caller shows the traceback instead
+        return None  # no such folder, or a full disk: the caller shows it instead
     return path
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.tasks import NamedWorkflow
 from simulation.training_run import Settings, configs
 
 from areal_sc.config.schema import SGLangConfig
-from areal_sc.controller.control_loop import Shell, start
+from areal_sc.controller.control_loop import ControlLoop, Shell, start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.handles import LocalGenerator
@@ -103,11 +104,14 @@ def test_who_measures_free_memory_starts_when_the_others_hold_theirs() -> None:
 def test_servers_of_its_own_on_gpus_measure_free_memory(
     settings: dict[str, Any], measures: bool, tmp_path: Path
 ) -> None:
+    assert rollout_controller(tmp_path, settings).measures_free_memory == measures
+
+
+def rollout_controller(folder: Path, settings: dict[str, Any]) -> RolloutController:
     config = replace(configs(Settings())[1], **{"sglang": SGLangConfig(), **settings})
-    cluster = SimulatedCluster(tmp_path, Behavior(), seed=0)
+    cluster = SimulatedCluster(folder, Behavior(), seed=0)
     runtime = Runtime(transport=SimulatedTransport(cluster), new_id=cluster.new_id)
-    controller = RolloutController(LocalGenerator(config), cluster, runtime=runtime)
-    assert controller.measures_free_memory == measures
+    return RolloutController(LocalGenerator(config), cluster, runtime=runtime)
 
 
 def num_control_threads() -> int:
@@ -133,6 +137,17 @@ def test_outside_of_the_block_a_method_says_what_to_do() -> None:
         assert controller.where()
     with pytest.raises(RuntimeError, match="not started"):
         controller.where()
+
+
+def test_the_loop_of_a_script_cannot_await_what_runs_on_that_of_the_block(tmp_path: Path) -> None:
+    rollout = rollout_controller(tmp_path, {})
+    control_loop = ControlLoop()
+    rollout.attach(control_loop)
+    try:
+        with pytest.raises(RuntimeError, match=r"in place of the block, await start_async\(\)"):
+            asyncio.run(rollout.prepare_batch_async([], NamedWorkflow()))
+    finally:
+        control_loop.close()
 
 
 def test_an_exception_of_a_method_arrives_and_closes_everything() -> None:

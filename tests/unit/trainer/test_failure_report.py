@@ -274,6 +274,8 @@ def test_signals_stop_cleanly(
         process.kill()
         process.wait()
     assert (process.returncode, output, errors) == (exit_code, "cleaned up\n", text)
+    # the terminal that shows it may be gone
+    assert (run_dir / "logs" / "controller.log").read_text().endswith(f"controller: {text}")
 
 
 def test_script_finds_the_log_that_it_writes(run_dir: Path) -> None:
