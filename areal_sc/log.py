@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 
-def setup_logging(role: str, path: Path | None = None, level: str = "INFO") -> None:
+def setup_logging(role: str, path: Path | None = None) -> None:
     """Sends the process's log records to `path`, or to standard error when it is None.
 
     Args:
         role: prefix of every line, e.g. `rollout/0` or `controller`.
         path: log file, appended to.
-        level: name of the lowest level written.
     """
     handler = logging.FileHandler(path) if path else logging.StreamHandler(sys.stderr)
     formatter = logging.Formatter(
@@ -22,5 +21,5 @@ def setup_logging(role: str, path: Path | None = None, level: str = "INFO") -> N
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     logging.captureWarnings(True)

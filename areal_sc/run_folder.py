@@ -15,15 +15,17 @@
     previous/<n>/    what an earlier start left that had no snapshot to go on from
     .lineage         number of the newest history of weights
 
-The lock is the kernel's, so it ends with its process, however that ends: `folder_lock`.
+The lock is the kernel's, so it ends with its process, however that ends: `file_lock`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -34,12 +36,16 @@ from typing import Any
 from areal_sc.config.differences import check_resumable
 from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError
-from areal_sc.folder_lock import LOCK_NAME, FolderLock
+from areal_sc.file_lock import HeldLock, take_lock
 
 FORMAT_VERSION = 2
 """Of everything that a run resumes from. It is raised when an older areal_sc could not read it."""
 
 OWNER_ONLY = 0o700
+
+_LOCK = ".lock"
+_LOCK_WAIT_S = 1.0
+"""The fork server of a killed run holds the lock for a moment, while it cleans up."""
 
 _LINEAGE = ".lineage"
 _MARKER = "run.json"
@@ -68,7 +74,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
-        self._lock = FolderLock(self.path)
+        self._lock: HeldLock | None = None
 
     @property
     def config_path(self) -> Path:
@@ -193,7 +199,7 @@ class RunFolder:
         """
         opening = self.decide(resume=resume, overwrite=overwrite)
         try:
-            self._lock.check_free()
+            self._check_lock()
             if opening is Opening.resume:
                 check_resumable(self.config_path.read_text(), config_text)
         except OSError as error:
@@ -237,20 +243,22 @@ class RunFolder:
 
     def close(self) -> None:
         """Gives the folder up; nothing is deleted. Closing again does nothing."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def remove_traces(self) -> None:
         """Deletes the keys, and where the workers were reached, of a run that has ended.
 
         By the owner of the folder, or when it has none: otherwise nothing is deleted.
         """
-        is_owner = self._lock.is_held
-        if not is_owner and not self._lock.take_if_free():
+        lock = self._lock or take_lock(self.path / _LOCK, fcntl.LOCK_EX)
+        if lock is None:
             return
         for path in (self.keys_path, *self.workers.glob("*.json")):
             path.unlink(missing_ok=True)
-        if not is_owner:
-            self.close()
+        if lock is not self._lock:
+            lock.close()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -303,7 +311,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
-            self._lock.take()
+            self._take_lock()
             yield
         except OSError as error:
             self.close()
@@ -311,6 +319,36 @@ class RunFolder:
         except BaseException:
             self.close()
             raise
+
+    def _take_lock(self) -> None:
+        """Takes the lock, and leaves this process's id in its file, for the message of others."""
+        assert self._lock is None, f"run folder {self.path} is open already"
+        path, give_up_s = self.path / _LOCK, time.monotonic() + _LOCK_WAIT_S
+        while (lock := take_lock(path, fcntl.LOCK_EX)) is None:
+            if time.monotonic() > give_up_s:
+                raise self._in_use()
+            time.sleep(0.05)
+        self._lock = lock
+        path.write_text(f"{os.getpid()}\n")
+
+    def _check_lock(self) -> None:
+        """Takes nothing, and makes no file.
+
+        Raises: RunFolderError: another process has the folder. OSError: it is not usable.
+        """
+        if (self.path / _LOCK).exists():
+            lock = take_lock(self.path / _LOCK, fcntl.LOCK_EX)
+            if lock is None:
+                raise self._in_use()
+            lock.close()
+
+    def _in_use(self) -> RunFolderError:
+        pid = (self.path / _LOCK).read_text(errors="replace").strip()
+        owner = f"process {pid}" if pid else "another process"
+        return RunFolderError(
+            f"run folder {self.path}: {owner} is running in it; "
+            "wait for it, stop it, or choose another run_dir"
+        )
 
     def _mark(self) -> None:
         """Makes the folder a run's."""
@@ -328,7 +366,7 @@ class RunFolder:
         """What lies in the folder, without lock and count, and without what a crash cut short."""
         if not self.path.is_dir():
             return []
-        own = (LOCK_NAME, _LINEAGE, f".{_MARKER}.", f".{_LINEAGE}.")
+        own = (_LOCK, _LINEAGE, f".{_MARKER}.", f".{_LINEAGE}.")
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 
     def _marker(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ waits for    the reply of each call
 unblocked by that reply, the call's deadline, or the loss of the worker: every call in flight to it
              fails at once with `WorkerLost`, and so does every later one
 
-lost         a worker whose process ended (one poll for all), or that `Heartbeats` gives up. The end
-             of a connection is none: it is made again, and calls are repeated under their ids
+lost         a worker whose process ended (one poll for all), or that `Heartbeats` gives up. A
+             connection that ends is made again, and its calls are repeated under their ids
 """
 
 from __future__ import annotations

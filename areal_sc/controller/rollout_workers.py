@@ -86,7 +86,7 @@ class RolloutWorkers:
     """Chooses, calls, updates and sweeps the workers of one RolloutController.
 
     Attributes:
-        on_room: to be called when room in a store has come back, whoever's it was.
+        on_room: called whenever room in a store is free again.
     """
 
     def __init__(self, config: RolloutConfig, fleet: Fleet, background: Background) -> None:

@@ -82,12 +82,12 @@ class Scheduler(Protocol):
         ...
 
 
-def log_tail(path: Path, num_lines: int = LOG_TAIL_LINES) -> list[str]:
+def log_tail(path: Path) -> list[str]:
     """Last lines of a worker's log, [] when there is none."""
     try:
         with path.open("rb") as log:
             log.seek(0, 2)
             log.seek(max(0, log.tell() - 64 * 1024))
-            return log.read().decode(errors="replace").splitlines()[-num_lines:]
+            return log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     except FileNotFoundError:
         return []

@@ -62,7 +62,6 @@ class LocalScheduler:
     Args:
         config: the `scheduler` section.
         folder: as in `make_scheduler`.
-        new_id: names the run, and incarnations.
         probe: what this machine offers.
     Raises: RunFolderError: another process runs in the folder, or it cannot be used.
     """
@@ -72,13 +71,11 @@ class LocalScheduler:
         config: SchedulerConfig,
         folder: RunFolder | None = None,
         *,
-        new_id: Callable[[], str] = random_id,
         probe: Callable[[], Machine] = this_machine,
     ) -> None:
         self.config = config
         self.keys = RunKeys.create()
-        self._run_id = new_id()
-        self._new_id = new_id
+        self._run_id = random_id()
         self._num_devices = probe().num_cuda_devices
         self._placement = DevicePlacement(self._num_devices)
         self._exit_codes: dict[int, int] = {}
@@ -172,7 +169,7 @@ class LocalScheduler:
             role=request.role,
             index=request.index,
             run_id=self._run_id,
-            incarnation=self._new_id(),
+            incarnation=random_id(),
             engine=request.engine,
             engine_config=request.engine_config,
             run_dir=str(self._run_dir),

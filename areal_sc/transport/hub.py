@@ -23,7 +23,6 @@ from zmq.utils.monitor import parse_monitor_message
 from areal_sc.errors import TransportError
 from areal_sc.transport.endpoint import (
     Authenticator,
-    Context,
     configure_socket,
     monitor_of,
     parsed_address,
@@ -116,7 +115,6 @@ class PeerHub:
     Args:
         max_frames: frames of one message; of a longer one, one more is handed over.
         authenticator: prepares the socket, for servers that admit only members of the run.
-        context: shared ZMQ context; the hub's own one when None.
     """
 
     def __init__(
@@ -124,11 +122,8 @@ class PeerHub:
         *,
         max_frames: int,
         authenticator: Authenticator | None = None,
-        context: Context | None = None,
     ) -> None:
-        self._own_context: Context | None = None
-        if context is None:
-            context = self._own_context = zmq.Context()
+        context = self._context = zmq.Context()
         raw = context.socket(zmq.ROUTER)
         configure_socket(raw)
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -176,8 +171,7 @@ class PeerHub:
         self.socket.raw.disable_monitor()
         self._monitor.close()
         self.socket.close()
-        if self._own_context is not None:
-            self._own_context.term()
+        self._context.term()
 
     def _open(self, link: Link) -> None:
         if link.is_closed or self._is_closed:

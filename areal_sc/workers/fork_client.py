@@ -286,9 +286,7 @@ def start_fork_server(
     return ForkServerClient(connection, log_path=log_path, timeout_s=timeout_s, process=process)
 
 
-def connect_fork_server(
-    address: str, log_path: Path | None = None, timeout_s: float = 60.0
-) -> ForkServerClient | None:
+def connect_fork_server(address: str) -> ForkServerClient | None:
     """A client of the server that another process left running; None: none is there."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -296,12 +294,10 @@ def connect_fork_server(
     except ConnectionRefusedError:
         connection.close()
         return None
-    return ForkServerClient(connection, log_path=log_path, timeout_s=timeout_s)
+    return ForkServerClient(connection)
 
 
-def fork_server_child(
-    entries: Mapping[str, str] = ENTRIES, timeout_s: float = 60.0
-) -> ForkServerClient:
+def fork_server_child(entries: Mapping[str, str] = ENTRIES) -> ForkServerClient:
     """Forks this process into a server for its own use, e.g. for reward processes.
 
     To be called before any thread is started. The server and its children end with this process,
@@ -314,7 +310,7 @@ def fork_server_child(
         mine.close()
         serve_connection(theirs, parent_pid, entries)
     theirs.close()
-    return ForkServerClient(mine, timeout_s=timeout_s, forked_pid=pid)
+    return ForkServerClient(mine, forked_pid=pid)
 
 
 def _with_package(env: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Operations: state-changing calls of a worker, each carried out once, whoever asks how often.
+"""Operations: state-changing calls of a worker. However often one is asked for, it is made once.
 
     consumes      operations; each is named by the policy that it begins from and what is done, so a
                   controller that was restarted, or repeats a call, names the same one

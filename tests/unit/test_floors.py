@@ -19,7 +19,7 @@ FLOORS = {
     "batch_wire": 0,
     "durable": 0,
     "errors": 0,
-    "folder_lock": 0,
+    "file_lock": 0,
     "ids": 0,
     "interrupts": 0,
     "log": 0,
@@ -61,7 +61,6 @@ TORCH_FREE = (
     *(
         f"areal_sc.transport.{name}"
         for name in (
-            "arena.file_lock",
             "arena.files",
             "arena.folder",
             "arena.free_extents",

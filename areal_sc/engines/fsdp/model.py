@@ -128,8 +128,8 @@ def _check_supported(causal_lm: Any, max_tokens: int) -> None:
     for layer_type in sorted(set(getattr(config, "layer_types", None) or ())):
         if any(word in layer_type for word in _SELECTIVE_ATTENTION):
             raise ModelError(
-                f"{name} has layers of type {layer_type}: which tokens they attend to hangs on "
-                "rounding, so two forward passes do not agree"
+                f"{name} has layers of type {layer_type}: which tokens they attend to depends "
+                "on rounding, so two forward passes do not agree"
             )
 
 

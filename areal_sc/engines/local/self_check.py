@@ -23,7 +23,7 @@ _TOLERANCE_HALF_PRECISION = 0.5
 
 
 def check_generation(model: PreTrainedModel, local: LocalModel) -> None:
-    """Generates some tokens in company and compares their log-probabilities.
+    """Generates tokens of two prompts together and compares their log-probabilities.
 
     Args:
         model: what `local` was made from, with its own attention.

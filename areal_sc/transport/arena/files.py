@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from areal_sc.transport.arena.file_lock import HeldLock
+from areal_sc.file_lock import HeldLock
 
 _SEGMENT: Final = "segment-"
 _OWNER_ONLY_FILE: Final = 0o600

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.errors import ConfigError, TransportError
+from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
-from areal_sc.transport.arena.file_lock import HeldLock, take_lock
 from areal_sc.transport.arena.files import ArenaFiles, delete_folder
 from areal_sc.transport.beat_board import this_node
 

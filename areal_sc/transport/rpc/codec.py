@@ -42,7 +42,7 @@ each level of nesting (at most 1,024), but no claim may be larger than the messa
 _MAX_ERROR_CHARS: Final = 200
 
 ANY_INCARNATION: Final = ""
-"""Names whoever serves: for calls that change nothing, whatever life of the server answers them."""
+"""Stands for every life of a server: for calls that change nothing, so that any may answer."""
 
 T = TypeVar("T")
 

@@ -255,7 +255,11 @@ def test_an_error_does_not_repeat_the_input() -> None:
         assert refused.value.__cause__ is None
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), 2**64, "\ud800", math], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, object(), 2**64, "\ud800", math],
+    ids=["set", "object", "integer", "surrogate", "module"],
+)
 def test_what_msgpack_cannot_say_is_refused_by_the_sender(value: object) -> None:
     with pytest.raises(ProtocolError):
         encode(Reply("id", value), LIMITS)
