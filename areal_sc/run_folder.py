@@ -226,10 +226,11 @@ class RunFolder:
     def remove_traces(self) -> None:
         """Deletes the keys, and where the workers were reached, of a run that has ended.
 
-        By the owner of the folder, or when it has none: otherwise nothing is deleted.
+        By the owner of the folder, or when it has none: otherwise nothing is deleted. A folder that
+        was deleted has none.
         """
         is_owner = self._lock.is_held
-        if not is_owner and not self._lock.take_if_free():
+        if not self.path.is_dir() or not (is_owner or self._lock.take_if_free()):
             return
         for path in (self.keys_path, *self.workers.glob("*.json")):
             path.unlink(missing_ok=True)
