@@ -55,13 +55,13 @@ async def until_done(
 ) -> T | None:
     """What the call returns in the end; None if it was cancelled and is not to be repeated."""
     while True:
-        task = asyncio.create_task(call())
-        if rng.random() < 0.5:
-            await asyncio.sleep(rng.choice([0.0, 0.01, 0.5, 3.0, 10.0]) * rng.random())
-            task.cancel()
+        limit_s = rng.choice([0.0, 0.01, 0.5, 3.0, 10.0]) * rng.random()
         try:
-            return await task
-        except asyncio.CancelledError:
+            async with asyncio.timeout(limit_s if rng.random() < 0.5 else None) as limit:
+                return await call()
+        except TimeoutError:
+            if not limit.expired():
+                raise
             if not is_repeated:
                 return None
 
