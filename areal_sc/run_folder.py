@@ -250,7 +250,8 @@ class RunFolder:
     def remove_traces(self) -> None:
         """Deletes the keys, and where the workers were reached, of a run that has ended.
 
-        By the owner of the folder, or when it has none: otherwise nothing is deleted.
+        By the owner of the folder, or when it has none: otherwise nothing is deleted. A folder that
+        was deleted has none.
         """
         lock = self._lock or take_lock(self.path / _LOCK, fcntl.LOCK_EX)
         if lock is None:

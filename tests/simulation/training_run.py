@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
 from simulation.tasks import NamedWorkflow, NumberedPrompts
@@ -207,7 +208,21 @@ class TrainingRun:
             for worker in self.cluster.rollout_workers
         )
         assert max(num_unconsumed, taken) < settings.store_groups * settings.num_rollout_workers
+        self.check_loads()
         self.admitted.append((prompt, version))
+
+    def check_loads(self, num_promised: int | None = None) -> None:
+        """What workers are chosen by is the sum of their stores' books, and within all limits."""
+        workers, loads = self.rollout._workers, self.rollout._workers._loads
+        books = [(s.version, s.num_running, s.num_held) for s in workers._states]
+        assert list(zip(loads._version, loads._running, loads._held, strict=True)) == books
+        assert workers.num_running == sum(num_running for _, num_running, _ in books)
+        assert loads.num_held == sum(num_held for _, _, num_held in books)
+        taken = loads._running + loads._held + loads._promised
+        assert loads._on_node.tolist() == np.bincount(loads._node, taken).tolist()
+        assert (taken <= loads._max_on_worker).all()
+        assert (loads._on_node <= loads._max_on_node).all()
+        assert num_promised is None or loads._promised.sum() == num_promised
 
     def before_forgotten(self, shard_id: str, group_id: int) -> None:
         """Its group is rejected, or was trained in a step that is over."""
@@ -290,6 +305,7 @@ class TrainingRun:
 
     async def check_end(self) -> None:
         """The account is complete, and matches this book and the workers' state."""
+        self.check_loads(num_promised=0 if self.settings.ends_at_last_step else None)
         account = self.rollout.groups.ledger.account()
         num_trained = sum(batch.total_batch_size for batch in self.batches)
         assert account["admitted"] == len(self.admitted)

@@ -362,3 +362,8 @@ def test_traces_of_a_run_stay_while_another_process_has_the_folder(path: Path) -
     assert not any(trace.exists() for trace in traces)
     with RunFolder(path) as folder:
         folder.lock()  # nobody has kept it
+
+
+def test_a_folder_that_was_deleted_has_no_traces(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run").remove_traces()
+    assert not (tmp_path / "run").exists()
