@@ -211,6 +211,13 @@ def _check_times(config: GRPOConfig) -> None:
             f"({MIN_HEARTBEATS_TO_ORPHAN} heartbeats of scheduler.heartbeat_interval_s), "
             f"got {scheduler.orphan_timeout_s:g}"
         )
+    runs_servers = config.rollout.engine == RolloutEngine.sglang and not config.sglang.urls
+    if runs_servers and scheduler.shutdown_timeout_s <= 2 * config.sglang.stop_timeout_s:
+        raise ConfigError(
+            "scheduler.shutdown_timeout_s: expected more than twice sglang.stop_timeout_s="
+            f"{config.sglang.stop_timeout_s:g}, so that a worker can end its servers before it is "
+            f"killed itself, got {scheduler.shutdown_timeout_s:g}"
+        )
 
 
 def _check_weight_update(config: GRPOConfig) -> None:

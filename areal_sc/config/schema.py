@@ -163,7 +163,7 @@ class SGLangConfig:
     api_key_env: str = ""  # environment variable that holds the key of the servers in `urls`
     start_timeout_s: float = 900.0  # until a server is ready
     control_timeout_s: float = 60.0  # of a pause, a resume, a question
-    stop_timeout_s: float = 10.0  # between asking a server to end and killing it
+    stop_timeout_s: float = 3.0  # between asking a server to end and killing it
     probe_interval_s: float = 1.0
     hung_after_s: float = 7.0  # without an answer and without having computed anything
     busy_limit_s: float = 120.0  # without an answer, whatever it computes

@@ -65,6 +65,10 @@ Load = Callable[..., GRPOConfig]
             "(2 heartbeats of scheduler.heartbeat_interval_s), got 3",
         ),
         (
+            "rollout.engine=sglang sglang.stop_timeout_s=5",
+            "scheduler.shutdown_timeout_s: expected more than twice sglang.stop_timeout_s=5",
+        ),
+        (
             "generation.max_new_tokens=4096",
             "generation.max_new_tokens: expected less than rollout.max_context_tokens=4096",
         ),
