@@ -133,7 +133,8 @@ class TrainController(Shell):
         came first: they are left out of the update, too.
 
         The batch is returned as it is when nobody needs the field: with `ppo.clip_center:
-        behavior`, and with one minibatch, whose own forward is that of the proximal policy.
+        behavior`, and with one minibatch, whose own forward is that of the proximal policy. A
+        further `ppo_update` of the same policy version needs the field in any case.
         """
         if not self._needs_proximal_logprobs:
             return batch
@@ -221,11 +222,12 @@ class TrainController(Shell):
         """
         dataset = await self._sources.register_prompts_async(prompts)
         version, num_workers = self.version, self.config.num_workers
+        indices = [int(index) for index in indices]  # of NumPy, say
         metrics = await self._update_all(
             "sft_update",
-            self._operation("sft_update", [dataset, list(indices)]),
+            self._operation("sft_update", [dataset, indices]),
             [
-                {"dataset": dataset, "indices": list(indices[rank::num_workers])}
+                {"dataset": dataset, "indices": indices[rank::num_workers]}
                 for rank in range(num_workers)
             ],
         )
@@ -329,8 +331,10 @@ class TrainController(Shell):
 
     @property
     def _needs_proximal_logprobs(self) -> bool:
-        ppo = self.config.ppo
-        return ppo.clip_center == ClipCenter.proximal and ppo.num_minibatches > 1
+        """Whether the weights change between the proximal policy and the last minibatch."""
+        ppo, is_first_update = self.config.ppo, self._num_updates == 0
+        is_one_forward = ppo.num_minibatches == 1 and is_first_update
+        return ppo.clip_center == ClipCenter.proximal and not is_one_forward
 
     def _rows_by_rank(self, batch: BatchMetadata) -> list[list[int]]:
         """The rows that each rank will train on, so that its log-probabilities stay with it."""

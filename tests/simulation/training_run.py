@@ -214,10 +214,9 @@ class TrainingRun:
     def check_loads(self, num_promised: int | None = None) -> None:
         """What workers are chosen by is the sum of their stores' books, and within all limits."""
         workers, loads = self.rollout._workers, self.rollout._workers._loads
-        books = [(s.version, s.num_running, s.num_held) for s in workers._states]
+        books = [(s.version, s.store.num_running, s.store.num_held) for s in workers._states]
         assert list(zip(loads._version, loads._running, loads._held, strict=True)) == books
-        assert workers.num_running == sum(num_running for _, num_running, _ in books)
-        assert loads.num_held == sum(num_held for _, _, num_held in books)
+        assert loads.num_stored == sum(running + held for _, running, held in books)
         taken = loads._running + loads._held + loads._promised
         assert loads._on_node.tolist() == np.bincount(loads._node, taken).tolist()
         assert (taken <= loads._max_on_worker).all()

@@ -32,3 +32,21 @@ def test_only_minibatches_after_the_first_need_a_recompute(num_minibatches: int)
     stats, asked = run_virtual(scenario())
     assert stats == {"loss": 0.0}
     assert sorted(asked) == (["train/0", "train/1"] if num_minibatches > 1 else [])
+
+
+def test_a_second_update_of_a_version_needs_a_recompute() -> None:
+    """Its own forward is not that of the proximal policy any more."""
+
+    async def scenario() -> None:
+        async with TrainingRun(Settings(num_minibatches=1, num_ranks=2)).started() as run:
+            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            batch = await run.actor.compute_proximal_logprobs_async(
+                run.actor.compute_advantages(batch)
+            )
+            await run.actor.ppo_update_async(batch)
+            with pytest.raises(ValueError, match="proximal_logprobs"):
+                await run.actor.ppo_update_async(batch)
+            batch = await run.actor.compute_proximal_logprobs_async(batch)
+            assert "proximal_logprobs" in batch.fields
+
+    run_virtual(scenario())
