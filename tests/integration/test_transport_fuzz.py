@@ -216,9 +216,11 @@ async def test_mutated_messages_of_a_member_are_counted_and_end_nothing(
                 case 0:
                     dealer.send(rng.randbytes(rng.randrange(100)))
                 case 1:
-                    dealer.send_multipart([mutated(rng) for _ in range(rng.randrange(2, 5))])
+                    dealer.send_multipart([mutated(rng)[:FRAME_BYTES] for _ in range(4)])
                 case _:
-                    dealer.send(mutated(rng))
+                    message = mutated(rng)
+                    starts = range(0, max(1, len(message)), FRAME_BYTES)
+                    dealer.send_multipart([message[at : at + FRAME_BYTES] for at in starts])
             if i % 100 == 0:  # what was refused with a reply
                 while dealer.poll(0):
                     dealer.recv()
