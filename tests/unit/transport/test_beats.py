@@ -257,9 +257,11 @@ async def test_one_worker_speaks_for_its_node(tmp_path: Path, keys: RunKeys) -> 
 
 async def test_a_stranger_hears_nothing_and_renews_no_lease(tmp_path: Path, keys: RunKeys) -> None:
     async with beating(tmp_path, "rollout/0", keys) as (worker, address):
-        with pytest.raises(TransportError):
-            await ask(address, "rollout/0", RunKeys.create(), timeout_s=0.5)
-        assert worker.authenticator.num_refused >= 1
+        give_up = time.monotonic() + LIMIT_S
+        while not worker.authenticator.num_refused:  # a busy machine may not let it come so far
+            assert time.monotonic() < give_up
+            with pytest.raises(TransportError):
+                await ask(address, "rollout/0", RunKeys.create(), timeout_s=0.5)
         assert BeatBoard(tmp_path).lease_age_s() is None
 
 
