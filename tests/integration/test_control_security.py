@@ -132,9 +132,10 @@ async def test_strangers_are_not_served(
     keys: RunKeys, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with service(keys) as serving:
-        with pytest.raises(TransportError):
-            await call(serving, STRANGERS[name](keys), "stranger", NO_SERVICE_S)
-        assert serving.authenticator.num_refused >= 1
+        async with asyncio.timeout(LIMIT_S):
+            while not serving.authenticator.num_refused:  # a busy machine may take several calls
+                with pytest.raises(TransportError):
+                    await call(serving, STRANGERS[name](keys), "stranger", NO_SERVICE_S)
         # the server lives, for those who may
         member = CurveAuthenticator(keys, "controller")
         assert await call(serving, member, "member") == "done"
