@@ -10,7 +10,7 @@ evaluation.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from omegaconf import MISSING
@@ -23,6 +23,7 @@ from areal_sc import (
     load_config,
     run_script,
 )
+from areal_sc.config.fields import setting
 from areal_sc.errors import ConfigError
 from areal_sc.workflows.math_reward import check_answers, exact_match, numeric_match
 
@@ -37,17 +38,17 @@ REWARDS = {Reward.exact: exact_match, Reward.numeric: numeric_match}
 
 @dataclass
 class Task:
-    """The script's own settings: the `task` section of the YAML."""
+    """The script's own settings."""
 
-    dataset: str = MISSING
-    reward: Reward = MISSING
-    num_held_out: int = 16
-    use_chat_template: bool = True
+    dataset: str = setting(MISSING, "JSONL file of prompts and answers")
+    reward: Reward = setting(MISSING, "how an answer is compared with the right one")
+    num_held_out: int = setting(16, "last rows of the file, for evaluation")
+    use_chat_template: bool = setting(True, "prompts are chat messages")
 
 
 @dataclass
 class Config(GRPOConfig):
-    task: Task = field(default_factory=Task)  # type: ignore[assignment]  # in place of a dict
+    task: Task = setting(Task)  # type: ignore[assignment]  # in place of a dict
 
 
 def main(argv: list[str]) -> None:

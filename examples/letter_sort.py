@@ -9,7 +9,7 @@ when it is not there yet. Reinforcement learning does the rest.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from letter_sort_task import (
@@ -28,7 +28,7 @@ from areal_sc import (
     load_config,
     run_script,
 )
-from areal_sc.errors import ConfigError
+from areal_sc.config.fields import setting
 
 HELD_OUT_SEED = 1_000_003
 """Added to the run's seed: evaluation prompts are others than those trained on."""
@@ -38,42 +38,29 @@ HELD_OUT_SEED = 1_000_003
 class WarmStartTask:
     """How the model is made that reinforcement learning starts from."""
 
-    rebuild: bool = False
-    steps: int = 600
-    batch_size: int = 32
-    lr: float = 4e-3
-    hidden_size: int = 96
-    num_layers: int = 3
-    ffn_size: int = 256
+    rebuild: bool = setting(False, "make it anew even if it is there")
+    steps: int = setting(600, "training steps of imitation", gt=0)
+    batch_size: int = setting(32, "demonstrations a step", gt=0)
+    lr: float = setting(4e-3, "highest learning rate", gt=0)
+    hidden_size: int = setting(96, "width of the model", gt=0)
+    num_layers: int = setting(3, "transformer layers", gt=0)
+    ffn_size: int = setting(256, "width of a layer's feed-forward part", gt=0)
 
 
 @dataclass
 class Task:
-    """The script's own settings: the `task` section of the YAML."""
+    """The script's own settings."""
 
-    max_letters: int = 26
-    median_letters: float = 7
-    sigma_letters: float = 0.6
-    shuffle_rewards: bool = False
-    warm_start: WarmStartTask = field(default_factory=WarmStartTask)
+    max_letters: int = setting(26, "most letters of a prompt", ge=2, le=len(LETTERS))
+    median_letters: float = setting(7, "median of the prompts' lengths", gt=0)
+    sigma_letters: float = setting(0.6, "spread of the lengths' logarithm", ge=0)
+    shuffle_rewards: bool = setting(False, "rewards without meaning: nothing can be learned")
+    warm_start: WarmStartTask = setting(WarmStartTask)
 
 
 @dataclass
 class Config(GRPOConfig):
-    task: Task = field(default_factory=Task)  # type: ignore[assignment]  # in place of a dict
-
-
-def check_task(task: Task) -> None:
-    """Raises: ConfigError: a number that cannot be; before anything is started or deleted."""
-    if not 2 <= task.max_letters <= len(LETTERS):
-        raise ConfigError(f"task.max_letters: expected 2 to {len(LETTERS)}, got {task.max_letters}")
-    if not task.sigma_letters >= 0:
-        raise ConfigError(f"task.sigma_letters: expected at least 0, got {task.sigma_letters}")
-    sizes = {f"warm_start.{name}": size for name, size in vars(task.warm_start).items()}
-    del sizes["warm_start.rebuild"]
-    for name, number in {"median_letters": task.median_letters, **sizes}.items():
-        if not number > 0:
-            raise ConfigError(f"task.{name}: expected a number above 0, got {number}")
+    task: Task = setting(Task)  # type: ignore[assignment]  # in place of a dict
 
 
 def warm_start(config: Config, trainer: PPOTrainer) -> None:
@@ -101,7 +88,6 @@ def warm_start(config: Config, trainer: PPOTrainer) -> None:
 def main(argv: list[str]) -> None:
     config = load_config(argv, Config, makes_model=True)
     task = config.task
-    check_task(task)
     shape = {
         "max_letters": task.max_letters,
         "median_letters": task.median_letters,

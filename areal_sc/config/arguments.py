@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from areal_sc.config.settings_help import settings_help
 from areal_sc.errors import ConfigError
 
-_EXAMPLES = """\
+_EXAMPLES = """
 examples:
-  %(prog)s --config x.yaml                                 run it
-  %(prog)s --config x.yaml total_steps=10 rollout.max_staleness=0
-  %(prog)s --config x.yaml --print-config                  show every setting
-  %(prog)s --config x.yaml --dry-run                       show what would be started
-
+  run it:
+    {prog} --config x.yaml
+    {prog} --config x.yaml total_steps=10 rollout.max_staleness=0
+  show every setting, or what would be started:
+    {prog} --config x.yaml --print-config
+    {prog} --config x.yaml --dry-run
+"""
+_MIN_WIDTH = 40
+_RULES = """\
 A YAML may build on others of its folder by a list at its top, `defaults: [base]`; what it sets
 itself wins, and key=value wins over both. A key that the YAML's free-form `task` section does not
 have yet is added by +task.key=value. Relative paths, in the YAML too, are relative to the current
@@ -42,25 +49,35 @@ class Arguments:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Flags are shown by argparse; examples and settings follow as wide as the terminal."""
+
+    schema: type[Any]
+
+    def format_help(self) -> str:
+        width = max(_MIN_WIDTH, shutil.get_terminal_size().columns - 2)
+        rules = textwrap.fill(_RULES, width)
+        settings = settings_help(self.schema, width)
+        examples = _EXAMPLES.format(prog=self.prog)
+        return f"{super().format_help()}{examples}\n{rules}\n\nsettings:\n{settings}"
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"command line: {message}; {self.prog} --help shows what is possible")
 
 
-def parse_arguments(argv: Sequence[str], settings: str = "") -> Arguments:
+def parse_arguments(argv: Sequence[str], schema: type[Any]) -> Arguments:
     """Splits a command line, without the program's name, into its parts.
 
     Args:
-        settings: text about the settings, shown at the end of `--help`.
+        schema: the dataclass of the settings, which `--help` shows.
     Raises:
         ConfigError: no `--config`, an unknown flag, or a value that is not `key=value`.
         SystemExit: `--help`, after it has been shown.
     """
     parser = _Parser(
         usage="%(prog)s --config FILE.yaml [flags] [key=value ...]",
-        epilog=_EXAMPLES + settings.replace("%", "%%"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.schema = schema
     parser.add_argument("--config", metavar="FILE.yaml", type=Path, help="the settings of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces one setting")
     parser.add_argument("--print-config", action="store_true", help="show every setting and end")

@@ -1,4 +1,4 @@
-"""Which settings go together, and which have no effect; what each alone may be is in `ranges`.
+"""Which settings go together, and which have no effect; what each alone may be is in `schema`.
 
 Everything here is cheap and needs no worker: it runs before any is started.
 """
@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 
 from omegaconf import MISSING
 
-from areal_sc.config.keys import value_at
+from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.machine import count_cuda_devices, interface_names, why_not_listen
 from areal_sc.config.model_folder import check_model_folder, read_model_shape
 from areal_sc.config.placement import rollout_devices
-from areal_sc.config.ranges import check_ranges
 from areal_sc.config.schema import (
     ClipCenter,
     Device,
@@ -106,10 +105,6 @@ def _check_lists_and_names(config: GRPOConfig) -> None:
             raise ConfigError(
                 f"generation.stop_token_ids: expected token ids of at least 0, got {token}"
             )
-    if config.scheduler.type == "slurm":
-        raise ConfigError("scheduler.type: slurm is not available yet; use local")
-    if config.scheduler.type != "local":
-        raise ConfigError(f"scheduler.type: expected local, got {config.scheduler.type!r}")
     if config.overwrite and config.resume == Resume.must:
         raise ConfigError(
             "resume: must needs the run that overwrite=true would delete; give one of them"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.types import Override
@@ -22,8 +25,20 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from areal_sc.config.keys import expected, is_free_form, is_section, nearest_keys
+from areal_sc.config.fields import is_section
 from areal_sc.errors import ConfigError
+
+MIN_SIMILARITY = 0.6
+"""Least `difflib` ratio of a key that is suggested; below it suggestions read as random."""
+
+MAX_SUGGESTIONS = 3
+
+_TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+}
 
 _NOT_FOUND = object()
 
@@ -166,3 +181,55 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError):
         return {}  # the caller's own error says more
     return content if isinstance(content, dict) else {}
+
+
+def is_choice(annotation: Any) -> bool:
+    """Whether the setting is one of a few words."""
+    return isinstance(annotation, type) and issubclass(annotation, Enum)
+
+
+def is_free_form(key: str, keys: Mapping[str, Any]) -> bool:
+    """Whether `key` lies in a mapping whose keys the schema does not name, such as `task`."""
+    parts = key.split(".")
+    parents = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return any(get_origin(keys.get(parent)) is dict for parent in parents)
+
+
+def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
+    """The known keys that `key` may have meant, best first; [] when nothing is close.
+
+    Names are compared without their section, so a setting in the wrong section is found; the
+    section decides the order of settings that share a name.
+    """
+    name = _name(key)
+    scores = {path: _similarity(name, _name(path)) for path in keys if path != key}
+    best = max(scores.values(), default=0.0)
+    if best < MIN_SIMILARITY:
+        return []
+    closest = [path for path, score in scores.items() if score == best]
+    return sorted(closest, key=lambda path: -_similarity(key, path))[:MAX_SUGGESTIONS]
+
+
+def expected(annotation: Any) -> str:
+    """What a setting of this type may be, for an error message."""
+    if annotation in _TYPE_NAMES:
+        return _TYPE_NAMES[annotation]
+    if is_choice(annotation):
+        return "one of " + ", ".join(annotation.__members__)
+    if is_section(annotation):
+        names = ", ".join(field.name for field in fields(annotation))
+        return f"a section with the keys {names}"
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is list:
+        return f"a list, each element {expected(arguments[0])}"
+    if origin is dict:
+        return "a mapping"
+    return str(annotation)
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _similarity(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()

@@ -23,17 +23,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_sc.config import explain
 from areal_sc.config.arguments import parse_arguments
 from areal_sc.config.checks import check_config, check_models
-from areal_sc.config.keys import expected, is_choice, is_free_form, is_section, known_keys
+from areal_sc.config.explain import expected, is_choice, is_free_form
+from areal_sc.config.fields import known_keys, shared_settings
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.plan import plan
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.config.sharing import shared_settings
 from areal_sc.errors import ConfigError
 from areal_sc.run_folder import RunFolder
 
@@ -73,7 +73,7 @@ def load_config(
         ModelError: `--dry-run`, and there is no model.
         SystemExit: `--help`, `--print-config` or `--dry-run`, after it has been shown.
     """
-    arguments = parse_arguments(argv, _describe_settings(schema))
+    arguments = parse_arguments(argv, schema)
     config = compose_config(arguments.config_path, arguments.overrides, schema)
     if arguments.print_config:
         sys.stdout.write(config_text(config))
@@ -246,17 +246,3 @@ def _missing_keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
         elif isinstance(section[name], DictConfig):
             yield from _missing_keys(section[name], f"{prefix}{name}.")
-
-
-def _describe_settings(schema: type[Any]) -> str:
-    """All settings with their defaults, for `--help`."""
-    defaults: Any = OmegaConf.to_container(_defaults(schema), resolve=False, enum_to_str=True)
-    lines = ["", "settings and their defaults:"]
-    for key, annotation in known_keys(schema).items():
-        if not is_section(annotation):
-            value = defaults
-            for part in key.split("."):
-                value = value[part]
-            shown = str(value).lower() if isinstance(value, bool) else value
-            lines.append(f"  {key}={'(required)' if value == MISSING else shown}")
-    return "\n".join(lines) + "\n"

@@ -1,19 +1,20 @@
 """Every setting of a run, as dataclasses that hydra fills.
 
-The comment of a setting gives its unit and meaning; `checks.py` holds what each may be, and what
-goes together. A `shared` setting takes the value of another one unless it is given, so that each is
-set once. In a section that is built by itself it has the value that its second argument makes.
+A setting's line gives its default, its meaning and its range; `--help` shows all three, and
+`checks.py` holds what goes together. A `shared` setting takes the value of another one unless it is
+given, so that each is set once. In a section that is built by itself it has its second argument.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
 
-from areal_sc.config.sharing import Section, join_sections, shared
+from areal_sc.config.fields import setting, shared
+from areal_sc.config.sharing import Section, join_sections
 
 
 class Dtype(StrEnum):
@@ -22,19 +23,34 @@ class Dtype(StrEnum):
 
 
 class Device(StrEnum):
+    """Where it computes; auto is CUDA if this machine has such a device, else the CPU."""
+
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
 
 
 class Resume(StrEnum):
+    """Whether to go on with the run in `run_dir`.
+
+    auto: if there is one.
+    never: it must be empty, or `overwrite` be given.
+    must: it is an error if there is none.
+    """
+
     auto = "auto"
     never = "never"
     must = "must"
 
 
 class OverBound(StrEnum):
-    """What happens to a group or token that is staler than `max_staleness`."""
+    """What happens to a group or token that is staler than `max_staleness`.
+
+    train: it is trained like any other.
+    mask: the token adds nothing to the loss.
+    wait: the batch waits for groups that would get too old.
+    regenerate: the group is thrown away and its prompt generated anew.
+    """
 
     train = "train"
     mask = "mask"
@@ -43,7 +59,11 @@ class OverBound(StrEnum):
 
 
 class RolloutEngine(StrEnum):
-    """What generates: `local` is embedded in the worker, `sglang` runs SGLang's own servers."""
+    """What generates.
+
+    local: an engine embedded in the worker.
+    sglang: SGLang's own servers.
+    """
 
     local = "local"
     sglang = "sglang"
@@ -73,20 +93,37 @@ class WeightUpdateMethod(StrEnum):
     disk = "disk"
 
 
+class SchedulerType(StrEnum):
+    """Where workers run.
+
+    local: on this machine.
+    """
+
+    local = "local"
+
+
 class NormScope(StrEnum):
+    """Which rows give an advantage's statistic: those of the prompt, of the batch, or none."""
+
     group = "group"
     batch = "batch"
     none = "none"
 
 
 class LrSchedule(StrEnum):
+    """The learning rate's way from `lr` to its end at `total_steps`."""
+
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
 
 
 class ClipCenter(StrEnum):
-    """The policy around which PPO clips: `proximal` is decoupled PPO, `behavior` the naive form."""
+    """The policy around which PPO clips.
+
+    proximal: the one before this step's first update; decoupled PPO.
+    behavior: the one that generated; the naive form.
+    """
 
     proximal = "proximal"
     behavior = "behavior"
@@ -96,97 +133,106 @@ class ClipCenter(StrEnum):
 class GenerationConfig:
     """How completions are sampled."""
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0  # 0 is greedy: in evaluations only, greedy answers train nothing
-    top_p: float = 1.0
-    top_k: int = 0  # 0: no limit
-    stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS
+    max_new_tokens: int = setting(128, "most tokens of a completion", ge=1)
+    temperature: float = setting(1.0, "of sampling; 0 (greedy) is for evaluations alone", gt=0)
+    top_p: float = setting(
+        1.0, "sample from the likeliest tokens of this total probability", gt=0, le=1
+    )
+    top_k: int = setting(0, "sample from this many likeliest tokens; 0: no limit", ge=0)
+    stop_token_ids: list[int] = setting(list, "tokens that end it besides the tokenizer's EOS")
 
 
 @dataclass
 class OptimizerConfig(Section):
     """AdamW; the learning rate is constant within a training step."""
 
-    lr: float = 1e-6
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # 0: no clipping
-    schedule: LrSchedule = LrSchedule.constant
-    warmup_steps: int = 0  # training steps from 0 to lr
-    min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
-    total_steps: int = shared("${total_steps}", lambda: 0)  # training steps of the schedule
+    lr: float = setting(1e-6, "highest learning rate", ge=0)
+    beta1: float = setting(0.9, "decay of the gradient's mean", ge=0, lt=1)
+    beta2: float = setting(0.999, "decay of the squared gradient's mean", ge=0, lt=1)
+    eps: float = setting(1e-8, "added to the root of the squared gradient's mean", gt=0)
+    weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0)
+    max_grad_norm: float = setting(1.0, "clips the gradient's norm; 0: no clipping", ge=0)
+    schedule: LrSchedule = setting(LrSchedule.constant)
+    warmup_steps: int = setting(0, "training steps from 0 to lr", ge=0)
+    min_lr_ratio: float = setting(0.0, "where the schedule ends, as a share of lr", ge=0, le=1)
+    total_steps: int = shared("${total_steps}", 0, "training steps of the schedule", ge=1)
 
 
 @dataclass
 class PPOConfig:
     """Decoupled PPO (AReaL, arXiv:2505.24298, section 5.2)."""
 
-    num_minibatches: int = 4  # optimizer updates a training step
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_center: ClipCenter = ClipCenter.proximal
-    use_behavior_weight: bool = True  # the factor pi_prox / pi_behav
-    behavior_weight_cap: float = 5.0  # tokens whose factor is larger leave the numerator
-    advantage_mean: NormScope = NormScope.group
-    advantage_std: NormScope = NormScope.group
-    advantage_eps: float = 1e-6
+    num_minibatches: int = setting(4, "optimizer updates a training step", ge=1)
+    clip_low: float = setting(0.2, "the ratio is clipped below 1 - clip_low", gt=0, le=1)
+    clip_high: float = setting(0.2, "the ratio is clipped above 1 + clip_high", gt=0)
+    clip_center: ClipCenter = setting(ClipCenter.proximal)
+    use_behavior_weight: bool = setting(True, "weigh tokens by the factor pi_prox / pi_behav")
+    behavior_weight_cap: float = setting(
+        5.0, "tokens whose pi_prox / pi_behav is larger leave the numerator", gt=0, infinite=True
+    )
+    advantage_mean: NormScope = setting(NormScope.group)
+    advantage_std: NormScope = setting(NormScope.group)
+    advantage_eps: float = setting(1e-6, "added to the standard deviation", gt=0)
 
 
 @dataclass
 class WeightUpdateConfig(Section):
     """The way of new weights from the trainers to generation."""
 
-    method: WeightUpdateMethod = WeightUpdateMethod.pull
-    # of `disk`: seen by trainers and servers
-    folder: str = shared("${run_dir}/weights", lambda: "weights")
-    bucket_bytes: int = 256 << 20  # weights on their way at one time; two buckets exist at most
-    step_timeout_s: float = 600.0  # of one step: a bucket, a load, a meeting of ranks
+    method: WeightUpdateMethod = setting(WeightUpdateMethod.pull)
+    folder: str = shared("${run_dir}/weights", "weights", "of method disk; all processes see it")
+    bucket_bytes: int = setting(
+        256 << 20, "weights on their way at a time; two exist at most", ge=1
+    )
+    step_timeout_s: float = setting(600.0, "limit of a bucket, a load, a meeting of ranks", gt=0)
 
 
 @dataclass
 class SGLangConfig:
     """The SGLang servers of one rollout worker: started and owned by it, or running already."""
 
-    python: str = ""  # interpreter of the environment that has SGLang; empty: this one
-    num_servers: int = 1
-    tp_size: int = 1  # tensor parallel: GPUs a server
-    host: str = "127.0.0.1"  # interface that the servers listen on
-    ports: list[int] = field(default_factory=list)  # one a server; empty: free ones
-    devices: list[int] = field(
-        default_factory=list
-    )  # GPU indices, tp_size a server; empty: 0, 1, …
-    args: dict[str, Any] = field(default_factory=dict)  # of SGLang: {mem_fraction_static: 0.6}
-    environment: dict[str, str] = field(default_factory=dict)  # further variables of the servers
-    urls: list[str] = field(default_factory=list)  # servers that run already: none is started then
-    api_key_env: str = ""  # environment variable that holds the key of the servers in `urls`
-    start_timeout_s: float = 900.0  # until a server is ready
-    control_timeout_s: float = 60.0  # of a pause, a resume, a question
-    stop_timeout_s: float = 3.0  # between asking a server to end and killing it
-    probe_interval_s: float = 1.0
-    hung_after_s: float = 7.0  # without an answer and without having computed anything
-    busy_limit_s: float = 120.0  # without an answer, whatever it computes
-    max_restarts: int = 3  # failed starts in a row after which a server is given up
+    python: str = setting("", "interpreter of an environment that has SGLang; empty: this one")
+    num_servers: int = setting(1, "servers a worker", ge=1)
+    tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1)
+    host: str = setting("127.0.0.1", "interface that the servers listen on")
+    ports: list[int] = setting(list, "of the servers, one each; empty: free ones")
+    devices: list[int] = setting(list, "GPU indices, tp_size a server; empty: 0, 1, …")
+    args: dict[str, Any] = setting(dict, "arguments of SGLang: {mem_fraction_static: 0.6}")
+    environment: dict[str, str] = setting(dict, "further environment variables of the servers")
+    urls: list[str] = setting(list, "servers that run already; then none is started")
+    api_key_env: str = setting("", "environment variable with the key of the servers in urls")
+    start_timeout_s: float = setting(900.0, "limit until a server is ready", gt=0)
+    control_timeout_s: float = setting(60.0, "limit of a pause, a resume, a question", gt=0)
+    stop_timeout_s: float = setting(3.0, "between asking a server to end and killing it", gt=0)
+    probe_interval_s: float = setting(1.0, "between two looks at a server", gt=0)
+    hung_after_s: float = setting(7.0, "restart a server that is silent and idle for so long", gt=0)
+    busy_limit_s: float = setting(
+        120.0, "restart a server that is silent for so long, busy or not", gt=0
+    )
+    max_restarts: int = setting(3, "failed starts in a row until a server is given up", ge=1)
 
 
 @dataclass
 class ActorConfig(Section):
     """The trained policy: model, parallelism, memory, optimizer."""
 
-    path: str = MISSING  # Hugging Face model folder
-    random_init: bool = False  # config.json and tokenizer only; weights drawn from `seed`
-    num_workers: int = 1  # FSDP ranks, one process each
-    device: Device = Device.auto
-    dtype: Dtype = Dtype.float32  # of parameters in computation; optimizer state is float32
-    max_tokens_per_micro_batch: int = 4096
-    activation_checkpointing: bool = False
-    logprob_chunk_tokens: int = 1024  # tokens whose logits exist at one time
-    num_threads: int = 1  # CPU threads a rank
-    store_bytes: int = 4 << 30  # limit of one rank's tensor store
-    seed: int = shared("${seed}", lambda: 0)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    path: str = setting(MISSING, "Hugging Face model folder")
+    random_init: bool = setting(
+        False, "draw weights from seed; the folder needs config.json and tokenizer only"
+    )
+    num_workers: int = setting(1, "FSDP ranks, one process each", ge=1)
+    device: Device = setting(Device.auto)
+    dtype: Dtype = setting(
+        Dtype.float32, "of parameters in computation; optimizer state is float32"
+    )
+    max_tokens_per_micro_batch: int = setting(4096, "tokens of one forward and backward pass", ge=1)
+    activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at one time", ge=1)
+    num_threads: int = setting(1, "CPU threads a rank", ge=1)
+    store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)
+    seed: int = shared("${seed}", 0, "of initial weights and shuffles", ge=0)
+    optimizer: OptimizerConfig = setting(OptimizerConfig)
+    ppo: PPOConfig = setting(PPOConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
 
 
@@ -194,33 +240,35 @@ class ActorConfig(Section):
 class RolloutConfig(Section):
     """Generation: engines, admission, staleness, limits."""
 
-    engine: RolloutEngine = RolloutEngine.local
-    path: str = shared("${actor.path}", lambda: MISSING)
+    engine: RolloutEngine = setting(RolloutEngine.local)
+    path: str = shared("${actor.path}", MISSING, "Hugging Face model folder")
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
-    num_workers: int = 1
-    device: Device = Device.auto
-    dtype: Dtype = shared("${actor.dtype}", lambda: Dtype.float32)
-    max_running_sequences: int = 64  # decode slots a worker
-    max_context_tokens: int = 4096  # prompt and completion
-    max_prefill_tokens: int = 8192  # prompt tokens computed between two decode steps
-    num_threads: int = 1
-    seed: int = shared("${seed}", lambda: 0)
-    total_steps: int = shared("${total_steps}", lambda: 0)  # 0: admit groups without end
-    train_batch_groups: int = 32  # B: groups a training step
-    group_size: int = 8  # completions a prompt
-    max_staleness: int = 4  # eta; 0 is synchronous
-    over_bound: OverBound = OverBound.train
-    max_concurrent_groups: int = 256  # running groups, all workers together
-    store_bytes: int = 4 << 30  # limit of one worker's tensor store
-    node_store_bytes: int = 0  # limit of all stores on a node; 0: what its shared memory has
-    group_timeout_s: float = 3600.0
-    reward_timeout_s: float = 30.0
-    num_reward_processes: int = 1  # a worker; killable
-    on_weight_update: OnWeightUpdate = OnWeightUpdate.interrupt
-    max_unavailable: int = 0  # servers that an update may stop at one time; 0: all of them
-    max_rejection_rate: float = 0.5  # over the last `rejection_window` groups; 1: never stop
-    rejection_window: int = 128
-    sglang: SGLangConfig = shared("${sglang}", SGLangConfig)  # with `engine: sglang`
+    num_workers: int = setting(1, "processes, one engine each", ge=1)
+    device: Device = setting(Device.auto)
+    dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "of parameters and KV cache")
+    max_running_sequences: int = setting(64, "decode slots a worker", ge=1)
+    max_context_tokens: int = setting(4096, "prompt and completion together", ge=2)
+    max_prefill_tokens: int = setting(8192, "prompt tokens computed between two decode steps", ge=1)
+    num_threads: int = setting(1, "CPU threads a worker", ge=1)
+    seed: int = shared("${seed}", 0, "of sampling", ge=0)
+    total_steps: int = shared("${total_steps}", 0, "training steps; 0: admit without end", ge=0)
+    train_batch_groups: int = setting(32, "groups a training step (B)", ge=1)
+    group_size: int = setting(8, "completions a prompt", ge=1)
+    max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
+    over_bound: OverBound = setting(OverBound.train)
+    max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
+    store_bytes: int = setting(4 << 30, "limit of one worker's tensor store", ge=1)
+    node_store_bytes: int = setting(0, "limit of a node's stores; 0: its shared memory", ge=0)
+    group_timeout_s: float = setting(3600.0, "limit of a group, from its start to its end", gt=0)
+    reward_timeout_s: float = setting(30.0, "limit of one reward", gt=0)
+    num_reward_processes: int = setting(1, "processes a worker that compute rewards", ge=1)
+    on_weight_update: OnWeightUpdate = setting(OnWeightUpdate.interrupt)
+    max_unavailable: int = setting(0, "servers that an update stops at once; 0: all", ge=0)
+    max_rejection_rate: float = setting(
+        0.5, "the run ends if more of the last rejection_window groups are rejected", gt=0, le=1
+    )
+    rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
+    sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
 
 
@@ -228,16 +276,16 @@ class RolloutConfig(Section):
 class TransportConfig:
     """The wire between processes."""
 
-    bind: str = "127.0.0.1"  # IPv4 address or name of an interface to listen on; 0.0.0.0: all
-    encrypt: bool = False  # payload too; everything is authenticated and headers of RPC encrypted
-    shared_memory: str = "auto"  # auto: /dev/shm if it is large enough; off; or a folder's path
-    chunk_bytes: int = 1 << 20  # payload under one authentication tag
-    max_inflight_chunks: int = 16  # receiver credits: asked of one owner and not yet here
-    call_timeout_s: float = 600.0  # deadline of a control call, a training step included
-    pull_timeout_s: float = 300.0
-    stalled_peer_timeout_s: float = (
-        30.0  # a peer that neither reads nor answers for so long is dropped
+    bind: str = setting("127.0.0.1", "IPv4 address or interface to listen on; 0.0.0.0: all")
+    encrypt: bool = setting(
+        False, "payload too; everything is authenticated and headers of RPC encrypted"
     )
+    shared_memory: str = setting("auto", "auto (/dev/shm if it is large enough), off, or a folder")
+    chunk_bytes: int = setting(1 << 20, "payload under one authentication tag", ge=1024, le=4 << 20)
+    max_inflight_chunks: int = setting(16, "chunks asked of one owner and not yet here", ge=1)
+    call_timeout_s: float = setting(600.0, "deadline of a call; a training step is one", gt=0)
+    pull_timeout_s: float = setting(300.0, "deadline of a pull", gt=0)
+    stalled_peer_timeout_s: float = setting(30.0, "drop a peer that is silent for so long", gt=0)
 
     def __post_init__(self) -> None:
         if self.shared_memory == "False":  # what YAML makes of off
@@ -248,50 +296,60 @@ class TransportConfig:
 class SchedulerConfig(Section):
     """Where and how worker processes run."""
 
-    type: str = "local"
-    run_dir: str = shared("${run_dir}", lambda: MISSING)
+    type: SchedulerType = setting(SchedulerType.local)
+    run_dir: str = shared("${run_dir}", MISSING, "folder of the run")
     transport: TransportConfig = shared("${transport}", TransportConfig)
-    startup_timeout_s: float = 180.0
-    heartbeat_interval_s: float = 2.0
-    hung_after_s: float = 60.0  # a worker whose event loop does not turn for so long is lost
-    orphan_timeout_s: float = 20.0  # a worker that hears no controller for so long exits
-    shutdown_timeout_s: float = 10.0
+    startup_timeout_s: float = setting(180.0, "limit until a worker is ready", gt=0)
+    heartbeat_interval_s: float = setting(2.0, "between two signs of life", gt=0)
+    hung_after_s: float = setting(
+        60.0, "a worker whose loop stands still for so long is lost", gt=0
+    )
+    orphan_timeout_s: float = setting(
+        20.0, "a worker that hears no controller for so long exits", gt=0
+    )
+    shutdown_timeout_s: float = setting(10.0, "between asking a worker to end and killing it", gt=0)
 
 
 @dataclass
 class EvaluationConfig:
-    every_steps: int = 0  # 0: only before and after training
-    num_prompts: int = 256
-    greedy: bool = True  # also evaluate at temperature 0 at the end
+    """When the policy is evaluated, and on how much."""
+
+    every_steps: int = setting(0, "steps between two; 0: only before and after training", ge=0)
+    num_prompts: int = setting(256, "held-out prompts of one evaluation", ge=1)
+    greedy: bool = setting(True, "also evaluate at temperature 0 at the end")
 
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 10  # training steps between snapshots to resume from; 0: no snapshots
-    every_minutes: float = 10.0  # at most between two snapshots; 0: no limit
-    keep: int = 2  # newest snapshots that stay
-    export_every_steps: int = 0  # models in Hugging Face layout, all kept; 0: only the final one
+    """When the run is saved."""
+
+    every_steps: int = setting(10, "training steps between snapshots; 0: none", ge=0)
+    every_minutes: float = setting(10.0, "at most between two snapshots; 0: no limit", ge=0)
+    keep: int = setting(2, "newest snapshots that stay", ge=1)
+    export_every_steps: int = setting(
+        0, "training steps between exported models, all kept; 0: only the final one", ge=0
+    )
 
 
 @dataclass
 class GRPOConfig:
     """A whole run. After a change call `join_sections`: it brings the change to shared settings."""
 
-    run_dir: str = MISSING
-    total_steps: int = MISSING  # training steps
-    seed: int = 0
-    resume: Resume = Resume.auto
-    overwrite: bool = False  # empty the run folder first
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    sglang: SGLangConfig = field(default_factory=SGLangConfig)
-    weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    transport: TransportConfig = field(default_factory=TransportConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    task: dict[str, Any] = field(default_factory=dict)  # the script's own settings
+    run_dir: str = setting(MISSING, "folder of the run")
+    total_steps: int = setting(MISSING, "training steps", ge=1)
+    seed: int = setting(0, "of everything that is random", ge=0)
+    resume: Resume = setting(Resume.auto)
+    overwrite: bool = setting(False, "empty the run folder first")
+    generation: GenerationConfig = setting(GenerationConfig)
+    actor: ActorConfig = setting(ActorConfig)
+    rollout: RolloutConfig = setting(RolloutConfig)
+    sglang: SGLangConfig = setting(SGLangConfig)
+    weight_update: WeightUpdateConfig = setting(WeightUpdateConfig)
+    scheduler: SchedulerConfig = setting(SchedulerConfig)
+    transport: TransportConfig = setting(TransportConfig)
+    evaluation: EvaluationConfig = setting(EvaluationConfig)
+    checkpoint: CheckpointConfig = setting(CheckpointConfig)
+    task: dict[str, Any] = setting(dict, "the script's own settings")
 
     def __post_init__(self) -> None:
         join_sections(self)

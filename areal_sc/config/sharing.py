@@ -7,26 +7,13 @@ run's settings it takes those that it shares, and was not given, from where they
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from copy import copy
-from dataclasses import field, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import fields, is_dataclass
+from typing import Any
 
-from areal_sc.config.keys import is_section, value_at
+from areal_sc.config.fields import ALONE, TEMPLATE, shared_settings, value_at
 
-_TEMPLATE_OF = "template"
-_ALONE = "alone"
 _TEMPLATE = re.compile(r"\$\{([\w.]+)\}(.*)")
-
-
-def shared(template: str, alone: Callable[[], Any]) -> Any:
-    """A field of a section that is taken from another setting, unless it is given.
-
-    Args:
-        template: `${key}` of a run's settings, after which further text may stand.
-        alone: makes the value that the field has in a section by itself.
-    """
-    return field(default=template, metadata={_TEMPLATE_OF: template, _ALONE: alone})
 
 
 class Section:
@@ -35,10 +22,11 @@ class Section:
     def __post_init__(self) -> None:
         self._taken: dict[str, str] = {}
         for setting in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            template = setting.metadata.get(_TEMPLATE_OF)
+            template = setting.metadata.get(TEMPLATE)
             if template is not None and getattr(self, setting.name) == template:
                 self._taken[setting.name] = template
-                setattr(self, setting.name, setting.metadata[_ALONE]())
+                alone = setting.metadata[ALONE]
+                setattr(self, setting.name, alone() if callable(alone) else alone)
 
     def joined(self, run: Any) -> Any:
         """A copy whose shared settings that were not given have the values of the run's."""
@@ -61,19 +49,6 @@ def join_sections(run: Any) -> None:
         value = getattr(run, setting.name)
         if isinstance(value, Section):
             setattr(run, setting.name, value.joined(run))
-
-
-def shared_settings(schema: type[Any], prefix: str = "") -> dict[str, str]:
-    """Dotted path of each shared setting of a schema -> where it is taken from, as `${key}`."""
-    found: dict[str, str] = {}
-    annotations = get_type_hints(schema)
-    for setting in fields(schema):
-        path = prefix + setting.name
-        if _TEMPLATE_OF in setting.metadata:
-            found[path] = setting.metadata[_TEMPLATE_OF]
-        elif is_section(annotations[setting.name]):
-            found |= shared_settings(annotations[setting.name], f"{path}.")
-    return found
 
 
 def differing_sections(run: Any) -> list[tuple[str, str]]:

@@ -56,8 +56,7 @@ Load = Callable[..., GRPOConfig]
         ("rollout.max_concurrent_groups=0", "rollout.max_concurrent_groups: expected an integer"),
         ("generation.stop_token_ids=[-3]", "generation.stop_token_ids: expected token ids of at"),
         ("run_dir=''", "run_dir: expected a name, got an empty one"),
-        ("scheduler.type=slurm", "scheduler.type: slurm is not available yet"),
-        ("scheduler.type=kubernetes", "scheduler.type: expected local, got 'kubernetes'"),
+        ("scheduler.type=kubernetes", "expected one of local, got 'kubernetes'"),
         ("--overwrite --resume", "resume: must needs the run that overwrite=true would delete"),
         (
             "scheduler.orphan_timeout_s=3",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from areal_sc.config.differences import FIXED, FREE, check_resumable, config_differences
-from areal_sc.config.keys import known_keys
+from areal_sc.config.fields import known_keys
 from areal_sc.config.loader import config_text
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import RunFolderError

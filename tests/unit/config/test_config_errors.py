@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.keys import known_keys, nearest_keys
+from areal_sc.config.explain import nearest_keys
+from areal_sc.config.fields import known_keys
 from areal_sc.config.loader import load_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError

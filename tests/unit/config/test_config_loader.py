@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
+from areal_sc.config.fields import is_section, known_keys
 from areal_sc.config.loader import compose_config, config_text, load_config
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
 from areal_sc.errors import ConfigError, ModelError
@@ -189,16 +190,29 @@ def test_print_config_gives_the_same_configuration_again(
     assert config_text(expected) == printed
 
 
-def test_help_names_flags_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["60", "80", "120"])
+def test_help_tells_every_setting_and_fits_the_terminal(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit) as exit_:
-        load_config(["--help"], GRPOConfig)
+        load_config(["--help"], GameConfig)
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     for expected in ("--config", "--print-config", "--dry-run", "--overwrite", "--resume"):
         assert expected in text
-    assert "rollout.max_staleness=4\n" in text
-    assert "run_dir=(required)\n" in text
-    assert "overwrite=false\n" in text
+    settings = text.partition("\nsettings:\n")[2]
+    assert max(map(len, settings.splitlines())) <= int(columns)
+    assert "  actor.num_workers=1\n      FSDP ranks, one process each (an integer, at" in settings
+    assert "run_dir=(required)\n" in settings
+    assert "overwrite=false\n" in settings
+    assert "actor.seed=${seed}\n" in settings
+    assert "\n        finish_running: no new ones start, " in settings  # a choice's own meaning
+    assert "actor.ppo: Decoupled PPO (" in settings
+    assert "  game.size=3\n      (an integer)\n" in settings  # a field without a meaning
+    shown = {line.split("=")[0].strip() for line in settings.splitlines() if "=" in line}
+    sections = {key for key, kind in known_keys(GameConfig).items() if is_section(kind)}
+    assert shown == set(known_keys(GameConfig)) - sections
 
 
 def test_hydra_state_of_the_caller_is_left_alone(write_yaml: WriteYaml, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""A setting's default, meaning and range, all in its line of the schema, and how they are found.
+
+    max_staleness: int = setting(4, "staleness bound eta; 0 is synchronous", ge=0)
+
+`--help` shows the meaning, `check_ranges` holds the range. A section is a dataclass among the
+settings; its meaning is the first line of its docstring, as a choice's is its enum's docstring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import reduce
+from typing import Any, get_type_hints
+
+from areal_sc.errors import ConfigError
+
+MEANING = "meaning"
+RANGE = "range"
+TEMPLATE = "template"
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers that are at least `ge`, above `gt`, at most `le` and below `lt`.
+
+    Attributes:
+        infinite: infinity is allowed too.
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    infinite: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if math.isnan(value) or (math.isinf(value) and not self.infinite):
+            return False
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        bounds = (
+            ("at least", self.ge),
+            ("above", self.gt),
+            ("at most", self.le),
+            ("below", self.lt),
+        )
+        return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+
+
+def setting(default: Any, meaning: str = "", **bounds: Any) -> Any:
+    """A field of the schema.
+
+    Args:
+        default: the value; or what makes it: `list`, `dict`, a section's class.
+        meaning: unit and meaning, for `--help`; a section and a choice may leave it to their type.
+        bounds: those of `Range`, for a number.
+    """
+    metadata = {MEANING: meaning} | ({RANGE: Range(**bounds)} if bounds else {})
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def shared(template: str, alone: Any, meaning: str = "", **bounds: Any) -> Any:
+    """A `setting` of a section that is taken from another setting, unless it is given.
+
+    Args:
+        template: `${key}` of a run's settings, after which further text may stand.
+        alone: the value that the field has in a section by itself; or what makes it.
+    """
+    metadata = setting(template, meaning, **bounds).metadata | {TEMPLATE: template, ALONE: alone}
+    return field(default=template, metadata=metadata)
+
+
+def schema_fields(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Every setting and section of a dataclass: dotted path, field, annotated type; parents first.
+
+    A section that takes the value of another one by `${...}` is listed, its settings are not:
+    they have one place to be set.
+    """
+    annotations = get_type_hints(schema)
+    for found in fields(schema):
+        path = prefix + found.name
+        annotation = annotations[found.name]
+        yield path, found, annotation
+        if is_section(annotation) and TEMPLATE not in found.metadata:
+            yield from schema_fields(annotation, f"{path}.")
+
+
+def known_keys(schema: type[Any]) -> dict[str, Any]:
+    """Dotted path of every setting and section -> its annotated type."""
+    return {path: annotation for path, _, annotation in schema_fields(schema)}
+
+
+def shared_settings(schema: type[Any]) -> dict[str, str]:
+    """Dotted path of each shared setting -> where it is taken from, as `${key}`."""
+    return {
+        path: found.metadata[TEMPLATE]
+        for path, found, _ in schema_fields(schema)
+        if TEMPLATE in found.metadata
+    }
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and is_dataclass(annotation)
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value of a setting in a dataclass instance."""
+    return reduce(getattr, key.split("."), config)
+
+
+def check_ranges(config: Any) -> None:
+    """Checks each number of a run's settings by itself.
+
+    Raises: ConfigError: names the setting, its value, and what is allowed.
+    """
+    for key, found, _ in schema_fields(type(config)):
+        allowed = found.metadata.get(RANGE)
+        if allowed is None:
+            continue
+        value = value_at(config, key)
+        if not isinstance(value, int | float):  # only settings built in Python have other types
+            raise ConfigError(f"{key}: expected a number, got {value!r}")
+        if value not in allowed:
+            kind = "an integer" if isinstance(value, int) else "a number"
+            kind = "a finite number" if math.isinf(value) else kind
+            raise ConfigError(f"{key}: expected {kind} {allowed}, got {value}")

@@ -1,0 +1,80 @@
+"""What `--help` says of every setting: its default, what it may be, and what it means."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field
+from inspect import cleandoc
+from typing import Any
+
+from omegaconf import MISSING
+
+from areal_sc.config.explain import expected, is_choice
+from areal_sc.config.fields import MEANING, RANGE, is_section, schema_fields
+
+_INDENT = 6
+
+
+def settings_help(schema: type[Any], width: int) -> str:
+    """All settings of a schema, those of a section under its meaning.
+
+    Args:
+        width: characters of a line; longer words are not broken.
+    """
+    lines: list[str] = []
+    for path, found, annotation in schema_fields(schema):
+        meaning = meaning_of(found, annotation)
+        if is_section(annotation):
+            if found.default is NO_DEFAULT:  # those of a shared section are shown where they are
+                lines += ["", *_wrapped(f"{path}: {meaning}".rstrip(": "), width, "")]
+            continue
+        lines.append(f"  {path}={_shown(_default(found))}")
+        first, *choices = meaning.splitlines() or [""]
+        allowed = ", ".join(map(str, [expected(annotation), *_range(found)]))
+        lines += _wrapped(f"{first} ({allowed})".lstrip(), width, " " * _INDENT)
+        for choice in filter(None, choices):
+            lines += _wrapped(choice, width, " " * (_INDENT + 2))
+    return "\n".join(lines) + "\n"
+
+
+def meaning_of(found: Field[Any], annotation: Any) -> str:
+    """The meaning that the field gives, else that of its type; '' when neither does."""
+    given = str(found.metadata.get(MEANING, ""))
+    if given:
+        return given
+    document = cleandoc(annotation.__doc__ or "")
+    if is_choice(annotation):
+        return document
+    if not is_section(annotation) or document.startswith(f"{annotation.__name__}("):
+        return ""  # the second: `dataclass` made the docstring, for want of one
+    return document.partition("\n")[0]
+
+
+def _default(found: Field[Any]) -> Any:
+    if found.default_factory is not NO_DEFAULT:
+        return found.default_factory()
+    return found.default
+
+
+def _shown(value: Any) -> str:
+    if value == MISSING:
+        return "(required)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _range(found: Field[Any]) -> Iterator[Any]:
+    if RANGE in found.metadata:
+        yield found.metadata[RANGE]
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
