@@ -25,28 +25,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
 
-import qwen2_folders
+import qwen2_models
 import report
 import sglang_side
 import torch
-from generate_throughput import Job, full_batch, letter_sort, mixed
+from generate_throughput import Job, full_batch, letter_sort, mixed, with_engine
 from process_cpu import cpu_seconds
 
 from areal_sc.config.schema import (
     Device,
     Dtype,
-    GenerationConfig,
     RolloutConfig,
     SGLangConfig,
     WeightUpdateConfig,
@@ -82,25 +77,6 @@ class Rates:
         return [local / sglang for local, sglang in pairs]
 
 
-async def generate_all(engine: GenerationEngine, jobs: Sequence[Job]) -> float:
-    """Seconds for all jobs, given to the engine at once."""
-    start = time.perf_counter()
-    completions = await asyncio.gather(
-        *(
-            engine.generate(
-                job.prompt,
-                GenerationConfig(max_new_tokens=job.num_new_tokens),
-                prefix_group=job.group,
-            )
-            for job in jobs
-        )
-    )
-    elapsed_s = time.perf_counter() - start
-    for job, completion in zip(jobs, completions, strict=True):
-        assert len(completion.token_ids) == len(completion.logprobs) == job.num_new_tokens
-    return elapsed_s
-
-
 async def measure(
     size: str,
     workloads: Sequence[str],
@@ -114,7 +90,7 @@ async def measure(
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-sc-model-")))
         torch_dtype = getattr(torch, dtype)
-        qwen2_folders.write_folder(folder / "model", size, torch_dtype, MAX_CONTEXT_TOKENS)
+        qwen2_models.write_folder(folder / "model", qwen2_models.SHAPES[size], torch_dtype)
         config = RolloutConfig(
             path=str(folder / "model"),
             dtype=dtype,
@@ -153,7 +129,7 @@ async def compare(
         num_tokens = sum(job.num_new_tokens for job in jobs)
         for side in SIDES if number % 2 == 0 else SIDES[::-1]:
             before = sum(cpu_seconds(pids).values())
-            elapsed_s = await generate_all(engines[side], jobs)
+            elapsed_s = await with_engine(engines[side], jobs)
             cpu_s = sum(cpu_seconds(pids).values()) - before
             if number > 0:  # the first round warms up
                 rates.tokens_per_s[side].append(num_tokens / elapsed_s)
@@ -161,22 +137,16 @@ async def compare(
     return rates
 
 
-def _end(*_: Any) -> NoReturn:
-    """SIGTERM unwinds as Ctrl-C does."""
-    sys.exit(143)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
     sglang_side.add_arguments(parser)
-    parser.add_argument("--size", nargs="+", choices=tuple(qwen2_folders.SHAPES))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    parser.add_argument("--size", nargs="+", choices=tuple(qwen2_models.SHAPES))
+    report.add_device(parser)
     parser.add_argument("--slots", type=int, help="default 32, quick 8")
     parser.add_argument("--rounds", type=int, help="timed rounds a row (default 5, quick 1)")
     arguments = parser.parse_args()
     sglang_side.check_python(parser, arguments.sglang_python)
-    signal.signal(signal.SIGTERM, _end)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     quick = arguments.quick
@@ -222,7 +192,6 @@ def main() -> None:
             ),
             rows,
         )
-        sys.stdout.flush()
         lowest = min(row[4] for row in rows)
     metrics["local_over_sglang"] = (lowest, "ratio")
     report.write(metrics, arguments.json)

@@ -1,8 +1,9 @@
 """LocalEngine against plain static-batch loops over the same models.
 
-    python benchmarks/generate_throughput.py [--quick] [--json FILE]
+    python benchmarks/generate_throughput.py [--quick] [--json FILE] [--device cuda]
 
-Three workloads, random weights, one thread a side, both sides timed alternately, medians:
+Random weights, both sides timed alternately, medians; on a CPU three workloads of small models with
+one thread a side, on a GPU full batches of a model of half a billion parameters in bfloat16:
 
 - full batch: as many equal prompts as slots, completions of one length. The static loop pays for
   no padding, no joining, no bookkeeping: it is what batched decoding costs at least.
@@ -23,21 +24,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import qwen2_models
 import report
 import torch
-from tokenizers import Tokenizer, models
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from cuda_device import peak_allocated, synchronize
+from qwen2_models import NUM_WORDS, SHAPES, Shape
+from transformers import DynamicCache, PreTrainedModel
 
 from areal_sc.config.schema import Dtype, GenerationConfig, RolloutConfig
+from areal_sc.engines.base import GenerationEngine
 from areal_sc.engines.local.engine import LocalEngine
-
-VOCABULARY = 512
 
 
 @dataclass(frozen=True)
@@ -47,28 +43,6 @@ class Job:
     prompt: list[int]
     num_new_tokens: int
     group: str | None = None
-
-
-def build_model(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=256 if hidden == 96 else 4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config).eval()
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer without EOS: completions end by length alone."""
-    words = models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
 @torch.inference_mode()
@@ -105,12 +79,13 @@ def static_batch(model: PreTrainedModel, jobs: Sequence[Job]) -> None:
 def static_batches(model: PreTrainedModel, jobs: Sequence[Job], num_slots: int) -> float:
     """Seconds for all jobs in batches of `num_slots`, in order of arrival."""
     start = time.perf_counter()
-    for first in range(0, len(jobs), num_slots):
-        static_batch(model, jobs[first : first + num_slots])
+    with torch.device(model.device):
+        for first in range(0, len(jobs), num_slots):
+            static_batch(model, jobs[first : first + num_slots])
     return time.perf_counter() - start
 
 
-async def with_engine(engine: LocalEngine, jobs: Sequence[Job]) -> float:
+async def with_engine(engine: GenerationEngine, jobs: Sequence[Job]) -> float:
     """Seconds for all jobs, given to the engine at once."""
     start = time.perf_counter()
     completions = await asyncio.gather(
@@ -123,45 +98,52 @@ async def with_engine(engine: LocalEngine, jobs: Sequence[Job]) -> float:
             for job in jobs
         )
     )
-    elapsed = time.perf_counter() - start
+    elapsed_s = time.perf_counter() - start
     for job, completion in zip(jobs, completions, strict=True):
-        assert len(completion.token_ids) == job.num_new_tokens, completion.finish_reason
-    return elapsed
+        assert len(completion.token_ids) == len(completion.logprobs) == job.num_new_tokens
+    return elapsed_s
 
 
-async def compare(
-    model: PreTrainedModel, make_jobs: Callable[[int], list[Job]], num_slots: int, rounds: int
-) -> tuple[float, float]:
-    """Median tokens/s of (LocalEngine, static loop), timed alternately on the same jobs."""
-    config = RolloutConfig(
-        path="",
-        dtype=Dtype.float32,
-        max_running_sequences=num_slots,
-        max_context_tokens=1024,
-        num_threads=1,
-        seed=0,
-    )
-    engine = LocalEngine.from_model(model, build_tokenizer(), config)
-    await engine.start()
-    ours, static = [], []
-    for i in range(rounds + 1):
-        jobs = make_jobs(i)
-        num_tokens = sum(job.num_new_tokens for job in jobs)
-        rates = (
-            num_tokens / await with_engine(engine, jobs),
-            num_tokens / static_batches(model, jobs, num_slots),
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    workload: str
+    shape: Shape
+    num_slots: int
+    make_jobs: Callable[[int], list[Job]]
+    name: str
+
+    async def compare(self, device: str, rounds: int) -> tuple[float, float]:
+        """Median tokens/s of (LocalEngine, static loop), timed alternately on the same jobs."""
+        dtype = Dtype.float32 if device == "cpu" else Dtype.bfloat16
+        model = qwen2_models.build(self.shape, getattr(torch, dtype), device)
+        config = RolloutConfig(
+            path="",
+            dtype=dtype,
+            max_running_sequences=self.num_slots,
+            max_context_tokens=1024,
+            num_threads=1,
+            seed=0,
         )
-        if i > 0:  # the first round warms up
-            ours.append(rates[0])
-            static.append(rates[1])
-    await engine.close()
-    return statistics.median(ours), statistics.median(static)
+        tokenizer = qwen2_models.build_tokenizer(self.shape)
+        engine = LocalEngine.from_model(model, tokenizer, config)
+        await engine.start()
+        ours, static = [], []
+        for number in range(rounds + 1):
+            jobs = self.make_jobs(number)
+            num_tokens = sum(job.num_new_tokens for job in jobs)
+            ours.append(num_tokens / await with_engine(engine, jobs))
+            synchronize(device)
+            static.append(num_tokens / static_batches(model, jobs, self.num_slots))
+        await engine.close()
+        return statistics.median(ours[1:]), statistics.median(static[1:])  # the first warms up
 
 
 def full_batch(num_slots: int) -> Callable[[int], list[Job]]:
     def make(seed: int) -> list[Job]:
         rng = random.Random(seed)
-        prompts = [[rng.randrange(VOCABULARY) for _ in range(32)] for _ in range(num_slots)]
+        prompts = [[rng.randrange(NUM_WORDS) for _ in range(32)] for _ in range(num_slots)]
         return [Job(prompt, 128) for prompt in prompts]
 
     return make
@@ -174,7 +156,7 @@ def mixed(num_slots: int) -> Callable[[int], list[Job]]:
         rng = random.Random(seed)
         return [
             Job(
-                [rng.randrange(VOCABULARY) for _ in range(rng.randrange(4, 64))],
+                [rng.randrange(NUM_WORDS) for _ in range(rng.randrange(4, 64))],
                 max(1, min(384, round(48 * rng.lognormvariate(0, 0.8)))),
             )
             for _ in range(4 * num_slots)
@@ -198,35 +180,63 @@ def letter_sort(num_slots: int) -> Callable[[int], list[Job]]:
     return make
 
 
+def cases_of(device: str, *, quick: bool) -> list[Case]:
+    def small(hidden: int, layers: int = 2, vocabulary: int = NUM_WORDS) -> Shape:
+        return Shape(hidden, 256 if hidden == 96 else 4 * hidden, layers, 4, 2, vocabulary)
+
+    if device == "cuda":
+        return [
+            Case("full batch", SHAPES["0.5b"], slots, full_batch(slots), "0.5b")
+            for slots in (64, 256)
+        ]
+    full = [
+        Case("full batch", small(hidden), 32, full_batch(32), f"hidden{hidden}")
+        for hidden in (64, 128, 256)
+    ]
+    letters = [
+        Case("letter-sort", small(96, 3, 30), slots, letter_sort(slots), "hidden96")
+        for slots in (64, 256)
+    ]
+    if quick:  # the smallest of each workload
+        return [full[0], Case("mixed", small(64), 16, mixed(16), "hidden64"), letters[0]]
+    return [*full, Case("mixed", small(128), 32, mixed(32), "hidden128"), *letters]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
+    report.add_device(parser)
     parser.add_argument("--rounds", type=int, help="timed rounds a row (default 9, quick 1)")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (1 if arguments.quick else 9)
     torch.set_num_threads(1)
+    rows: list[tuple[str, str, int, float, float, float]] = []
+    metrics: dict[str, tuple[float, str]] = {}
+    for case in cases_of(arguments.device, quick=arguments.quick):
+        rates: list[float] = []
 
-    cases = [("full batch", hidden, 2, 32, full_batch(32), VOCABULARY) for hidden in (64, 128, 256)]
-    cases.append(("mixed", 128, 2, 32, mixed(32), VOCABULARY))
-    cases += [("letter-sort", 96, 3, slots, letter_sort(slots), 30) for slots in (64, 256)]
-    if arguments.quick:  # the smallest of each workload
-        cases = [cases[0], ("mixed", 64, 2, 16, mixed(16), VOCABULARY), cases[4]]
-    rows, metrics = [], {}
-    for workload, hidden, layers, num_slots, make_jobs, vocabulary in cases:
-        model = build_model(hidden, layers, vocabulary)
-        ours, static = asyncio.run(compare(model, make_jobs, num_slots, rounds))
-        rows.append((workload, hidden, layers, num_slots, ours, static, ours / static))
-        key = f"{workload.replace(' ', '_').replace('-', '_')}_hidden{hidden}_slots{num_slots}"
+        def run(case: Case = case, rates: list[float] = rates) -> None:
+            rates.extend(asyncio.run(case.compare(arguments.device, rounds)))
+
+        peak_bytes = peak_allocated(arguments.device, run)
+        ours, static = rates
+        rows.append((case.workload, case.name, case.num_slots, ours, static, ours / static))
+        workload = case.workload.replace(" ", "_").replace("-", "_")
+        key = f"{workload}_{case.name}_slots{case.num_slots}"
         metrics[f"{key}_tokens_per_s"] = (ours, "tokens/s")
         metrics[f"{key}_static_tokens_per_s"] = (static, "tokens/s")
         metrics[f"{key}_over_static"] = (ours / static, "ratio")
+        if arguments.device == "cuda":
+            metrics[f"{key}_peak_bytes"] = (peak_bytes, "B")
     # the least favourable model counts
-    metrics["local_over_static"] = (min(row[-1] for row in rows if row[0] == "full batch"), "ratio")
-    metrics["mixed_over_static"] = (min(row[-1] for row in rows if row[0] == "mixed"), "ratio")
+    for name, workload in (("local", "full batch"), ("mixed", "mixed")):
+        ratios = [row[-1] for row in rows if row[0] == workload]
+        if ratios:
+            metrics[f"{name}_over_static"] = (min(ratios), "ratio")
     report.print_table(
         "Generation: LocalEngine against static batches",
-        {"rounds": rounds, "threads": 1, "dtype": "float32", "vocabulary": "512 (letter-sort 30)"},
-        ("workload", "hidden", "layers", "slots", "LocalEngine tok/s", "static tok/s", "ratio"),
+        {"rounds": rounds, "threads": 1, "device": arguments.device},
+        ("workload", "model", "slots", "LocalEngine tok/s", "static tok/s", "ratio"),
         rows,
     )
     report.write(metrics, arguments.json)

@@ -30,18 +30,15 @@ import asyncio
 import itertools
 import os
 import random
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
-import qwen2_folders
+import qwen2_models
 import report
 import sglang_side
 import torch
@@ -86,7 +83,7 @@ class Workload:
         """Prompt and sampling of one answer, the same in every run."""
         rng = random.Random(number)
         prompt = [
-            rng.randrange(qwen2_folders.NUM_WORDS)
+            rng.randrange(qwen2_models.NUM_WORDS)
             for _ in range(rng.randrange(4, MAX_PROMPT_TOKENS))
         ]
         length = round(self.median_tokens * rng.lognormvariate(0, self.sigma))
@@ -334,7 +331,7 @@ async def measure(
     with tempfile.TemporaryDirectory(prefix="areal-sc-model-") as folder:
         model_folder = Path(folder) / "model"
         max_context_tokens = workload.max_tokens + MAX_PROMPT_TOKENS
-        qwen2_folders.write_folder(model_folder, size, torch.float32, max_context_tokens)
+        qwen2_models.write_folder(model_folder, qwen2_models.SHAPES[size], torch.float32)
         versions = read_versions(model_folder)
         config = RolloutConfig(
             path=str(model_folder),
@@ -405,11 +402,6 @@ def print_results(
     )
 
 
-def _end(*_: Any) -> NoReturn:
-    """SIGTERM unwinds as Ctrl-C does."""
-    sys.exit(143)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
@@ -417,7 +409,7 @@ def main() -> None:
     parser.add_argument(
         "--engine", nargs="+", choices=ENGINES, default=["local"], help="default local"
     )
-    parser.add_argument("--size", choices=tuple(qwen2_folders.SHAPES), default="1m")
+    parser.add_argument("--size", choices=tuple(qwen2_models.SHAPES), default="1m")
     parser.add_argument("--etas", nargs="+", type=int, help="default 1 4, quick 1")
     parser.add_argument(
         "--batches", nargs="+", type=int, help="answers a step (default 32 128, quick 8)"
@@ -432,7 +424,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if "sglang" in arguments.engine:
         sglang_side.check_python(parser, arguments.sglang_python)
-    signal.signal(signal.SIGTERM, _end)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     quick = arguments.quick

@@ -7,7 +7,6 @@ run start within a second or two, and one warm-start model a seed.
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -169,8 +168,6 @@ class LetterSortJob:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        # what would end the process at once shall unwind it, so that workers and files go too
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         folder = self._stack.enter_context(TemporaryDirectory(prefix="areal-sc-benchmark-"))
         self._folder = Path(folder)
         try:

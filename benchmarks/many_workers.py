@@ -212,7 +212,7 @@ def main() -> None:
         num_groups=arguments.groups or size.num_groups,
     )
     metrics = measure_choice(size.num_workers) | measure_steps(size)
-    report.print_table(
+    report.print_metrics(
         f"The controllers' loop with {size.num_workers:,} workers",
         {
             "groups a step": size.num_groups,
@@ -220,8 +220,7 @@ def main() -> None:
             "eta": MAX_STALENESS,
             "workers": f"in {NUM_HOSTS} processes on the same cores",
         },
-        ["metric", "value", "unit"],
-        [[name, value, unit] for name, (value, unit) in metrics.items()],
+        metrics,
     )
     report.write(metrics, arguments.json)
 

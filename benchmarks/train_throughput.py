@@ -1,6 +1,6 @@
 """The training step against a hand-written torch loop, and against other ways of micro-batching.
 
-    python benchmarks/train_throughput.py [--quick] [--json FILE]
+    python benchmarks/train_throughput.py [--quick] [--json FILE] [--device cuda]
 
 One training step is: recompute the log-probabilities of the trained tokens, then one PPO update for
 each of two minibatches. Random weights, heavy-tailed lengths, one thread a rank; the sides take
@@ -26,6 +26,10 @@ The ways of micro-batching are compared with one rank, where a micro-batch more 
 nothing on a CPU, and with two FSDP ranks, where it costs collectives, and where each waits for the
 rank with more tokens; `--quick` leaves the latter out. The letter-sort workload is the small model
 of the quickstart.
+
+On a GPU controller, dynamic and handwritten train a model of half a billion parameters in bfloat16
+over float32 parameters and AdamW state. `share_of_peak` is model FLOPs a second over the data
+sheet's rate, `share_of_matmul` over that of a large matrix product on the same machine.
 """
 
 from __future__ import annotations
@@ -43,34 +47,35 @@ from typing import Any
 
 import report
 import torch
-import torch.nn.functional as F
+from cuda_device import matmul_flops, peak_allocated, peak_bf16_flops
+from train_handwritten import HandwrittenLoop
 from train_through_controller import controller_side
 from train_workload import (
+    LEARNING_RATE,
     NUM_MINIBATCHES,
     Workload,
+    gpu_workload,
     make_rows,
     minibatches_of_rank,
-    save_model,
     workloads,
 )
-from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-from areal_sc.algorithms.packing import pack_micro_batches
-from areal_sc.config.schema import ActorConfig, Device, OptimizerConfig, PPOConfig
+from areal_sc.config.schema import ActorConfig, Device, Dtype, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.transport.packed_rows import PackedRows
 
 Step = Callable[[], None]
 
 
-def actor_config(workload: Workload, folder: Path) -> ActorConfig:
+def actor_config(workload: Workload, folder: Path, device: str = "cpu") -> ActorConfig:
     return ActorConfig(
         path=str(folder),
-        device=Device.cpu,
+        device=Device(device),
+        dtype=Dtype.float32 if device == "cpu" else Dtype.bfloat16,
         max_tokens_per_micro_batch=workload.max_tokens,
         seed=0,
-        optimizer=OptimizerConfig(lr=1e-5, total_steps=100),
+        optimizer=OptimizerConfig(lr=LEARNING_RATE, total_steps=100),
         ppo=PPOConfig(num_minibatches=NUM_MINIBATCHES),
     )
 
@@ -136,101 +141,20 @@ class PaddedEngine(FixedRowsEngine):
         return self.config.max_tokens_per_micro_batch // max(rows.lengths[row] for row in chosen)
 
 
-def attention_of_rows(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    row_lengths: Sequence[int] = (),
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """What one writes by hand: causal attention, one row after the other."""
-    parts = zip(
-        *(tensor.split(list(row_lengths), 2) for tensor in (query, key, value)), strict=True
-    )
-    outputs = [
-        F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True) for row in parts
-    ]
-    return torch.cat(outputs, 2).transpose(1, 2), None
-
-
-def handwritten_step(workload: Workload, folder: Path) -> Step:
-    """The same step without areal_sc's engine; only the choice of micro-batches is shared."""
-    rows = make_rows(workload)
-    AttentionInterface.register("benchmark_rows", attention_of_rows)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="benchmark_rows"
-    ).eval()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.0, fused=True
-    )
-
-    def logprobs_and_entropy(
-        part: PackedRows, asked: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        position_ids = torch.cat([torch.arange(length) for length in part.lengths])
-        tokens = part.fields["input_ids"].long()
-        hidden = model.model(
-            input_ids=tokens[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            row_lengths=part.lengths,
-        ).last_hidden_state[0]
-        logits = model.lm_head(hidden[asked - 1])
-        distribution = logits.log_softmax(-1)
-        with torch.no_grad():
-            entropy = -(distribution.exp() * distribution).sum(-1)
-        return distribution.gather(1, tokens[asked, None])[:, 0], entropy
-
-    def step() -> None:
-        proximal = torch.zeros(rows.num_tokens)
-        starts = torch.tensor(rows.starts)
-        with torch.no_grad():
-            for chosen in pack_micro_batches(rows.lengths, workload.max_tokens):
-                part = rows.take(chosen)
-                asked = part.fields["loss_mask"].nonzero()[:, 0]
-                places = torch.cat(
-                    [starts[row] + torch.arange(rows.lengths[row]) for row in chosen]
-                )
-                proximal[places[asked]] = logprobs_and_entropy(part, asked)[0]
-        known = replace(rows, fields={**rows.fields, "proximal_logprobs": proximal})
-        for minibatch in minibatches_of_rank(rows, 0, 1):
-            num_tokens = int(known.take(minibatch).fields["loss_mask"].sum())
-            lengths = [rows.lengths[row] for row in minibatch]
-            entropy_sum = torch.zeros(())
-            for positions in pack_micro_batches(lengths, workload.max_tokens):
-                part = known.take([minibatch[position] for position in positions])
-                asked = part.fields["loss_mask"].nonzero()[:, 0]
-                logprobs, entropy = logprobs_and_entropy(part, asked)
-                entropy_sum += entropy.sum()
-                fields = {name: values[asked] for name, values in part.fields.items()}
-                advantages = torch.repeat_interleave(
-                    torch.tensor(part.advantages), torch.tensor(part.lengths)
-                )[asked]
-                ratio = (logprobs - fields["proximal_logprobs"]).exp()
-                weight = (fields["proximal_logprobs"] - fields["behavior_logprobs"]).exp()
-                gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-                (-(weight * gain)[weight <= 5].sum() / num_tokens).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
-
-
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every side in every round."""
+    """What every side took in every round, and on a GPU at most beyond what it had: bytes."""
 
     wall_s: dict[str, list[float]]
     cpu_s: dict[str, list[float]]
+    peak_bytes: dict[str, int]
 
 
 def measure(
     steps: dict[str, Step],
     rounds: int,
     *,
+    device: str = "cpu",
     after_round: Step = lambda: None,
     cpu_clock: Callable[[], float] = time.process_time,
 ) -> Times:
@@ -242,11 +166,11 @@ def measure(
         after_round: runs untimed.
         cpu_clock: CPU seconds so far of all processes that a step may use.
     """
-    times = Times({name: [] for name in steps}, {name: [] for name in steps})
+    times = Times({name: [] for name in steps}, {name: [] for name in steps}, {})
     for number in range(rounds + 1):
         for name, step in steps.items():
             cpu_before, before = cpu_clock(), time.perf_counter()
-            step()
+            times.peak_bytes[name] = peak_allocated(device, step)
             wall_s, cpu_s = time.perf_counter() - before, cpu_clock() - cpu_before
             if number:
                 times.wall_s[name].append(wall_s)
@@ -280,15 +204,24 @@ ENGINES: dict[str, type[FSDPEngine]] = {
 }
 
 
-def measure_one_rank(workload: Workload, folder: Path, sides: Sequence[str], rounds: int) -> Times:
-    config = actor_config(workload, folder)
+def measure_one_rank(
+    workload: Workload, folder: Path, sides: Sequence[str], rounds: int, device: str = "cpu"
+) -> Times:
+    config = actor_config(workload, folder, device)
     rows = make_rows(workload)
     in_minibatch_order = [row for part in minibatches_of_rank(rows, 0, 1) for row in part]
     with controller_side(config, rows.take(in_minibatch_order), folder / "run") as controller:
-        steps = {"controller": controller.step, "handwritten": handwritten_step(workload, folder)}
+        by_hand = HandwrittenLoop(workload, folder, device, getattr(torch, config.dtype))
+        steps: dict[str, Step] = {"controller": controller.step, "handwritten": by_hand.step}
         for side in sides:
             steps[side] = engine_step(ENGINES[side](config), workload)
-        return measure(steps, rounds, after_round=controller.publish, cpu_clock=controller.cpu_s)
+        return measure(
+            steps,
+            rounds,
+            device=device,
+            after_round=controller.publish,
+            cpu_clock=controller.cpu_s,
+        )
 
 
 def measure_two_ranks(workload: Workload, folder: Path, sides: Sequence[str], rounds: int) -> Times:
@@ -332,56 +265,101 @@ def run_rank(
         engine.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    hf_logging.disable_progress_bar()
-    few, many = (1, 2) if arguments.quick else (9, 27)  # steps of the small model are short
-    sides = ("dynamic", "fixed", "fixed_lucky", "padded")[: 2 if arguments.quick else 4]
-    wide, letters, prompts = workloads(quick=arguments.quick)
-    metrics: dict[str, tuple[float, str]] = {}
-    cases = [
-        ("", wide, 1, few, sides),
-        ("letter_sort_", letters, 1, many, sides),
-        ("two_ranks_", wide, 2, few, sides),
-        ("long_prompts_", prompts, 1, few, ("dynamic", "all_tokens")),
-    ]
-    for prefix, workload, num_ranks, rounds, sides in cases[: 2 if arguments.quick else 4]:
+@dataclass(frozen=True)
+class Case:
+    """A table: one workload, and the sides that are compared on it."""
+
+    prefix: str
+    workload: Workload
+    num_ranks: int
+    rounds: int
+    sides: Sequence[str]
+    device: str = "cpu"
+
+    def measure(self) -> Times:
         with tempfile.TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
-            save_model(workload, Path(name))
-            measure_ranks = measure_one_rank if num_ranks == 1 else measure_two_ranks
-            times = measure_ranks(workload, Path(name), sides, rounds)
-        seconds = times.wall_s
-        if num_ranks == 1:
+            folder = Path(name)
+            self.workload.save_model(folder)
+            if self.num_ranks == 2:
+                return measure_two_ranks(self.workload, folder, self.sides, self.rounds)
+            return measure_one_rank(self.workload, folder, self.sides, self.rounds, self.device)
+
+    def metrics(self, times: Times) -> report.Metrics:
+        metrics: dict[str, tuple[float, str]] = {}
+        if self.num_ranks == 1:
             for name, ours, clock in (
                 ("step_vs_handwritten", "controller", times.wall_s),
                 ("step_vs_handwritten_cpu", "controller", times.cpu_s),
                 ("engine_step_vs_handwritten", "dynamic", times.wall_s),
             ):
-                metrics[prefix + name] = (ratio(clock, ours, "handwritten"), "x")
-        for side in sides[1:]:
-            metrics[f"{prefix}dynamic_over_{side}"] = (ratio(seconds, "dynamic", side), "x")
-        speed = {side: workload.num_tokens / statistics.median(s) for side, s in seconds.items()}
-        metrics[f"{prefix}tokens_per_s"] = (speed["dynamic"], "tokens/s")
+                metrics[name] = (ratio(clock, ours, "handwritten"), "x")
+        for side in self.sides[1:]:
+            metrics[f"dynamic_over_{side}"] = (ratio(times.wall_s, "dynamic", side), "x")
+        seconds = statistics.median(times.wall_s["dynamic"])
+        metrics["tokens_per_s"] = (self.workload.num_tokens / seconds, "tokens/s")
+        if self.device == "cuda":
+            flops, sheet = self.workload.model_flops(), peak_bf16_flops("cuda")
+            reached = matmul_flops("cuda", torch.bfloat16)
+            for side, values in times.wall_s.items():
+                rate = flops / statistics.median(values)
+                metrics[f"{side}_share_of_matmul"] = (rate / reached, "share")
+                if sheet:
+                    metrics[f"{side}_share_of_peak"] = (rate / sheet, "share")
+                metrics[f"{side}_step_peak_bytes"] = (times.peak_bytes[side], "B")
+        return {self.prefix + name: entry for name, entry in metrics.items()}
+
+    def show(self, times: Times) -> None:
+        seconds, num_tokens = times.wall_s, self.workload.num_tokens
         report.print_table(
-            f"Training step, {workload.name}, {num_ranks} rank{'s' * (num_ranks > 1)}",
+            f"Training step, {self.workload.name}, {self.num_ranks} "
+            f"rank{'s' * (self.num_ranks > 1)}",
             {
-                "rows": len(workload.lengths),
-                "tokens": workload.num_tokens,
-                "longest": max(workload.lengths),
+                "rows": len(self.workload.lengths),
+                "tokens": num_tokens,
+                "longest": max(self.workload.lengths),
                 "minibatches": NUM_MINIBATCHES,
-                "micro-batch budget": workload.max_tokens,
-                "rounds": rounds,
-                "threads a rank": 1,
+                "micro-batch budget": self.workload.max_tokens,
+                "rounds": self.rounds,
+                "device": "one thread a rank" if self.device == "cpu" else self.device,
             },
             ["side", "tokens/s", "s a step", "dynamic over it"],
             [
-                [side, speed[side], statistics.median(s), ratio(seconds, "dynamic", side)]
-                for side, s in seconds.items()
+                [side, num_tokens / median, median, ratio(seconds, "dynamic", side)]
+                for side, median in ((s, statistics.median(v)) for s, v in seconds.items())
             ],
         )
+
+
+def cases_of(device: str, *, quick: bool) -> list[Case]:
+    if device == "cuda":
+        rounds = 3 if quick else 7
+        return [Case("gpu_", gpu_workload(quick=quick), 1, rounds, ("dynamic",), "cuda")]
+    few, many = (1, 2) if quick else (9, 27)  # steps of the small model are short
+    sides = ("dynamic", "fixed", "fixed_lucky", "padded")[: 2 if quick else 4]
+    wide, letters, prompts = workloads(quick=quick)
+    cases = [
+        Case("", wide, 1, few, sides),
+        Case("letter_sort_", letters, 1, many, sides),
+        Case("two_ranks_", wide, 2, few, sides),
+        Case("long_prompts_", prompts, 1, few, ("dynamic", "all_tokens")),
+    ]
+    return cases[:2] if quick else cases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser)
+    report.add_device(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    metrics: dict[str, tuple[float, str]] = {}
+    for case in cases_of(arguments.device, quick=arguments.quick):
+        times = case.measure()
+        case.show(times)
+        metrics |= case.metrics(times)
+    if arguments.device == "cuda":
+        report.print_metrics("Metrics", {"device": "cuda"}, metrics)
     report.write(metrics, arguments.json)
 
 

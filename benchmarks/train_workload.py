@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from qwen2_models import SHAPES, Shape, build
 
 from areal_sc.algorithms.packing import pack_micro_batches
 from areal_sc.transport.packed_rows import PackedRows
 
 NUM_MINIBATCHES = 2
+LEARNING_RATE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,7 @@ class Workload:
     """
 
     name: str
-    hidden: int
-    num_layers: int
-    feed_forward: int
-    vocabulary: int
+    shape: Shape
     max_tokens: int
     lengths: tuple[int, ...]
     prompt_tokens: int = 0
@@ -36,49 +34,62 @@ class Workload:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
+    def prompt_of(self, length: int) -> int:
+        return self.prompt_tokens or max(1, length // 4)
+
+    def save_model(self, folder: Path) -> None:
+        build(self.shape).save_pretrained(folder)
+
+    def model_flops(self) -> float:
+        """Of one step: log-probabilities forward, the updates forward and backward.
+
+        A token takes 2 N forward and 4 N backward, N parameters of the layers; so does the output
+        layer for trained tokens. A row of L tokens takes 2 L^2 * hidden a layer for causal
+        attention forward, twice that backward. What is computed twice does not count.
+        """
+        shape = self.shape
+        output = shape.hidden * shape.vocabulary
+        layers = sum(p.numel() for p in build(shape, device="meta").parameters()) - output
+        num_trained = sum(length - self.prompt_of(length) for length in self.lengths)
+        pairs = sum(length**2 for length in self.lengths)
+        forward = 2 * (layers * self.num_tokens + output * num_trained)
+        return 4.0 * (forward + 2 * pairs * shape.hidden * shape.layers)
+
+
+def lognormal_lengths(
+    count: int, median: float, sigma: float, low: int, high: int
+) -> tuple[int, ...]:
+    generator = random.Random(0)
+    drawn = (int(median * generator.lognormvariate(0, sigma)) for _ in range(count))
+    return tuple(min(high, max(low, length)) for length in drawn)
+
 
 def workloads(*, quick: bool) -> list[Workload]:
-    def lengths(count: int, median: float, sigma: float, low: int, high: int) -> tuple[int, ...]:
-        generator = random.Random(0)
-        drawn = (int(median * generator.lognormvariate(0, sigma)) for _ in range(count))
-        return tuple(min(high, max(low, length)) for length in drawn)
-
-    rows = lengths(16 if quick else 96, 150.0, 1.0, 16, 3000)
-    letters = tuple(2 * n + 2 for n in lengths(64 if quick else 256, 7.0, 0.6, 2, 26))
+    """Those of a CPU: heavy-tailed lengths, the quickstart's model, and long prompts."""
+    rows = lognormal_lengths(16 if quick else 96, 150.0, 1.0, 16, 3000)
+    letters = lognormal_lengths(64 if quick else 256, 7.0, 0.6, 2, 26)
+    letters = tuple(2 * n + 2 for n in letters)
     return [
-        Workload("hidden 256", 256, 4, 704, 2048, 6144, rows),
-        Workload("letter-sort", 96, 3, 256, 30, 4096, letters),
+        Workload("hidden 256", Shape(256, 704, 4, 4, 2, 2048), 6144, rows),
+        Workload("letter-sort", Shape(96, 256, 3, 4, 2, 30), 4096, letters),
         # the vocabulary of Qwen2
-        Workload("prompt 448, answer 64", 256, 4, 704, 151_936, 2048, (512,) * 8, 448),
+        Workload("prompt 448, answer 64", Shape(256, 704, 4, 4, 2, 151_936), 2048, (512,) * 8, 448),
     ]
 
 
-def save_model(workload: Workload, folder: Path) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=workload.vocabulary,
-        hidden_size=workload.hidden,
-        num_hidden_layers=workload.num_layers,
-        intermediate_size=workload.feed_forward,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+def gpu_workload(*, quick: bool) -> Workload:
+    """Half a billion parameters, rows as of answers to school mathematics."""
+    rows = lognormal_lengths(64 if quick else 128, 400.0, 0.6, 16, 2048)
+    return Workload("Qwen2.5-0.5B", SHAPES["0.5b"], 8192, rows)
 
 
 def make_rows(workload: Workload) -> PackedRows:
     """Random tokens."""
     generator = torch.Generator().manual_seed(0)
-    masks = [
-        torch.arange(length) >= (workload.prompt_tokens or max(1, length // 4))
-        for length in workload.lengths
-    ]
-    tokens = torch.randint(workload.vocabulary, (workload.num_tokens,), generator=generator)
-    likelihood = -torch.tensor(float(workload.vocabulary)).log()
+    masks = [torch.arange(length) >= workload.prompt_of(length) for length in workload.lengths]
+    vocabulary = workload.shape.vocabulary
+    tokens = torch.randint(vocabulary, (workload.num_tokens,), generator=generator)
+    likelihood = -torch.tensor(float(vocabulary)).log()
     noise = 0.05 * torch.randn(workload.num_tokens, generator=generator)
     return PackedRows(
         {

@@ -36,19 +36,17 @@ import asyncio
 import json
 import math
 import os
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import planes_ours
-import qwen2_folders
+import qwen2_models
 import report
 import sglang_side
 import torch
@@ -330,7 +328,7 @@ async def measure_size(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-sc-model-")))
         model_folder = folder / "model"
         dtype = getattr(torch, settings.dtype)
-        qwen2_folders.write_folder(model_folder, size, dtype, MAX_CONTEXT_TOKENS)
+        qwen2_models.write_folder(model_folder, qwen2_models.SHAPES[size], dtype)
         trainers = await stack.enter_async_context(
             started_trainers(run_folder, model_folder, settings)
         )
@@ -447,7 +445,6 @@ def print_tables(results: dict[tuple[str, int, str], Measured], settings: Settin
         (*cell, "model", "private", "shared", "both", "both, in models"),
         memory,
     )
-    sys.stdout.flush()
 
 
 def metrics_of(results: dict[tuple[str, int, str], Measured], bucket_bytes: int) -> report.Metrics:
@@ -478,16 +475,11 @@ def _ms(found: Measured, value: Callable[[Update], float]) -> float:
     return found.median(value) * 1000
 
 
-def _end(*_: Any) -> NoReturn:
-    """SIGTERM unwinds as Ctrl-C does."""
-    sys.exit(143)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
     sglang_side.add_arguments(parser)
-    parser.add_argument("--sizes", nargs="+", choices=tuple(qwen2_folders.SHAPES))
+    parser.add_argument("--sizes", nargs="+", choices=tuple(qwen2_models.SHAPES))
     parser.add_argument(
         "--servers",
         nargs="+",
@@ -497,10 +489,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="timed updates a method (default 7, quick 1)")
     parser.add_argument("--streams", type=int, default=2, help="answers a server (default 2)")
     parser.add_argument("--bucket-mib", type=int, default=256, help="default 256")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    report.add_device(parser)
     arguments = parser.parse_args()
     sglang_side.check_python(parser, arguments.sglang_python)
-    signal.signal(signal.SIGTERM, _end)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     settings = Settings(
@@ -522,12 +513,11 @@ def main() -> None:
             print_tables(of_size, settings)
             results |= of_size
     metrics = metrics_of(results, settings.bucket_bytes)
-    report.print_table(
-        "Metrics",
-        {"ratios": "medians over the rounds", "load of the machine beforehand": f"{load:.1f}"},
-        ["metric", "value", "unit"],
-        [[name, value, unit] for name, (value, unit) in metrics.items()],
-    )
+    settings_shown = {
+        "ratios": "medians over the rounds",
+        "load of the machine beforehand": f"{load:.1f}",
+    }
+    report.print_metrics("Metrics", settings_shown, metrics)
     report.write(metrics, arguments.json)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +24,10 @@ PROMISED = {
     "async_speedup": {"async_over_sync", "async_floor_s_per_step", "sync_wait_share"},
     "engines": {"local_over_sglang", "1m_mixed_sglang_tokens_per_s"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
-    "gpu": {"train_status", "generate_status", "publish_status", "letter_sort_status"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
     "many_workers": {"loop_lag_p99_ms", "choose_us", "step_s"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
+    "publication": {"pull_held_s", "disk_total_s"},
     "soak": {"store_growth", "resident_growth"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
@@ -59,8 +61,7 @@ def test_a_quick_benchmark_runs_and_its_numbers_are_finite(name: str, tmp_path: 
     if name in NEED_SGLANG and not SGLANG.is_file():
         pytest.skip(f"no SGLang at {SGLANG}: tests/sglang_server/install.sh installs it")
     result = tmp_path / "result.json"
-    device = ("--device", "cpu") if name == "gpu" else ()
-    done = run_benchmark(name, "--quick", "--json", str(result), *device)
+    done = run_benchmark(name, "--quick", "--json", str(result))
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     metrics = json.loads(result.read_text())
     assert PROMISED[name] <= set(metrics), sorted(metrics)
@@ -74,9 +75,33 @@ def test_a_quick_benchmark_runs_and_its_numbers_are_finite(name: str, tmp_path: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_gpu_is_named() -> None:
-    done = run_benchmark("gpu", "--quick", "--device", "cuda")
+    done = run_benchmark("generate_throughput", "--quick", "--device", "cuda")
     assert done.returncode == 2
-    assert "--device cuda: torch finds no CUDA device here" in done.stderr
+    assert "argument --device: torch finds no CUDA device here" in done.stderr
+
+
+def test_what_is_measured_on_a_gpu_is_measured_by_benchmarks_with_a_device(tmp_path: Path) -> None:
+    named = run_gpu_script(tmp_path / "named", python="echo")
+    assert named.returncode == 0, named.stdout
+    commands = re.findall(r"^benchmarks/(\w+)\.py --device cuda .*--quick", named.stdout, re.M)
+    assert set(commands) == {
+        path.stem
+        for path in BENCHMARKS.glob("*.py")
+        if "report.add_device(parser)" in path.read_text()
+    }
+    assert "examples/letter_sort.py --config configs/letter_sort_gpu.yaml" in named.stdout
+    failed = run_gpu_script(tmp_path / "failed", python="false")
+    assert failed.returncode == 1 + len(commands)
+
+
+def run_gpu_script(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(BENCHMARKS / "gpu.sh"), str(folder), "--quick"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "PYTHON": python, "SGLANG_PYTHON": "any"},
+    )
 
 
 def test_a_missing_sglang_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Model folders of Qwen2's architecture with random weights, in sizes by name."""
+"""Models of Qwen2's architecture with random weights, in memory or as folders, in sizes by name."""
 
 from __future__ import annotations
 
@@ -37,14 +37,10 @@ NUM_WORDS = 512
 _END = "<end>"
 
 
-def write_folder(folder: Path, size: str, dtype: torch.dtype, max_context_tokens: int) -> int:
-    """Writes model and tokenizer; completions end by length alone. Returns the parameters' number.
-
-    Args:
-        size: a name of `SHAPES`.
-    """
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    shape = SHAPES[size]
+def build(
+    shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Qwen2ForCausalLM:
+    """The model, for evaluation; the same weights each time."""
     config = Qwen2Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -52,17 +48,27 @@ def write_folder(folder: Path, size: str, dtype: torch.dtype, max_context_tokens
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=2 * max_context_tokens,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         dtype=dtype,
     )
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).to(dtype)
-    model.save_pretrained(folder)
-    vocabulary = {f"t{i}": i for i in range(NUM_WORDS)}
-    vocabulary[_END] = shape.vocabulary  # the model cannot sample it
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=_END).save_pretrained(folder)
-    return model.num_parameters()
+    with torch.device(device):
+        return Qwen2ForCausalLM(config).to(dtype).eval()
+
+
+def build_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
+    """Words are token ids; the model cannot sample the end, so completions end by length alone."""
+    vocabulary = {f"t{i}": i for i in range(min(NUM_WORDS, shape.vocabulary))}
+    vocabulary[_END] = shape.vocabulary
+    words = models.WordLevel(vocabulary, unk_token="t0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token=_END)
+
+
+def write_folder(folder: Path, shape: Shape, dtype: torch.dtype) -> None:
+    """Writes model and tokenizer as a Hugging Face folder."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    build(shape, dtype).save_pretrained(folder)
+    build_tokenizer(shape).save_pretrained(folder)

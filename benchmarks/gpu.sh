@@ -1,0 +1,47 @@
+#!/bin/sh
+# Everything that is measured on a GPU, one after the other; each has a time limit of its own.
+#
+#     benchmarks/gpu.sh FOLDER [--quick]
+#
+# FOLDER gets the output and the JSON of each, and the run folder of the main job. What needs SGLang
+# is left out without SGLANG_PYTHON, the interpreter of an environment that has it. PYTHON is the
+# interpreter of areal_sc (default: .venv/bin/python). The exit code is the number of failures.
+set -u
+folder=${1:?usage: benchmarks/gpu.sh FOLDER [--quick]}
+quick=${2:-}
+cd "$(dirname "$0")/.." || exit
+python=${PYTHON:-.venv/bin/python}
+mkdir -p "$folder"
+failures=0
+
+# measure NAME SECONDS COMMAND...
+measure() {
+    name=$1 limit_s=$2
+    shift 2
+    echo "== $name: at most $limit_s s"
+    timeout --signal=INT --kill-after=60 "$limit_s" "$@" >"$folder/$name.txt" 2>&1
+    status=$?
+    cat "$folder/$name.txt"
+    if [ $status -ne 0 ]; then
+        echo "== $name: exit code $status"
+        failures=$((failures + 1))
+    fi
+}
+
+benchmark() {
+    name=$1 limit_s=$2
+    shift 2
+    measure "$name" "$limit_s" "$python" "benchmarks/$name.py" --device cuda \
+        --json "$folder/$name.json" $quick "$@"
+}
+
+benchmark train_throughput 400
+benchmark generate_throughput 300
+benchmark publication 300
+measure letter_sort 900 "$python" examples/letter_sort.py --config configs/letter_sort_gpu.yaml \
+    "run_dir=$folder/letter_sort" --overwrite
+if [ -n "${SGLANG_PYTHON:-}" ]; then
+    benchmark engines 600 --slots 64 --sglang-python "$SGLANG_PYTHON"
+    benchmark weight_update 600 --sizes 0.5b --servers 1 --sglang-python "$SGLANG_PYTHON"
+fi
+exit $failures
