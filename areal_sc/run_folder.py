@@ -24,7 +24,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from types import TracebackType
 from typing import Any
 
 from areal_sc.config.differences import check_resumable
-from areal_sc.durable import write_atomic
+from areal_sc.durable import remove, write_atomic
 from areal_sc.errors import RunFolderError
 from areal_sc.file_lock import HeldLock, take_lock
 
@@ -386,12 +385,8 @@ class RunFolder:
     def _empty(self) -> None:
         """Deletes all but lock and count. The marker goes last, so that a crash leaves it."""
         for entry in self._entries():
-            if entry.name == _MARKER:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            if entry.name != _MARKER:
+                remove(entry)
         (self.path / _MARKER).unlink()
 
     def _set_aside(self) -> None:
