@@ -13,37 +13,6 @@ Bound = Literal["generation", "training", "synchronisation"]
 MAX_WAITING_SHARE = 0.2
 """Share of a step that the trainer may wait for its batch before generation counts as the bound."""
 
-PLANE_COUNTERS = (
-    "store_bytes",
-    "store_shards",
-    "swept_shards",
-    "swept_bytes",
-    "pulled_bytes",
-    "mapped_bytes",
-    "local_bytes",
-    "served_bytes",
-    "bulk_refused",
-    "control_refused",
-)
-"""What each worker tells of its data plane; `areal_sc.transport.plane` says what they mean."""
-
-UPDATE_COUNTERS = (
-    "update_open_s",
-    "update_drain_s",
-    "update_pause_s",
-    "update_load_s",
-    "update_resume_s",
-    "update_stall_s",
-    "update_bytes",
-    "updated_servers",
-    "failed_servers",
-    "lost_servers",
-    "server_restarts",
-)
-"""Where a generation engine's time for weight updates went; an engine that has no such phase, or
-no servers, leaves it out. `areal_sc.engines.sglang.updates` says what they mean."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """One training step.
@@ -54,7 +23,6 @@ class StepMetrics:
     Attributes:
         step: number of training steps done, this one included.
         reward: mean over rows.
-        accuracy: mean over the rows whose workflow reports the metric `accuracy`; None without any.
         num_rows: rows trained on.
         num_rejected_groups: groups rejected since the step before.
         num_generated_tokens: tokens sampled since the step before, by all rollout workers.
@@ -67,8 +35,9 @@ class StepMetrics:
         train_s: proximal log-probabilities, advantages and updates.
         sync_s: publication of the weights.
         controller_bytes: bytes on the controllers' sockets since the step before.
+        workflow: means of the metrics that the workflow reports with its rows.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
-        counters: `PLANE_COUNTERS`, summed over all workers.
+        counters: all that workers and publication count, summed over workers; since their start.
     """
 
     step: int
@@ -84,14 +53,19 @@ class StepMetrics:
     wait_s: float
     train_s: float
     sync_s: float
-    accuracy: float | None = None
     num_rejected_groups: int = 0
     num_masked_tokens: int = 0
     num_wasted_tokens: int = 0
     mean_sequence_length: float = 0.0
     controller_bytes: int = 0
+    workflow: Mapping[str, float] = field(default_factory=dict)
     train: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The workflow's metric of that name; None where it reports none."""
+        return self.workflow.get("accuracy")
 
     @property
     def masked_share(self) -> float:
@@ -125,14 +99,9 @@ class StepMetrics:
         return "synchronisation" if self.sync_s > self.train_s else "training"
 
     def to_record(self) -> dict[str, Any]:
-        """The fields and what follows from them; `from_record` is its inverse."""
-        return asdict(self) | {
-            "masked_share": self.masked_share,
-            "wasted_share": self.wasted_share,
-            "generated_tokens_per_s": self.generated_tokens_per_s,
-            "trained_tokens_per_s": self.trained_tokens_per_s,
-            "bound": self.bound,
-        }
+        """The fields, and every property that follows from them; `from_record` is its inverse."""
+        names = (name for name, value in vars(type(self)).items() if isinstance(value, property))
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
@@ -146,11 +115,11 @@ class EvaluationResult:
     Attributes:
         name: `before`, `after`, `greedy`, or `periodic`.
         step: training steps done when it began.
-        accuracy: mean of the metric `accuracy` over answers; None where the workflow has none.
         reward: mean over answers.
         version_min: oldest policy version that sampled a token of it.
         version_max: newest one; the same as `version_min` where no publication fell into it.
         temperature: 0 is greedy.
+        workflow: means of the metrics that the workflow reports with its answers.
     """
 
     name: str
@@ -160,10 +129,15 @@ class EvaluationResult:
     version_min: int
     version_max: int
     temperature: float
-    accuracy: float | None = None
+    workflow: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The workflow's metric of that name; None where it reports none."""
+        return self.workflow.get("accuracy")
 
     def to_record(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"accuracy": self.accuracy}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
@@ -283,6 +257,8 @@ def _field_values(
         if item.name in record:
             value = record[item.name]
             values[item.name] = math.nan if value is None and item.type == "float" else value
+    if "workflow" not in values and record.get("accuracy") is not None:  # an earlier areal_sc
+        values["workflow"] = {"accuracy": record["accuracy"]}
     return values
 
 
