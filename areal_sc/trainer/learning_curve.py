@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
-from areal_sc.trainer.metrics_log import read_metrics, surviving_evaluations, surviving_steps
+from areal_sc.trainer.metrics_log import History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,20 +26,18 @@ _TOKEN_COLOR = "#c2601f"
 _GROUP_COLOR = "#6b5b95"
 
 
-def plot_learning_curve(metrics_path: Path, png_path: Path) -> None:
-    """Draws a metrics file: accuracy and reward a step, evaluations, and staleness below.
+def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
+    """Draws a run: accuracy and reward a step, evaluations, and staleness below.
 
     Accuracy and reward share a panel where they are the same.
 
-    Raises: RunFolderError: the metrics file cannot be read, or the picture not be written.
+    Raises: RunFolderError: the picture cannot be written.
     """
     # figure and canvas are made directly: no pyplot, no global state, no screen needed
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics_path)
-    steps = surviving_steps(records)
-    evaluations = surviving_evaluations(records)
+    steps, evaluations = history.steps, history.evaluations
     accuracies = [math.nan if step.accuracy is None else step.accuracy for step in steps]
     rewards = [step.reward for step in steps]
     evaluated_accuracies = [result.accuracy for result in evaluations]
@@ -75,7 +73,7 @@ def plot_learning_curve(metrics_path: Path, png_path: Path) -> None:
             )
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     panels[-1].set_xlabel("training step")
-    figure.suptitle(metrics_path.absolute().parent.name, x=0.02, ha="left", fontweight="bold")
+    figure.suptitle(title, x=0.02, ha="left", fontweight="bold")
     try:
         canvas.print_figure(png_path, format="png")
     except OSError as error:
@@ -150,23 +148,12 @@ def _draw_staleness(axes: Axes, steps: Sequence[StepMetrics]) -> None:
         return
     numbers = [step.step for step in steps]
     marker = "." if len(steps) <= _FEW_STEPS else ""
-    for name, color, means, maxima in (
-        (
-            "groups",
-            _GROUP_COLOR,
-            [step.group_staleness_mean for step in steps],
-            [step.group_staleness_max for step in steps],
-        ),
-        (
-            "tokens",
-            _TOKEN_COLOR,
-            [step.token_staleness_mean for step in steps],
-            [step.token_staleness_max for step in steps],
-        ),
-    ):
+    for name, color in (("group", _GROUP_COLOR), ("token", _TOKEN_COLOR)):
+        means = [getattr(step, f"{name}_staleness_mean") for step in steps]
+        maxima = [getattr(step, f"{name}_staleness_max") for step in steps]
         axes.fill_between(numbers, means, maxima, color=color, alpha=0.18, linewidth=0)
         axes.plot(numbers, maxima, color=color, alpha=0.5, linewidth=0.8)
         axes.plot(
-            numbers, means, color=color, marker=marker, label=f"{name}: mean, shaded to maximum"
+            numbers, means, color=color, marker=marker, label=f"{name}s: mean, shaded to maximum"
         )
     axes.set_ylim(bottom=0)

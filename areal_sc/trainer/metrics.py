@@ -13,6 +13,7 @@ Bound = Literal["generation", "training", "synchronisation"]
 MAX_WAITING_SHARE = 0.2
 """Share of a step that the trainer may wait for its batch before generation counts as the bound."""
 
+
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """One training step.
@@ -66,6 +67,12 @@ class StepMetrics:
     def accuracy(self) -> float | None:
         """The workflow's metric of that name; None where it reports none."""
         return self.workflow.get("accuracy")
+
+    def value(self, name: str) -> Any:
+        """A field, a property, or what engine or workflow report under that name; else None."""
+        if hasattr(self, name):
+            return getattr(self, name)
+        return self.train.get(name, self.workflow.get(name))
 
     @property
     def masked_share(self) -> float:

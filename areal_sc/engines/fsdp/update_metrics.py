@@ -10,6 +10,7 @@ import torch
 from areal_sc.algorithms.losses import Metric, Metrics
 from areal_sc.engines.fsdp.process_group import ProcessGroup
 
+
 @dataclass
 class UpdateMetrics:
     """Collects over the updates of one call.
