@@ -39,5 +39,6 @@ def make_display(
     if console is None:
         # given explicitly, because FORCE_COLOR would make rich take a pipe for a terminal
         console = Console(force_terminal=sys.stdout.isatty())
-    is_live = console.is_terminal and not console.is_dumb_terminal
-    return (LiveDisplay if is_live else PlainDisplay)(console, run_dir, total_steps)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveDisplay(console, run_dir, total_steps)
+    return PlainDisplay(console, run_dir, total_steps)

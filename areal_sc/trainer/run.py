@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -89,9 +89,10 @@ class Run:
                 logger.warning("%s", warning)
             self.scheduler = make_scheduler(self.config.scheduler, self.folder)
             stack.callback(self.scheduler.close)
-            self.display = stack.enter_context(
-                make_display(run_dir=self.folder.path, total_steps=self.config.total_steps)
+            self.display = make_display(
+                run_dir=self.folder.path, total_steps=self.config.total_steps
             )
+            stack.callback(self.display.close)
             self.log = stack.enter_context(MetricsLog(self.folder.metrics_path))
             if self._opening is Opening.restart:
                 self.display.warning(
@@ -171,7 +172,9 @@ class Run:
         self.display.note(f"resumed after step {step}")
         self.log.event("resumed", step=step)
 
-    def _steps(self, actor: TrainController, rollout: RolloutController) -> Iterator[Step]:
+    def _steps(
+        self, actor: TrainController, rollout: RolloutController
+    ) -> Generator[Step, None, None]:
         total, totals = self.config.total_steps, Totals.of(actor, rollout)
         with self.display.phase("training", total, "steps") as phase:
             phase.advance(actor.version)
