@@ -1,12 +1,11 @@
 """What a run shows while it works: a live display on a terminal, plain lines elsewhere.
 
-Both are trackers with the same further methods. Used as a context manager, so that the terminal is
-itself again however the run ends.
+Both are trackers with the same further methods.
 
     phase      a context: shows progress while it is open; phases may be nested
     note       something worth knowing
     warning    something is worse than it should be; the run goes on
-    close      ends the display; a second call does nothing
+    close      gives the terminal back; a second call does nothing
 """
 
 from __future__ import annotations

@@ -109,36 +109,40 @@ def _draw_evaluations(
     axes: Axes, evaluations: Sequence[EvaluationResult], values: Sequence[float | None]
 ) -> None:
     """Points with their values; each kind of sampling is one entry of the legend."""
-    labelled: set[str] = set()
-    for result, value in zip(evaluations, values, strict=True):
-        if value is None or not math.isfinite(value):
-            continue
-        is_greedy = result.temperature == 0
-        label = "held out, greedy" if is_greedy else "held out, sampled"
-        axes.plot(
-            [result.step],
-            [value],
-            linestyle="none",
-            marker="*" if is_greedy else "o",
-            markersize=13 if is_greedy else 7,
-            color="black",
-            markerfacecolor="gold" if is_greedy else "white",
-            zorder=4 if is_greedy else 5,
-            clip_on=False,
-            label="_" + label if label in labelled else label,
-        )
-        labelled.add(label)
-        axes.annotate(
-            f"{value:.3f}",
-            (result.step, value),
-            textcoords="offset points",
-            xytext=(0, 8 if is_greedy else -16),
-            ha="center",
-            fontsize=9,
-            zorder=6,
-            annotation_clip=False,
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.7, "linewidth": 0},
-        )
+    known = [
+        (result.temperature == 0, result.step, value)
+        for result, value in zip(evaluations, values, strict=True)
+        if value is not None and math.isfinite(value)
+    ]
+    for is_greedy, label, marker, size, face, below in (
+        (True, "held out, greedy", "*", 13, "gold", 8),
+        (False, "held out, sampled", "o", 7, "white", -16),
+    ):
+        points = [(step, value) for greedy, step, value in known if greedy == is_greedy]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                linestyle="none",
+                marker=marker,
+                markersize=size,
+                color="black",
+                markerfacecolor=face,
+                zorder=5,
+                clip_on=False,
+                label=label,
+            )
+        for step, value in points:
+            axes.annotate(
+                f"{value:.3f}",
+                (step, value),
+                textcoords="offset points",
+                xytext=(0, below),
+                ha="center",
+                fontsize=9,
+                zorder=6,
+                annotation_clip=False,
+                bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1},
+            )
 
 
 def _draw_staleness(axes: Axes, steps: Sequence[StepMetrics]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.trainer.plain_display import Phase
-from areal_sc.trainer.quantities import clock, percent, short_count, short_duration, short_number
+from areal_sc.trainer.quantities import percent, short_count, short_duration, short_number
 from areal_sc.trainer.step_table import StepTable
 from areal_sc.trainer.tracker import Tracker
 
@@ -158,12 +157,6 @@ class LiveDisplay(Tracker):
     def close(self) -> None:
         self._live.stop()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _print(self, line: Text) -> None:
         self._console.print(line, highlight=False)
 
@@ -171,12 +164,12 @@ class LiveDisplay(Tracker):
 def _progress(phase: Phase, now: float, *, is_wide: bool) -> str:
     """What stands beside the bar: count, time so far, and the rest at the speed so far."""
     elapsed_s = now - phase.started_at
-    texts = [clock(elapsed_s)]
+    texts = [short_duration(elapsed_s)]
     if phase.total or phase.done:
         texts.insert(0, phase.progress)
     if phase.total and phase.done and is_wide:
         remaining_s = elapsed_s / phase.done * max(phase.total - phase.done, 0)
-        texts.append(f"{clock(remaining_s)} left")
+        texts.append(f"{short_duration(remaining_s)} left")
     return "  ".join(texts)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
+
+STEP_PARTS = ("wait", "train", "sync")
+"""What the time of a step goes to."""
 
 Bound = Literal["generation", "training", "synchronisation"]
 
@@ -14,8 +18,31 @@ MAX_WAITING_SHARE = 0.2
 """Share of a step that the trainer may wait for its batch before generation counts as the bound."""
 
 
+class _Record:
+    """A line of the metrics file."""
+
+    __slots__ = ()
+
+    def to_record(self) -> dict[str, Any]:
+        """The fields, and every property that follows from them; `from_record` is its inverse."""
+        properties = inspect.getmembers(type(self), lambda member: isinstance(member, property))
+        return asdict(self) | {name: getattr(self, name) for name, _ in properties}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        """Null in a field of type float was not finite."""
+        values = {}
+        for item in fields(cls):  # type: ignore[arg-type]  # its subclasses are dataclasses
+            if item.name in record:
+                value = record[item.name]
+                values[item.name] = math.nan if value is None and item.type == "float" else value
+        if "workflow" not in values and record.get("accuracy") is not None:  # an earlier areal_sc
+            values["workflow"] = {"accuracy": record["accuracy"]}
+        return cls(**values)
+
+
 @dataclass(frozen=True, slots=True)
-class StepMetrics:
+class StepMetrics(_Record):
     """One training step.
 
     Staleness is in policy versions: of a group since its admission, of a token since it was
@@ -105,18 +132,9 @@ class StepMetrics:
             return "generation"
         return "synchronisation" if self.sync_s > self.train_s else "training"
 
-    def to_record(self) -> dict[str, Any]:
-        """The fields, and every property that follows from them; `from_record` is its inverse."""
-        names = (name for name, value in vars(type(self)).items() if isinstance(value, property))
-        return asdict(self) | {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**_field_values(cls, record))
-
 
 @dataclass(frozen=True, slots=True)
-class EvaluationResult:
+class EvaluationResult(_Record):
     """One evaluation on held-out prompts.
 
     Attributes:
@@ -142,13 +160,6 @@ class EvaluationResult:
     def accuracy(self) -> float | None:
         """The workflow's metric of that name; None where it reports none."""
         return self.workflow.get("accuracy")
-
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self) | {"accuracy": self.accuracy}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**_field_values(cls, record))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +201,9 @@ class Summary:
     train_share: float | None = None
     sync_share: float | None = None
 
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self)
-
     def to_json(self) -> str:
         """The content of `summary.json`: every field, null where it is None or not finite."""
-        return json.dumps(without_nonfinite(self.to_record()), indent=2, allow_nan=False) + "\n"
+        return json.dumps(without_nonfinite(asdict(self)), indent=2, allow_nan=False) + "\n"
 
 
 def summarize(
@@ -213,36 +221,36 @@ def summarize(
     Args:
         steps: every training step of the surviving history, once.
         evaluations: in the order in which they were made; the last one of a name counts.
-        num_rows_trained: by the ledger, as the next two; None adds up the steps' rows instead.
+        num_rows_trained: by the ledger, as the next two.
     """
-    accuracy = {result.name: result.accuracy for result in evaluations}
-    reward = {result.name: result.reward for result in evaluations}
-    measured: dict[str, Any] = {}
+
+    def total(name: str) -> float:
+        return sum(getattr(step, name) for step in steps)
+
+    named = {result.name: result for result in evaluations}
+    measured: dict[str, Any] = {
+        f"{metric}_{name}": getattr(named[name], metric)
+        for metric in ("accuracy", "reward")
+        for name in ("before", "after")
+        if name in named
+    }
+    if "greedy" in named:
+        measured["greedy_accuracy_after"] = named["greedy"].accuracy
     if steps:
-        time_s = sum(step.step_time_s for step in steps)
-        num_rows = sum(step.num_rows for step in steps)
-        measured = {
+        time_s, num_rows = total("step_time_s"), total("num_rows")
+        measured |= {
             "max_token_staleness_trained": max(step.token_staleness_max for step in steps),
             "max_group_staleness": max(step.group_staleness_max for step in steps),
-            "num_masked_tokens": sum(step.num_masked_tokens for step in steps),
-            "num_wasted_tokens": sum(step.num_wasted_tokens for step in steps),
-            "controller_bytes_per_row": _ratio(sum(s.controller_bytes for s in steps), num_rows),
-            "generated_tokens_per_s": _ratio(sum(s.num_generated_tokens for s in steps), time_s),
-            "trained_tokens_per_s": _ratio(sum(s.num_trained_tokens for s in steps), time_s),
-            "wait_share": _ratio(sum(step.wait_s for step in steps), time_s),
-            "train_share": _ratio(sum(step.train_s for step in steps), time_s),
-            "sync_share": _ratio(sum(step.sync_s for step in steps), time_s),
+            "num_masked_tokens": total("num_masked_tokens"),
+            "num_wasted_tokens": total("num_wasted_tokens"),
+            "controller_bytes_per_row": _ratio(total("controller_bytes"), num_rows),
+            "generated_tokens_per_s": _ratio(total("num_generated_tokens"), time_s),
+            "trained_tokens_per_s": _ratio(total("num_trained_tokens"), time_s),
+            **{f"{part}_share": _ratio(total(f"{part}_s"), time_s) for part in STEP_PARTS},
         }
-        if num_rows_trained is None:
-            num_rows_trained = num_rows
     return Summary(
         num_steps=len(steps),
         wall_time_s=wall_time_s,
-        accuracy_before=accuracy.get("before"),
-        accuracy_after=accuracy.get("after"),
-        greedy_accuracy_after=accuracy.get("greedy"),
-        reward_before=reward.get("before"),
-        reward_after=reward.get("after"),
         num_rows_trained=num_rows_trained,
         num_rows_trained_twice=num_rows_trained_twice,
         num_rows_rejected=num_rows_rejected,
@@ -253,20 +261,6 @@ def summarize(
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _field_values(
-    record_type: type[StepMetrics] | type[EvaluationResult], record: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Constructor arguments from a record; null in a field of type float was not finite."""
-    values = {}
-    for item in fields(record_type):
-        if item.name in record:
-            value = record[item.name]
-            values[item.name] = math.nan if value is None and item.type == "float" else value
-    if "workflow" not in values and record.get("accuracy") is not None:  # an earlier areal_sc
-        values["workflow"] = {"accuracy": record["accuracy"]}
-    return values
 
 
 def without_nonfinite(value: Any) -> Any:

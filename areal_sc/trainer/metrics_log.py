@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from areal_sc.errors import RunFolderError
@@ -48,17 +47,6 @@ class MetricsLog(Tracker):
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _append(self, kind: str, values: dict[str, Any]) -> None:
         record = {"kind": kind, "time": round(self._clock(), 3), **without_nonfinite(values)}

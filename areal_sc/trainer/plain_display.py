@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -137,12 +137,6 @@ class PlainDisplay(Tracker):
         """Writes one line; values that are None are left out."""
         self._console.file.write(f"{level} {_key_values(values, self._console.encoding)}\n")
         self._console.file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _key_values(values: Mapping[str, Any], encoding: str) -> str:

@@ -53,14 +53,6 @@ def short_duration(seconds: float | None) -> str:
     return f"{hours // 24}d{hours % 24:02d}h"
 
 
-def clock(seconds: float) -> str:
-    """Whole seconds as on a clock: 0:12, 12:03, 1:02:03."""
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d}"
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
 def percent(share: float) -> str:
     """A share as percentage: 0.4%, 6%, 100%; never 0% for a share above 0."""
     if 0 < share < 0.0995:

@@ -93,7 +93,8 @@ class Run:
                 run_dir=self.folder.path, total_steps=self.config.total_steps
             )
             stack.callback(self.display.close)
-            self.log = stack.enter_context(MetricsLog(self.folder.metrics_path))
+            self.log = MetricsLog(self.folder.metrics_path)
+            stack.callback(self.log.close)
             if self._opening is Opening.restart:
                 self.display.warning(
                     f"an earlier start in {self.folder.path} left no snapshot, so the run starts "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def run(tmp_path: Path, follower: Follower) -> Iterator[Run]:
     with RunFolder(config.run_dir) as run.folder:
         run.folder.open(config_text="seed: 0")
         run.display = make_display(Console(file=io.StringIO(), force_terminal=False))
-        with MetricsLog(run.folder.metrics_path) as run.log:
+        with closing(MetricsLog(run.folder.metrics_path)) as run.log:
             yield run
 
 

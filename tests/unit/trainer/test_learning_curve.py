@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def test_curve_and_evaluations_are_drawn(
 ) -> None:
     def draw(name: str, num_steps: int, final: float) -> Path:
         metrics = tmp_path / f"{name}.jsonl"
-        with MetricsLog(metrics) as log:
+        with closing(MetricsLog(metrics)) as log:
             log.on_evaluation(make_evaluation("before"))
             for step in range(1, num_steps + 1):
                 accuracy = 0.2 + (final - 0.2) * step / num_steps
@@ -59,7 +60,7 @@ def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
 ) -> None:
     def draw(name: str, *, went_back: bool) -> Path:
         metrics = tmp_path / f"{name}.jsonl"
-        with MetricsLog(metrics) as log:
+        with closing(MetricsLog(metrics)) as log:
             log.on_step(make_step(1))
             if went_back:
                 log.on_step(make_step(2, reward=9.0))
@@ -77,7 +78,7 @@ def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
 
 def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    with MetricsLog(metrics) as log:
+    with closing(MetricsLog(metrics)) as log:
         for step in range(1, 30):
             log.on_step(make_step(step, accuracy=step / 30, reward=step * 10.0))
     png = tmp_path / "learning_curve.png"
@@ -90,7 +91,7 @@ def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_short_runs_and_missing_values(tmp_path: Path, make_step: MakeStep, num_steps: int) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    with MetricsLog(metrics) as log:
+    with closing(MetricsLog(metrics)) as log:
         for step in range(1, num_steps + 1):
             log.on_step(make_step(step, accuracy=None, reward=math.nan if step == 2 else 1.0))
     png = tmp_path / "learning_curve.png"
@@ -100,7 +101,7 @@ def test_short_runs_and_missing_values(tmp_path: Path, make_step: MakeStep, num_
 
 def test_picture_that_cannot_be_written(tmp_path: Path, make_step: MakeStep) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    with MetricsLog(metrics) as log:
+    with closing(MetricsLog(metrics)) as log:
         log.on_step(make_step())
     with pytest.raises(RunFolderError, match=r"cannot write .*missing.curve\.png: No such file"):
         plot_learning_curve(History.read(metrics), "run", tmp_path / "missing" / "curve.png")

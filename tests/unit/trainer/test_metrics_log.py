@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_log_is_read_back(
     ticks = itertools.count(100.0, 0.5)
     steps = [make_step(1, train={"loss": 0.1, "lr": 4e-4}), make_step(2, accuracy=None)]
     evaluation = make_evaluation("after", step=2, version_min=1, version_max=2)
-    with MetricsLog(path, clock=lambda: next(ticks)) as log:
+    with closing(MetricsLog(path, clock=lambda: next(ticks))) as log:
         log.event("started", seed=7)
         log.on_step(steps[0])
         assert len(read_metrics(path)) == 2  # each line is there at once
@@ -50,14 +51,14 @@ def test_log_is_read_back(
 
 def test_truncated_last_line_is_left_out_and_cut_off(tmp_path: Path, make_step: MakeStep) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.on_step(make_step(1))
         log.on_step(make_step(2))
     whole = path.read_bytes()
     for length in range(whole.index(b"\n") + 1, len(whole)):
         path.write_bytes(whole[:length])
         assert [record["step"] for record in read_metrics(path)] == [1]
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.on_step(make_step(3))
     assert [record["step"] for record in read_metrics(path)] == [1, 3]
 
@@ -90,7 +91,7 @@ def test_full_disk_is_an_error_with_its_cause(make_step: MakeStep) -> None:
 
 def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: MakeStep) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.on_step(make_step(reward=math.nan, train={"loss": math.inf, "steps": [1.0, -math.inf]}))
 
     def refuse(constant: str) -> None:
@@ -108,7 +109,7 @@ def test_what_a_resumed_run_went_back_behind_is_left_out(
     tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.on_evaluation(make_evaluation("before", step=0))
         for step, reward in [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]:
             log.on_step(make_step(step, reward=reward))

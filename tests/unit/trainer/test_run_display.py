@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def visible_lines(text: str) -> list[str]:
 def show_everything(
     console: Console, run_dir: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
 ) -> None:
-    with make_display(console, run_dir=run_dir, total_steps=80) as display:
+    with closing(make_display(console, run_dir=run_dir, total_steps=80)) as display:
         with display.phase("start-up", 2, "workers") as phase:
             phase.update(
                 "waiting for rollout/0 to load the model of the warm start from its folder"
@@ -75,7 +76,12 @@ def show_everything(
             make_evaluation("greedy", accuracy=0.99, temperature=0.0),
         ]
         summary = summarize(
-            steps, evaluations, wall_time_s=101.0, num_rows_trained_twice=0, num_rows_rejected=8
+            steps,
+            evaluations,
+            wall_time_s=101.0,
+            num_rows_trained=7680,
+            num_rows_trained_twice=0,
+            num_rows_rejected=8,
         )
         display.on_finish(summary)
 
@@ -132,7 +138,10 @@ def test_an_interrupted_phase_says_how_far_it_came(
     console = live_console(80, monkeypatch) if is_terminal else plain_console()
 
     def interrupted_run() -> None:
-        with make_display(console) as display, display.phase("training", 80, "steps") as phase:
+        with (
+            closing(make_display(console)) as display,
+            display.phase("training", 80, "steps") as phase,
+        ):
             phase.advance(7)
             raise KeyboardInterrupt
 
@@ -208,7 +217,7 @@ def test_bars_show_count_time_and_status(monkeypatch: pytest.MonkeyPatch) -> Non
         now = 30.0
         display.note("x")
     lines = visible_lines(shown(console))
-    assert any(re.fullmatch(r"training ━\S* 20/80  0:30  1:30 left", line) for line in lines)
+    assert any(re.fullmatch(r"training ━\S* 20/80  30.0s  1m30s left", line) for line in lines)
     assert any(line.rstrip() == "training: saving a snapshot" for line in lines)
 
 
@@ -235,10 +244,11 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 SCRIPT = """
 from areal_sc.trainer.display import make_display
-with make_display() as display:
-    with display.phase("training", 2, "steps") as phase:
-        phase.advance()
-        display.warning("careful")
+display = make_display()
+with display.phase("training", 2, "steps") as phase:
+    phase.advance()
+    display.warning("careful")
+display.close()
 """
 
 
