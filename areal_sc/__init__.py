@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import SGLangEngine as SGLangEngine
     from areal_sc.engines.handles import make_generator as make_generator
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
+    from areal_sc.trainer.checkpoints import Checkpoints as Checkpoints
+    from areal_sc.trainer.evaluations import Evaluations as Evaluations
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from areal_sc.trainer.run import Run as Run
+    from areal_sc.trainer.tracker import Tracker as Tracker
     from areal_sc.workflows.base import Prompts as Prompts
     from areal_sc.workflows.base import Trajectory as Trajectory
     from areal_sc.workflows.base import Workflow as Workflow
@@ -30,6 +34,10 @@ if TYPE_CHECKING:
     from areal_sc.workflows.single_turn import SingleTurnWorkflow as SingleTurnWorkflow
 
 _HOMES = {
+    "Checkpoints": "areal_sc.trainer.checkpoints",
+    "Evaluations": "areal_sc.trainer.evaluations",
+    "Run": "areal_sc.trainer.run",
+    "Tracker": "areal_sc.trainer.tracker",
     "FSDPPPOActor": "areal_sc.engines.handles",
     "FSDPSFTActor": "areal_sc.engines.handles",
     "GRPOConfig": "areal_sc.config.schema",

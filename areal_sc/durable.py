@@ -1,19 +1,50 @@
 """Files and folders that a crash leaves with their old content, or with all of the new.
 
-    write_atomic    a file's content, replaced
-    commit_folder   a folder's content, replaced; the new one may come from another file system
+    replace_file    a file's content, written piece by piece; `write_atomic` is for one piece
+    commit_folder   a folder's content; the new one may come from another file system
 
 Both write beside the target, bring everything to the disk, and rename. A folder cannot take the
 name of another one in a single step, so for a moment the former one has another name; whoever
-looks for it calls `recover_folder` first.
+looks for it calls `recover_folder` first. Locks on files are in `file_lock`.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+_MODE = 0o666  # less what the process's umask takes away
+
+
+@contextmanager
+def replace_file(target: Path, *, mode: int = _MODE) -> Iterator[BinaryIO]:
+    """Gives a file to write to; when the block ends, `target` holds what was written, whole.
+
+    If the block raises, or the process ends before, `target` keeps its former content.
+
+    Args:
+        mode: permissions of the file, from its first moment on.
+    Raises: OSError: it cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    # exclusive: it is never a file, or a link, that somebody else has put there
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with open(fd, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(fd)
+        partial.replace(target)
+        _sync(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def write_atomic(target: Path, content: bytes) -> None:
@@ -21,22 +52,12 @@ def write_atomic(target: Path, content: bytes) -> None:
 
     Raises: OSError: it cannot be written; the old content stays.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-        _sync(target.parent)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+    with replace_file(target) as file:
+        file.write(content)
 
 
 def partial_of(final: Path) -> Path:
-    """Where the new content of a file or folder is gathered, beside it."""
+    """Where the new content of a folder is gathered, beside it."""
     return final.with_name(f".{final.name}.partial")
 
 
@@ -55,13 +76,12 @@ def commit_folder(partial: Path, final: Path) -> None:
         final.parent.mkdir(parents=True, exist_ok=True)
         recover_folder(final)
         if partial.parent != final.parent:
-            _remove(beside)
+            remove(beside)
             shutil.move(partial, beside)
         else:
             beside = partial
-        for entry in [*beside.rglob("*"), beside]:
-            _sync(entry)
-        _remove(former)
+        sync_folder(beside)
+        remove(former)
         if final.exists():
             final.rename(former)
         beside.rename(final)
@@ -71,11 +91,11 @@ def commit_folder(partial: Path, final: Path) -> None:
             recover_folder(final)
         for rest in (beside, partial):
             with suppress(OSError):
-                _remove(rest)
+                remove(rest)
         raise
     for rest in (former, partial):
         with suppress(OSError):  # the next commit deletes what is left of it
-            _remove(rest)
+            remove(rest)
 
 
 def recover_folder(final: Path) -> None:
@@ -85,16 +105,22 @@ def recover_folder(final: Path) -> None:
         former.rename(final)
 
 
-def _former(final: Path) -> Path:
-    return final.with_name(f".{final.name}.former")
+def sync_folder(folder: Path) -> None:
+    """Brings to the disk what this machine has written to a folder, at any depth."""
+    for entry in [*folder.rglob("*"), folder]:
+        _sync(entry)
 
 
-def _remove(path: Path) -> None:
-    """Deletes a file or folder, if it is there."""
+def remove(path: Path) -> None:
+    """Deletes a file, a link or a folder with all that is in it; does nothing without one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _former(final: Path) -> Path:
+    return final.with_name(f".{final.name}.former")
 
 
 def _sync(path: Path) -> None:

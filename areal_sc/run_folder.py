@@ -24,7 +24,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from types import TracebackType
 from typing import Any
 
 from areal_sc.config.differences import check_resumable
-from areal_sc.durable import write_atomic
+from areal_sc.durable import remove, write_atomic
 from areal_sc.errors import RunFolderError
 from areal_sc.file_lock import HeldLock, take_lock
 
@@ -69,53 +68,22 @@ class RunFolder:
     """The durable files of one run; construct it anywhere, `open` it to own it.
 
     Attributes:
-        path: absolute path of the folder.
+        path: absolute path of the folder. Others are those of what is in it.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.summary_path = self.path / "summary.json"
+        self.learning_curve_path = self.path / "learning_curve.png"
+        self.keys_path = self.path / "keys.json"
+        self.logs = self.path / "logs"
+        self.workers = self.path / "workers"
+        self.checkpoints = self.path / "checkpoints"
+        self.exports = self.path / "exports"
+        self.sources = self.path / "sources"
         self._lock: HeldLock | None = None
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary_path(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def learning_curve_path(self) -> Path:
-        return self.path / "learning_curve.png"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def workers(self) -> Path:
-        return self.path / "workers"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def exports(self) -> Path:
-        return self.path / "exports"
-
-    @property
-    def sources(self) -> Path:
-        return self.path / "sources"
-
-    @property
-    def keys_path(self) -> Path:
-        """The keys of the run; readable by its owner alone."""
-        return self.path / "keys.json"
 
     def log_path(self, role: str, index: int) -> Path:
         return self.logs / f"{role}-{index}.log"
@@ -386,12 +354,8 @@ class RunFolder:
     def _empty(self) -> None:
         """Deletes all but lock and count. The marker goes last, so that a crash leaves it."""
         for entry in self._entries():
-            if entry.name == _MARKER:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            if entry.name != _MARKER:
+                remove(entry)
         (self.path / _MARKER).unlink()
 
     def _set_aside(self) -> None:

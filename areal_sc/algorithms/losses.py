@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Literal
+
 import torch
 
-Metrics = dict[str, torch.Tensor]
-"""Scalar sums over trained tokens, without gradient; they add up over micro-batches and ranks."""
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of one micro-batch that knows how it becomes one of the whole step.
+
+    Attributes:
+        value: scalar float32, without gradient. Of a mean: the sum over the tokens.
+        combine: over micro-batches and ranks a `sum` adds up, a `max` is the largest one, and a
+            `mean` is the sum of the values over that of the weights.
+        weight: of a mean: number of tokens.
+    """
+
+    value: torch.Tensor
+    combine: Literal["mean", "sum", "max"]
+    weight: float = 0.0
+
+    @classmethod
+    def mean(cls, values: torch.Tensor) -> Metric:
+        """Args: values: [T], one a token."""
+        return cls(values.detach().sum().float(), "mean", values.numel())
+
+    @classmethod
+    def sum(cls, values: torch.Tensor) -> Metric:
+        """Args: values: [T], one a token."""
+        return cls(values.detach().sum().float(), "sum")
+
+    @classmethod
+    def max(cls, values: torch.Tensor) -> Metric:
+        """Args: values: [T] >= 0; without any, the largest one is 0."""
+        largest = values.detach().max() if values.numel() else values.new_zeros(())
+        return cls(largest.float(), "max")
+
+    def __add__(self, other: Metric) -> Metric:
+        """That of both micro-batches together."""
+        if self.combine == "max":
+            return replace(self, value=torch.maximum(self.value, other.value))
+        return replace(self, value=self.value + other.value, weight=self.weight + other.weight)
+
+
+Metrics = dict[str, Metric]
+"""By the names under which a step reports them."""
 
 
 def decoupled_ppo_loss(
@@ -36,10 +78,11 @@ def decoupled_ppo_loss(
         behavior_weight_cap: tokens with w above it leave the numerator, not the denominator;
             None for no cap.
         num_loss_tokens: trained tokens of the minibatch over all ranks and micro-batches, > 0.
-    Returns: scalar loss, and sums over this call's trained tokens: `num_tokens`, `num_clipped`
-        (the clipped branch is the smaller one), `num_capped`, `sum_ratio`, `sum_abs_advantage`,
-        `sum_behavior_weight` (as used: 0 over the cap), and of r - 1 - log r, a divergence
-        estimate, `sum_proximal_kl` and the same of w, `sum_behavior_kl` (without capped tokens).
+    Returns: scalar loss, and metrics of this call's trained tokens: their number,
+        `num_effective_tokens`; the means `clip_fraction` (the clipped branch is the smaller one),
+        `capped_fraction`, `ratio`, `abs_advantage`, `behavior_weight` (as used: 0 over the cap),
+        and of r - 1 - log r, a divergence estimate, `proximal_kl`, and the same of w,
+        `behavior_kl` (0 for capped tokens); and the largest ratio, `ratio_max`.
     Raises: ValueError: shapes differ, or num_loss_tokens <= 0.
     """
     _check_shapes(
@@ -71,17 +114,17 @@ def decoupled_ppo_loss(
         log_weight = log_weight.masked_fill(is_capped, 0.0)
     loss = -(weight * torch.minimum(unclipped, clipped)).sum() / num_loss_tokens
     with torch.no_grad():
-        metrics = {
-            "num_tokens": mask.sum(),
-            "num_clipped": (clipped < unclipped).sum(),
-            "num_capped": is_capped.sum(),
-            "sum_ratio": ratio.sum(),
-            "sum_behavior_weight": weight.sum(),
-            "sum_abs_advantage": advantage.abs().sum(),
-            "sum_proximal_kl": (ratio - 1 - log_ratio).sum(),
-            "sum_behavior_kl": (weight - 1 - log_weight)[~is_capped].sum(),
+        return loss, {
+            "num_effective_tokens": Metric.sum(mask),
+            "clip_fraction": Metric.mean(clipped < unclipped),
+            "capped_fraction": Metric.mean(is_capped),
+            "ratio": Metric.mean(ratio),
+            "ratio_max": Metric.max(ratio),
+            "behavior_weight": Metric.mean(weight),
+            "abs_advantage": Metric.mean(advantage.abs()),
+            "proximal_kl": Metric.mean(ratio - 1 - log_ratio),
+            "behavior_kl": Metric.mean((weight - 1 - log_weight).masked_fill(is_capped, 0.0)),
         }
-    return loss, {name: value.detach().float() for name, value in metrics.items()}
 
 
 def sft_loss(
@@ -93,14 +136,14 @@ def sft_loss(
         logprobs: [T] nats, requires grad.
         loss_mask: [T] bool, True on trained tokens. The others may hold anything.
         num_loss_tokens: trained tokens of the batch over all ranks and micro-batches, > 0.
-    Returns: scalar loss, and the sums `num_tokens` and `sum_logprob`.
+    Returns: scalar loss; the number `num_effective_tokens` of tokens, and their mean `logprob`.
     Raises: ValueError: shapes differ, or num_loss_tokens <= 0.
     """
     _check_shapes(logprobs=logprobs, loss_mask=loss_mask)
     _check_denominator(num_loss_tokens)
-    total = logprobs[loss_mask.bool()].sum()
-    metrics = {"num_tokens": loss_mask.sum().float(), "sum_logprob": total.detach().float()}
-    return -total / num_loss_tokens, metrics
+    trained = logprobs[loss_mask.bool()]
+    metrics = {"num_effective_tokens": Metric.sum(loss_mask), "logprob": Metric.mean(trained)}
+    return -trained.sum() / num_loss_tokens, metrics
 
 
 def _check_shapes(**tensors: torch.Tensor) -> None:

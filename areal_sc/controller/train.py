@@ -269,7 +269,7 @@ class TrainController(Shell):
     async def save_snapshot_async(self) -> None:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
 
-        `areal_sc.trainer.recovery` adds the controllers' state and gives it its final name.
+        `areal_sc.trainer.checkpoints` adds the controllers' state and gives it its final name.
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """

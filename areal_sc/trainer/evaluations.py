@@ -4,107 +4,104 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
-from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.trainer.metrics import EvaluationResult
+from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.sources import PromptSource
 
 
-@dataclass
-class _Pending:
-    """An evaluation that goes on."""
-
-    name: str
-    step: int
-    temperature: float
-    outcome: Future[EvaluationOutcome]
-
-
 class Evaluations:
-    """Begins evaluations, and keeps what they gave.
+    """Begins evaluations, and tells what they gave to everybody who follows the run.
 
-    begin     returns at once; training goes on
-    collect   waits for the one that goes on, if any, keeps its result and tells it
+    begin       returns at once; training goes on
+    collect     ends with the one that goes on, if any
+    after_step  the periodic ones
+    finish      those of the trained model
 
     Args:
-        config: how many prompts, and the temperature of the run.
-        rollout: plays them.
+        run: its settings say how many prompts, how often, and whether greedily at the end.
+        rollout: plays the prompts.
         prompts: held-out ones; None: nothing is ever evaluated.
         workflow: the episode.
-        tell: is called with each result, and with the outcome that it was made of.
-
-    Attributes:
-        results: in the order in which they were collected.
+    Raises: WorkflowError: a worker could not build the prompts or the workflow.
     """
 
     def __init__(
         self,
-        config: GRPOConfig,
+        run: Run,
         rollout: RolloutController,
         prompts: PromptSource | None,
         workflow: Workflow,
-        tell: Callable[[EvaluationResult, EvaluationOutcome], None],
     ) -> None:
-        self.results: list[EvaluationResult] = []
-        self._config = config
+        self._run = run
         self._rollout = rollout
         self._prompts = prompts
         self._workflow = workflow
-        self._tell = tell
-        self._pending: _Pending | None = None
+        self._running: Future[EvaluationOutcome] | None = None
+        self._result_of: Callable[[EvaluationOutcome], EvaluationResult]
+        if prompts is not None:
+            rollout.register(prompts, workflow)  # what is wrong shows before a worker is started
 
-    def register(self) -> None:
-        """What is wrong with prompts or workflow shows here, before a worker is started.
-
-        Raises: WorkflowError: a worker could not build one of them.
-        """
-        if self._prompts is not None:
-            self._rollout.register(self._prompts, self._workflow)
-
-    def begin(self, name: str, step: int, temperature: float | None = None) -> None:
-        """Evaluates the current policy; the evaluation before has been collected.
+    def begin(self, name: str, temperature: float | None = None) -> None:
+        """Evaluates the current policy; the evaluation before is waited for.
 
         Args:
-            name, step: as of `EvaluationResult`.
+            name: as of `EvaluationResult`.
             temperature: None: that of the run.
         """
-        assert self._pending is None, "the evaluation before is not collected"
+        self.collect()
         if self._prompts is None:
             return
-        self._pending = _Pending(
-            name,
-            step,
-            self._config.generation.temperature if temperature is None else temperature,
-            self._rollout.begin_evaluation(
-                self._prompts,
-                self._workflow,
-                num_prompts=self._config.evaluation.num_prompts,
-                temperature=temperature,
-            ),
+        self._running = self._rollout.begin_evaluation(
+            self._prompts,
+            self._workflow,
+            num_prompts=self._run.config.evaluation.num_prompts,
+            temperature=temperature,
+        )
+        step, default = self._rollout.version, self._run.config.generation.temperature
+        self._result_of = lambda outcome: EvaluationResult(
+            name=name,
+            step=step,
+            reward=outcome.reward,
+            num_prompts=outcome.num_prompts,
+            version_min=outcome.versions[0],
+            version_max=outcome.versions[1],
+            temperature=default if temperature is None else temperature,
+            workflow=outcome.metrics,
         )
 
-    def collect(self, *, wait: bool) -> None:
+    def collect(self, *, wait: bool = True) -> None:
         """Ends with the evaluation that was begun, if any; without `wait`, if it is complete.
 
         Raises: what the evaluation raised.
         """
-        if self._pending is None or not (wait or self._pending.outcome.done()):
+        if self._running is None or not (wait or self._running.done()):
             return
-        pending, self._pending = self._pending, None
-        outcome = pending.outcome.result()  # bounded by the groups' own time limit
-        result = EvaluationResult(
-            name=pending.name,
-            step=pending.step,
-            reward=outcome.reward,
-            accuracy=outcome.metrics.get("accuracy"),
-            num_prompts=outcome.num_prompts,
-            version_min=outcome.versions[0],
-            version_max=outcome.versions[1],
-            temperature=pending.temperature,
-        )
-        self.results.append(result)
-        self._tell(result, outcome)
+        running, self._running = self._running, None
+        outcome = running.result()  # bounded by the groups' own time limit
+        if outcome.num_rejected:
+            self._run.display.warning(
+                f"{outcome.num_rejected} prompts of the evaluation were rejected; for example: "
+                f"{outcome.rejection_example}"
+            )
+        result = self._result_of(outcome)
+        self._run.tell(lambda tracker: tracker.on_evaluation(result))
+
+    def after_step(self) -> None:
+        """Every `evaluation.every_steps` steps but the last begins one."""
+        version, every_steps = self._rollout.version, self._run.config.evaluation.every_steps
+        is_last = version == self._run.config.total_steps
+        if every_steps and version % every_steps == 0 and not is_last:
+            self.begin("periodic")
+        self.collect(wait=is_last)
+
+    def finish(self) -> None:
+        """Evaluates the trained model, at the run's temperature and, by default, greedily."""
+        self._rollout.wait_for_weights()
+        self.begin("after")
+        if self._run.config.evaluation.greedy:
+            self.begin("greedy", temperature=0.0)
+        self.collect()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
-from areal_sc.trainer.metrics_log import read_metrics, surviving_evaluations, surviving_steps
+from areal_sc.trainer.metrics_log import History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,20 +26,18 @@ _TOKEN_COLOR = "#c2601f"
 _GROUP_COLOR = "#6b5b95"
 
 
-def plot_learning_curve(metrics_path: Path, png_path: Path) -> None:
-    """Draws a metrics file: accuracy and reward a step, evaluations, and staleness below.
+def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
+    """Draws a run: accuracy and reward a step, evaluations, and staleness below.
 
     Accuracy and reward share a panel where they are the same.
 
-    Raises: RunFolderError: the metrics file cannot be read, or the picture not be written.
+    Raises: RunFolderError: the picture cannot be written.
     """
     # figure and canvas are made directly: no pyplot, no global state, no screen needed
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics_path)
-    steps = surviving_steps(records)
-    evaluations = surviving_evaluations(records)
+    steps, evaluations = history.steps, history.evaluations
     accuracies = [math.nan if step.accuracy is None else step.accuracy for step in steps]
     rewards = [step.reward for step in steps]
     evaluated_accuracies = [result.accuracy for result in evaluations]
@@ -75,7 +73,7 @@ def plot_learning_curve(metrics_path: Path, png_path: Path) -> None:
             )
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     panels[-1].set_xlabel("training step")
-    figure.suptitle(metrics_path.absolute().parent.name, x=0.02, ha="left", fontweight="bold")
+    figure.suptitle(title, x=0.02, ha="left", fontweight="bold")
     try:
         canvas.print_figure(png_path, format="png")
     except OSError as error:
@@ -111,36 +109,40 @@ def _draw_evaluations(
     axes: Axes, evaluations: Sequence[EvaluationResult], values: Sequence[float | None]
 ) -> None:
     """Points with their values; each kind of sampling is one entry of the legend."""
-    labelled: set[str] = set()
-    for result, value in zip(evaluations, values, strict=True):
-        if value is None or not math.isfinite(value):
-            continue
-        is_greedy = result.temperature == 0
-        label = "held out, greedy" if is_greedy else "held out, sampled"
-        axes.plot(
-            [result.step],
-            [value],
-            linestyle="none",
-            marker="*" if is_greedy else "o",
-            markersize=13 if is_greedy else 7,
-            color="black",
-            markerfacecolor="gold" if is_greedy else "white",
-            zorder=4 if is_greedy else 5,
-            clip_on=False,
-            label="_" + label if label in labelled else label,
-        )
-        labelled.add(label)
-        axes.annotate(
-            f"{value:.3f}",
-            (result.step, value),
-            textcoords="offset points",
-            xytext=(0, 8 if is_greedy else -16),
-            ha="center",
-            fontsize=9,
-            zorder=6,
-            annotation_clip=False,
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.7, "linewidth": 0},
-        )
+    known = [
+        (result.temperature == 0, result.step, value)
+        for result, value in zip(evaluations, values, strict=True)
+        if value is not None and math.isfinite(value)
+    ]
+    for is_greedy, label, marker, size, face, below in (
+        (True, "held out, greedy", "*", 13, "gold", 8),
+        (False, "held out, sampled", "o", 7, "white", -16),
+    ):
+        points = [(step, value) for greedy, step, value in known if greedy == is_greedy]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                linestyle="none",
+                marker=marker,
+                markersize=size,
+                color="black",
+                markerfacecolor=face,
+                zorder=5,
+                clip_on=False,
+                label=label,
+            )
+        for step, value in points:
+            axes.annotate(
+                f"{value:.3f}",
+                (step, value),
+                textcoords="offset points",
+                xytext=(0, below),
+                ha="center",
+                fontsize=9,
+                zorder=6,
+                annotation_clip=False,
+                bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1},
+            )
 
 
 def _draw_staleness(axes: Axes, steps: Sequence[StepMetrics]) -> None:
@@ -150,23 +152,12 @@ def _draw_staleness(axes: Axes, steps: Sequence[StepMetrics]) -> None:
         return
     numbers = [step.step for step in steps]
     marker = "." if len(steps) <= _FEW_STEPS else ""
-    for name, color, means, maxima in (
-        (
-            "groups",
-            _GROUP_COLOR,
-            [step.group_staleness_mean for step in steps],
-            [step.group_staleness_max for step in steps],
-        ),
-        (
-            "tokens",
-            _TOKEN_COLOR,
-            [step.token_staleness_mean for step in steps],
-            [step.token_staleness_max for step in steps],
-        ),
-    ):
+    for name, color in (("group", _GROUP_COLOR), ("token", _TOKEN_COLOR)):
+        means = [getattr(step, f"{name}_staleness_mean") for step in steps]
+        maxima = [getattr(step, f"{name}_staleness_max") for step in steps]
         axes.fill_between(numbers, means, maxima, color=color, alpha=0.18, linewidth=0)
         axes.plot(numbers, maxima, color=color, alpha=0.5, linewidth=0.8)
         axes.plot(
-            numbers, means, color=color, marker=marker, label=f"{name}: mean, shaded to maximum"
+            numbers, means, color=color, marker=marker, label=f"{name}s: mean, shaded to maximum"
         )
     axes.set_ylim(bottom=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -15,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
-from areal_sc.trainer.quantities import clock, percent, short_count, short_duration, short_number
+from areal_sc.trainer.plain_display import Phase
+from areal_sc.trainer.quantities import percent, short_count, short_duration, short_number
 from areal_sc.trainer.step_table import StepTable
+from areal_sc.trainer.tracker import Tracker
 
 _REFRESHES_PER_S = 4
 _ROWS_PER_HEADER = 20
@@ -34,49 +35,16 @@ _RUN_FILES = (
 )
 
 
-class LivePhase:
-    """One bar, with what it says below."""
-
-    def __init__(self, name: str, total: int | None, unit: str, started_at: float) -> None:
-        self.done = 0
-        self.status = ""
-        self.name = name
-        self.total = total
-        self.unit = unit
-        self.started_at = started_at
-
-    def advance(self, n: int = 1) -> None:
-        self.done += n
-
-    def update(self, text: str) -> None:
-        self.status = _one_line(text)
-
-    @property
-    def progress(self) -> str:
-        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-
-    def progress_text(self, now: float, *, is_wide: bool) -> str:
-        """What stands beside the bar: count, time so far, and the rest at the speed so far."""
-        elapsed_s = now - self.started_at
-        texts = [clock(elapsed_s)]
-        if self.total or self.done:
-            texts.insert(0, self.progress)
-        if self.total and self.done and is_wide:
-            remaining_s = elapsed_s / self.done * max(self.total - self.done, 0)
-            texts.append(f"{clock(remaining_s)} left")
-        return "  ".join(texts)
-
-
 class _Bars:
     """The open phases, laid out for the width that the terminal has at that moment."""
 
-    def __init__(self, phases: list[LivePhase]) -> None:
+    def __init__(self, phases: list[Phase]) -> None:
         self._phases = phases
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         now = console.get_time()
         width = options.max_width
-        rows = [(phase, phase.progress_text(now, is_wide=width >= _WIDE)) for phase in self._phases]
+        rows = [(phase, _progress(phase, now, is_wide=width >= _WIDE)) for phase in self._phases]
         taken = max((len(phase.name) + len(texts) + 3 for phase, texts in rows), default=0)
         bar_width = max(min(width - taken, _MAX_BAR_WIDTH), 4)
         grid = Table.grid(padding=(0, 1))
@@ -95,22 +63,21 @@ class _Bars:
         for phase in self._phases:
             if phase.status:
                 yield Text(
-                    f"{phase.name}: {phase.status}",
+                    f"{phase.name}: {_one_line(phase.status)}",
                     style="dim",
                     no_wrap=True,
                     overflow="ellipsis",
                 )
 
 
-class LiveDisplay:
+class LiveDisplay(Tracker):
     """Bars at the bottom while a phase is open, everything else scrolling above them."""
 
-    def __init__(
-        self, console: Console, *, run_dir: Path | None = None, total_steps: int | None = None
-    ) -> None:
+    def __init__(self, console: Console, run_dir: Path | None, total_steps: int | None) -> None:
         self._console = console
+        self._run_dir = run_dir
         self._total_steps = total_steps
-        self._phases: list[LivePhase] = []
+        self._phases: list[Phase] = []
         self._table: StepTable | None = None
         self._rows_since_header = 0
         self._live = Live(
@@ -123,8 +90,8 @@ class LiveDisplay:
             self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[LivePhase]:
-        phase = LivePhase(name, total, unit, self._console.get_time())
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
+        phase = Phase(name, total, unit, self._console.get_time())
         self._phases.append(phase)
         self._live.start(refresh=True)
         outcome = "stopped"
@@ -142,7 +109,7 @@ class LiveDisplay:
                 done = f"{phase.done} {unit}".rstrip() if phase.done else "done"
             self._print(Text(f"{name}: {done} in {duration}"))
 
-    def step(self, metrics: StepMetrics) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         if self._table is None or self._table.width != self._console.width:
             self._table = StepTable(self._console.width, self._total_steps)
             self._rows_since_header = _ROWS_PER_HEADER
@@ -153,7 +120,7 @@ class LiveDisplay:
         self._rows_since_header += 1
         self._print(self._table.row(metrics))
 
-    def evaluation(self, result: EvaluationResult) -> None:
+    def on_evaluation(self, result: EvaluationResult) -> None:
         line = Text.assemble((f"evaluation {result.name}: ", "bold magenta"))
         if result.accuracy is not None:
             line.append(f"accuracy {short_number(result.accuracy)}, ")
@@ -172,32 +139,38 @@ class LiveDisplay:
     def warning(self, text: str) -> None:
         self._print(Text.assemble(("warning: ", "bold yellow"), Text.from_ansi(text).plain))
 
-    def finish(self, summary: Summary, run_dir: Path) -> None:
+    def on_finish(self, summary: Summary) -> None:
         self.close()
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column()
         for label, text in _result_lines(summary):
             grid.add_row(label, text)
-        found = [name for name in _RUN_FILES if (run_dir / name).exists()]
-        names = [f"{name}/" if (run_dir / name).is_dir() else name for name in found]
         self._console.print()
         self._console.print(grid)
-        self._print(Text.assemble(("run folder  ", "bold"), str(run_dir)))
-        if names:
+        if self._run_dir is not None:
+            self._print(Text.assemble(("run folder  ", "bold"), str(self._run_dir)))
+            found = [path for name in _RUN_FILES if (path := self._run_dir / name).exists()]
+            names = [f"{path.name}/" if path.is_dir() else path.name for path in found]
             self._console.print(Padding(Text("  ".join(names)), (0, 0, 0, 2)))
 
     def close(self) -> None:
         self._live.stop()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _print(self, line: Text) -> None:
         self._console.print(line, highlight=False)
+
+
+def _progress(phase: Phase, now: float, *, is_wide: bool) -> str:
+    """What stands beside the bar: count, time so far, and the rest at the speed so far."""
+    elapsed_s = now - phase.started_at
+    texts = [short_duration(elapsed_s)]
+    if phase.total or phase.done:
+        texts.insert(0, phase.progress)
+    if phase.total and phase.done and is_wide:
+        remaining_s = elapsed_s / phase.done * max(phase.total - phase.done, 0)
+        texts.append(f"{short_duration(remaining_s)} left")
+    return "  ".join(texts)
 
 
 def _one_line(text: str) -> str:

@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
+STEP_PARTS = ("wait", "train", "sync")
+"""What the time of a step goes to."""
+
 Bound = Literal["generation", "training", "synchronisation"]
 
 MAX_WAITING_SHARE = 0.2
 """Share of a step that the trainer may wait for its batch before generation counts as the bound."""
 
-PLANE_COUNTERS = (
-    "store_bytes",
-    "store_shards",
-    "swept_shards",
-    "swept_bytes",
-    "pulled_bytes",
-    "mapped_bytes",
-    "local_bytes",
-    "served_bytes",
-    "bulk_refused",
-    "control_refused",
-)
-"""What each worker tells of its data plane; `areal_sc.transport.plane` says what they mean."""
 
-UPDATE_COUNTERS = (
-    "update_open_s",
-    "update_drain_s",
-    "update_pause_s",
-    "update_load_s",
-    "update_resume_s",
-    "update_stall_s",
-    "update_bytes",
-    "updated_servers",
-    "failed_servers",
-    "lost_servers",
-    "server_restarts",
-)
-"""Where a generation engine's time for weight updates went; an engine that has no such phase, or
-no servers, leaves it out. `areal_sc.engines.sglang.updates` says what they mean."""
+class _Record:
+    """A line of the metrics file."""
+
+    __slots__ = ()
+
+    def to_record(self) -> dict[str, Any]:
+        """The fields, and every property that follows from them; `from_record` is its inverse."""
+        properties = inspect.getmembers(type(self), lambda member: isinstance(member, property))
+        return asdict(self) | {name: getattr(self, name) for name, _ in properties}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        """Null in a field of type float was not finite."""
+        values = {}
+        for item in fields(cls):  # type: ignore[arg-type]  # its subclasses are dataclasses
+            if item.name in record:
+                value = record[item.name]
+                values[item.name] = math.nan if value is None and item.type == "float" else value
+        if "workflow" not in values and record.get("accuracy") is not None:  # an earlier areal_sc
+            values["workflow"] = {"accuracy": record["accuracy"]}
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetrics:
+class StepMetrics(_Record):
     """One training step.
 
     Staleness is in policy versions: of a group since its admission, of a token since it was
@@ -54,7 +51,6 @@ class StepMetrics:
     Attributes:
         step: number of training steps done, this one included.
         reward: mean over rows.
-        accuracy: mean over the rows whose workflow reports the metric `accuracy`; None without any.
         num_rows: rows trained on.
         num_rejected_groups: groups rejected since the step before.
         num_generated_tokens: tokens sampled since the step before, by all rollout workers.
@@ -67,8 +63,9 @@ class StepMetrics:
         train_s: proximal log-probabilities, advantages and updates.
         sync_s: publication of the weights.
         controller_bytes: bytes on the controllers' sockets since the step before.
+        workflow: means of the metrics that the workflow reports with its rows.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
-        counters: `PLANE_COUNTERS`, summed over all workers.
+        counters: all that workers and publication count, summed over workers; since their start.
     """
 
     step: int
@@ -84,14 +81,25 @@ class StepMetrics:
     wait_s: float
     train_s: float
     sync_s: float
-    accuracy: float | None = None
     num_rejected_groups: int = 0
     num_masked_tokens: int = 0
     num_wasted_tokens: int = 0
     mean_sequence_length: float = 0.0
     controller_bytes: int = 0
+    workflow: Mapping[str, float] = field(default_factory=dict)
     train: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The workflow's metric of that name; None where it reports none."""
+        return self.workflow.get("accuracy")
+
+    def value(self, name: str) -> Any:
+        """A field, a property, or what engine or workflow report under that name; else None."""
+        if hasattr(self, name):
+            return getattr(self, name)
+        return self.train.get(name, self.workflow.get(name))
 
     @property
     def masked_share(self) -> float:
@@ -124,33 +132,19 @@ class StepMetrics:
             return "generation"
         return "synchronisation" if self.sync_s > self.train_s else "training"
 
-    def to_record(self) -> dict[str, Any]:
-        """The fields and what follows from them; `from_record` is its inverse."""
-        return asdict(self) | {
-            "masked_share": self.masked_share,
-            "wasted_share": self.wasted_share,
-            "generated_tokens_per_s": self.generated_tokens_per_s,
-            "trained_tokens_per_s": self.trained_tokens_per_s,
-            "bound": self.bound,
-        }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**_field_values(cls, record))
-
 
 @dataclass(frozen=True, slots=True)
-class EvaluationResult:
+class EvaluationResult(_Record):
     """One evaluation on held-out prompts.
 
     Attributes:
         name: `before`, `after`, `greedy`, or `periodic`.
         step: training steps done when it began.
-        accuracy: mean of the metric `accuracy` over answers; None where the workflow has none.
         reward: mean over answers.
         version_min: oldest policy version that sampled a token of it.
         version_max: newest one; the same as `version_min` where no publication fell into it.
         temperature: 0 is greedy.
+        workflow: means of the metrics that the workflow reports with its answers.
     """
 
     name: str
@@ -160,14 +154,12 @@ class EvaluationResult:
     version_min: int
     version_max: int
     temperature: float
-    accuracy: float | None = None
+    workflow: Mapping[str, float] = field(default_factory=dict)
 
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**_field_values(cls, record))
+    @property
+    def accuracy(self) -> float | None:
+        """The workflow's metric of that name; None where it reports none."""
+        return self.workflow.get("accuracy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +201,9 @@ class Summary:
     train_share: float | None = None
     sync_share: float | None = None
 
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self)
-
     def to_json(self) -> str:
         """The content of `summary.json`: every field, null where it is None or not finite."""
-        return json.dumps(without_nonfinite(self.to_record()), indent=2, allow_nan=False) + "\n"
+        return json.dumps(without_nonfinite(asdict(self)), indent=2, allow_nan=False) + "\n"
 
 
 def summarize(
@@ -232,36 +221,36 @@ def summarize(
     Args:
         steps: every training step of the surviving history, once.
         evaluations: in the order in which they were made; the last one of a name counts.
-        num_rows_trained: by the ledger, as the next two; None adds up the steps' rows instead.
+        num_rows_trained: by the ledger, as the next two.
     """
-    accuracy = {result.name: result.accuracy for result in evaluations}
-    reward = {result.name: result.reward for result in evaluations}
-    measured: dict[str, Any] = {}
+
+    def total(name: str) -> float:
+        return sum(getattr(step, name) for step in steps)
+
+    named = {result.name: result for result in evaluations}
+    measured: dict[str, Any] = {
+        f"{metric}_{name}": getattr(named[name], metric)
+        for metric in ("accuracy", "reward")
+        for name in ("before", "after")
+        if name in named
+    }
+    if "greedy" in named:
+        measured["greedy_accuracy_after"] = named["greedy"].accuracy
     if steps:
-        time_s = sum(step.step_time_s for step in steps)
-        num_rows = sum(step.num_rows for step in steps)
-        measured = {
+        time_s, num_rows = total("step_time_s"), total("num_rows")
+        measured |= {
             "max_token_staleness_trained": max(step.token_staleness_max for step in steps),
             "max_group_staleness": max(step.group_staleness_max for step in steps),
-            "num_masked_tokens": sum(step.num_masked_tokens for step in steps),
-            "num_wasted_tokens": sum(step.num_wasted_tokens for step in steps),
-            "controller_bytes_per_row": _ratio(sum(s.controller_bytes for s in steps), num_rows),
-            "generated_tokens_per_s": _ratio(sum(s.num_generated_tokens for s in steps), time_s),
-            "trained_tokens_per_s": _ratio(sum(s.num_trained_tokens for s in steps), time_s),
-            "wait_share": _ratio(sum(step.wait_s for step in steps), time_s),
-            "train_share": _ratio(sum(step.train_s for step in steps), time_s),
-            "sync_share": _ratio(sum(step.sync_s for step in steps), time_s),
+            "num_masked_tokens": total("num_masked_tokens"),
+            "num_wasted_tokens": total("num_wasted_tokens"),
+            "controller_bytes_per_row": _ratio(total("controller_bytes"), num_rows),
+            "generated_tokens_per_s": _ratio(total("num_generated_tokens"), time_s),
+            "trained_tokens_per_s": _ratio(total("num_trained_tokens"), time_s),
+            **{f"{part}_share": _ratio(total(f"{part}_s"), time_s) for part in STEP_PARTS},
         }
-        if num_rows_trained is None:
-            num_rows_trained = num_rows
     return Summary(
         num_steps=len(steps),
         wall_time_s=wall_time_s,
-        accuracy_before=accuracy.get("before"),
-        accuracy_after=accuracy.get("after"),
-        greedy_accuracy_after=accuracy.get("greedy"),
-        reward_before=reward.get("before"),
-        reward_after=reward.get("after"),
         num_rows_trained=num_rows_trained,
         num_rows_trained_twice=num_rows_trained_twice,
         num_rows_rejected=num_rows_rejected,
@@ -272,18 +261,6 @@ def summarize(
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _field_values(
-    record_type: type[StepMetrics] | type[EvaluationResult], record: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Constructor arguments from a record; null in a field of type float was not finite."""
-    values = {}
-    for item in fields(record_type):
-        if item.name in record:
-            value = record[item.name]
-            values[item.name] = math.nan if value is None and item.type == "float" else value
-    return values
 
 
 def without_nonfinite(value: Any) -> Any:

@@ -6,17 +6,18 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, without_nonfinite
+from areal_sc.trainer.tracker import Tracker
 
 _CHUNK_BYTES = 1 << 16
 
 
-class MetricsLog:
+class MetricsLog(Tracker):
     """Appends records to `metrics.jsonl`, one JSON object a line, each written at once.
 
     Every record has `kind` (`step`, `evaluation` or `event`) and `time` (Unix time, seconds).
@@ -34,10 +35,10 @@ class MetricsLog:
         except OSError as error:
             raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
 
-    def step(self, metrics: StepMetrics) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         self._append("step", metrics.to_record())
 
-    def evaluation(self, result: EvaluationResult) -> None:
+    def on_evaluation(self, result: EvaluationResult) -> None:
         self._append("evaluation", result.to_record())
 
     def event(self, name: str, **values: Any) -> None:
@@ -46,17 +47,6 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _append(self, kind: str, values: dict[str, Any]) -> None:
         record = {"kind": kind, "time": round(self._clock(), 3), **without_nonfinite(values)}
@@ -90,14 +80,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def surviving_steps(records: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
-    """The training steps among the records, without those that the run went back behind."""
-    return [StepMetrics.from_record(record) for record in _surviving(records, "step")]
+@dataclass(frozen=True)
+class History:
+    """A run's steps and evaluations, without those that it went back behind when it was resumed."""
 
+    steps: Sequence[StepMetrics]
+    evaluations: Sequence[EvaluationResult]
 
-def surviving_evaluations(records: Sequence[Mapping[str, Any]]) -> list[EvaluationResult]:
-    """The evaluations among the records, without those of steps that the run went back behind."""
-    return [EvaluationResult.from_record(record) for record in _surviving(records, "evaluation")]
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises: RunFolderError: as `read_metrics`."""
+        records = read_metrics(path)
+        return cls(
+            [StepMetrics.from_record(record) for record in _surviving(records, "step")],
+            [EvaluationResult.from_record(record) for record in _surviving(records, "evaluation")],
+        )
 
 
 def _surviving(records: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:

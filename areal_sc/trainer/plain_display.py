@@ -5,94 +5,110 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
+from areal_sc.trainer.step_table import named_values
+from areal_sc.trainer.tracker import Tracker
 
 _REPORTS_PER_PHASE = 4
 """Lines about the progress of one phase, beside those of its start and end."""
 
 
-class PlainPhase:
-    """Progress of one phase; reports each quarter of it."""
+@dataclass
+class Phase:
+    """A part of the run whose progress is shown.
 
-    def __init__(self, display: PlainDisplay, name: str, total: int | None, unit: str) -> None:
-        self.done = 0
-        self._display = display
-        self._name = name
-        self._total = total
-        self._unit = unit
-        self._reports = 0
+    Attributes:
+        name: e.g. `start-up`, `warm start`, `training`.
+        total: number of units to do; None where it is not known.
+        unit: what is counted, in the plural: `steps`.
+        started_at: in seconds of the console's clock.
+        done: units done.
+        status: what the phase is doing now.
+    """
+
+    name: str
+    total: int | None
+    unit: str
+    started_at: float
+    done: int = 0
+    status: str = ""
 
     def advance(self, n: int = 1) -> None:
+        """Counts `n` more of the phase's units as done."""
         self.done += n
-        if self._total:
-            reports = _REPORTS_PER_PHASE * self.done // self._total
-            if self._reports < reports < _REPORTS_PER_PHASE:
-                self._reports = reports
-                self._display.line("INFO", phase=self._name, done=self.progress)
 
     def update(self, text: str) -> None:
-        self._display.line("INFO", phase=self._name, status=text)
+        """Says what the phase is doing now."""
+        self.status = text
 
     @property
     def progress(self) -> str:
-        total = "" if self._total is None else f"/{self._total}"
-        return f"{self.done}{total} {self._unit}".strip()
+        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
 
 
-class PlainDisplay:
+class PlainPhase(Phase):
+    """Reports each quarter of a phase."""
+
+    def __init__(self, display: PlainDisplay, *attributes: Any) -> None:
+        super().__init__(*attributes)
+        self._display = display
+        self._quarter = 0
+
+    def advance(self, n: int = 1) -> None:
+        super().advance(n)
+        if self.total:
+            quarter = _REPORTS_PER_PHASE * self.done // self.total
+            if self._quarter < quarter < _REPORTS_PER_PHASE:
+                self._quarter = quarter
+                self._display.line("INFO", phase=self.name, done=self.counted)
+
+    def update(self, text: str) -> None:
+        super().update(text)
+        self._display.line("INFO", phase=self.name, status=text)
+
+    @property
+    def counted(self) -> str:
+        return f"{self.progress} {self.unit}".strip()
+
+
+class PlainDisplay(Tracker):
     """Writes to the console's file, past rich: lines are never wrapped, coloured or cut."""
 
-    def __init__(
-        self, console: Console, *, run_dir: Path | None = None, total_steps: int | None = None
-    ) -> None:
+    def __init__(self, console: Console, run_dir: Path | None, total_steps: int | None) -> None:
         self._console = console
+        self._run_dir = run_dir
         self._total_steps = total_steps
         if run_dir is not None:
             self.line("INFO", run_dir=run_dir, total_steps=total_steps)
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[PlainPhase]:
-        phase = PlainPhase(self, name, total, unit)
-        started_at = self._console.get_time()
-        self.line("INFO", phase=name, begins=phase.progress)
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
+        phase = PlainPhase(self, name, total, unit, self._console.get_time())
+        self.line("INFO", phase=name, begins=phase.counted)
         outcome = "stopped"
         try:
             yield phase
             outcome = "ended"
         finally:
-            duration_s = round(self._console.get_time() - started_at, 2)
+            duration_s = self._console.get_time() - phase.started_at
             self.line(
-                "INFO", phase=name, **{outcome: phase.progress}, duration_s=f"{duration_s:.2f}"
+                "INFO", phase=name, **{outcome: phase.counted}, duration_s=f"{duration_s:.2f}"
             )
 
-    def step(self, metrics: StepMetrics) -> None:
-        total = "" if self._total_steps is None else f"/{self._total_steps}"
-        self.line(
-            "INFO",
-            step=f"{metrics.step}{total}",
-            reward=metrics.reward,
-            accuracy=metrics.accuracy,
-            token_staleness_mean=metrics.token_staleness_mean,
-            token_staleness_max=metrics.token_staleness_max,
-            group_staleness_mean=metrics.group_staleness_mean,
-            group_staleness_max=metrics.group_staleness_max,
-            generated_tokens_per_s=round(metrics.generated_tokens_per_s),
-            trained_tokens_per_s=round(metrics.trained_tokens_per_s),
-            step_time_s=metrics.step_time_s,
-            bound=metrics.bound,
-            masked_share=metrics.masked_share or None,
-            wasted_share=metrics.wasted_share or None,
-            rejected_groups=metrics.num_rejected_groups or None,
-        )
+    def on_step(self, metrics: StepMetrics) -> None:
+        values = dict(named_values(metrics))
+        if self._total_steps is not None:
+            values["step"] = f"{metrics.step}/{self._total_steps}"
+        self.line("INFO", **values)
 
-    def evaluation(self, result: EvaluationResult) -> None:
+    def on_evaluation(self, result: EvaluationResult) -> None:
         self.line(
             "INFO",
             evaluation=result.name,
@@ -111,9 +127,8 @@ class PlainDisplay:
     def warning(self, text: str) -> None:
         self.line("WARNING", warning=text)
 
-    def finish(self, summary: Summary, run_dir: Path) -> None:
-        values = {item.name: getattr(summary, item.name) for item in fields(summary)}
-        self.line("INFO", finished=run_dir, **values)
+    def on_finish(self, summary: Summary) -> None:
+        self.line("INFO", finished=self._run_dir, **asdict(summary))
 
     def close(self) -> None:
         self._console.file.flush()
@@ -122,12 +137,6 @@ class PlainDisplay:
         """Writes one line; values that are None are left out."""
         self._console.file.write(f"{level} {_key_values(values, self._console.encoding)}\n")
         self._console.file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _key_values(values: Mapping[str, Any], encoding: str) -> str:
@@ -138,7 +147,7 @@ def _key_values(values: Mapping[str, Any], encoding: str) -> str:
 def _word(value: Any) -> str:
     """A value as one word, or quoted as in JSON where it would not be one."""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     text = Text.from_ansi(str(value)).plain
     if not text or any(character in '"= ' or not character.isprintable() for character in text):
         return json.dumps(text, ensure_ascii=False)

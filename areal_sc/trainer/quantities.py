@@ -8,12 +8,15 @@ _SUFFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def short_number(value: float | None) -> str:
-    """A real number in at most 6 characters below 1e18, three decimals where they fit."""
+    """A real number in at most 6 characters below 1e18: 0.250, -12.35, 12.3k, 1.2e-4."""
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(float(value))
     sign = "-" if value < 0 else ""
+    if 0 < abs(value) < 0.001:
+        mantissa, exponent = f"{abs(value):.{0 if sign else 1}e}".split("e")
+        return f"{sign}{mantissa}e{int(exponent)}"
     if abs(value) < 1000:
         return sign + _longest_fit(abs(value), max_decimals=3, max_length=5)
     return sign + short_count(abs(value))
@@ -48,14 +51,6 @@ def short_duration(seconds: float | None) -> str:
         return f"{minutes // 60}h{minutes % 60:02d}m"
     hours = minutes // 60
     return f"{hours // 24}d{hours % 24:02d}h"
-
-
-def clock(seconds: float) -> str:
-    """Whole seconds as on a clock: 0:12, 12:03, 1:02:03."""
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d}"
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def percent(share: float) -> str:

@@ -1,20 +1,28 @@
-"""Training steps as lines of aligned columns, as many as the terminal is wide."""
+"""The columns of a step's line, and their layout for a terminal.
+
+A file or pipe gets every column, as `name=value` of each of its metrics. A terminal gets aligned
+columns, as many as fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from rich.text import Text
 
 from areal_sc.trainer.metrics import Bound, StepMetrics
 from areal_sc.trainer.quantities import percent, short_count, short_duration, short_number
 
-_NARROW = 60
+_NARROW = 70
 """Terminals below this width show the step's number without the total (the bar shows it)."""
 
-_SPARE_FOR_LOSSES = 22
-"""Free columns at the end of a line before the layout becomes generous."""
+_WIDE = 80
+"""From this width on a line keeps room for what was lost in its step."""
+
+_ROOM_FOR_LOSSES = len(" waste 0.1%")
 
 _SHORT_BOUND: dict[Bound, str] = {
     "generation": "gen",
@@ -29,16 +37,77 @@ _BOUND_STYLE: dict[Bound, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
-    """One column; those with the largest `rank` leave first when the terminal is narrow."""
+class Column:
+    """One column of the table.
 
+    Attributes:
+        names: the metrics that it shows, as `StepMetrics.value` knows them.
+        title: above the column.
+        width: characters that every text fits into.
+        rank: columns with the largest one leave first when the terminal is narrow.
+        text: of the values, which may be None where nothing was measured.
+        heading: above the titles of adjacent columns that share it.
+    """
+
+    names: tuple[str, ...]
     title: str
-    heading: str  # above the titles of adjacent columns that share it
     width: int
     rank: int
-    text: Callable[[StepMetrics], str]
+    text: Callable[..., str] = short_number
+    heading: str = ""
     style: str = ""
-    is_left: bool = False
+
+    def values(self, metrics: StepMetrics) -> list[Any]:
+        return [metrics.value(name) for name in self.names]
+
+
+def _mean_and_max(mean: float, maximum: int) -> str:
+    text = f"{mean:.1f}/{maximum}"
+    return text if len(text) <= 7 else f"{mean:.0f}/{maximum}"
+
+
+STEP = Column(("step",), "step", 4, 0, str)
+"""Its width is that of the largest number of a run."""
+
+BOUND = Column(("bound",), "bound", 5, 5, lambda bound: _SHORT_BOUND[bound].ljust(5))
+
+COLUMNS = (
+    STEP,
+    Column(("reward",), "reward", 6, 1),
+    Column(("accuracy",), "acc", 5, 2, style="bold"),
+    Column(("loss",), "loss", 6, 3),
+    Column(("grad_norm",), "grad", 6, 8),
+    Column(("proximal_kl",), "prox", 6, 7, heading="kl"),
+    Column(("behavior_kl",), "behav", 6, 12, heading="kl"),
+    Column(
+        ("token_staleness_mean", "token_staleness_max"),
+        *("tokens", 7, 6, _mean_and_max, "staleness"),
+    ),
+    Column(
+        ("group_staleness_mean", "group_staleness_max"),
+        *("groups", 7, 9, _mean_and_max, "staleness"),
+    ),
+    Column(("generated_tokens_per_s",), "gen", 5, 10, short_count, "tokens/s"),
+    Column(("trained_tokens_per_s",), "train", 5, 11, short_count, "tokens/s"),
+    Column(("step_time_s",), "time", 6, 4, short_duration),
+    BOUND,
+)
+
+LOSSES = (
+    Column(("masked_share",), "mask", 0, 0, percent),
+    Column(("wasted_share",), "waste", 0, 0, percent),
+    Column(("num_rejected_groups",), "rej", 0, 0, str),
+)
+"""Told at the end of a line where they are not zero."""
+
+
+def named_values(metrics: StepMetrics) -> Iterator[tuple[str, Any]]:
+    """Name and value of all that a step's line tells."""
+    for column in COLUMNS:
+        yield from zip(column.names, column.values(metrics), strict=True)
+    for column in LOSSES:
+        (value,) = column.values(metrics)
+        yield column.names[0], value or None
 
 
 class StepTable:
@@ -47,121 +116,60 @@ class StepTable:
     def __init__(self, width: int, total_steps: int | None) -> None:
         """Args: width: characters a line; total_steps: None where it is not known."""
         self.width = width
-        self._columns = _columns(total_steps, shows_total=width >= _NARROW, has_long_bound=True)
-        self._gap = "  "
-        if self._length() + _SPARE_FOR_LOSSES > width:
-            self._columns = _columns(
-                total_steps, shows_total=width >= _NARROW, has_long_bound=False
-            )
-            self._gap = " "
-        while self._length() > width and len(self._columns) > 1:
+        self._total = f"/{total_steps}" if total_steps and width >= _NARROW else ""
+        digits = len(str(total_steps or 100_000))
+        self._step_width = max(digits + len(self._total), STEP.width)
+        self._gap = " "
+        self._columns = list(COLUMNS)
+        room = width - _ROOM_FOR_LOSSES if width >= _WIDE else width
+        while self._length() > room and len(self._columns) > 1:
             self._columns.remove(max(self._columns, key=lambda column: column.rank))
+        if self._length() + len(self._columns) - 1 <= room:
+            self._gap = "  "
 
     def header(self) -> list[Text]:
         """What adjacent columns share, where they share anything, and the titles."""
-        titles = [_aligned(column, column.title) for column in self._columns]
-        headings = Text(self._gap.join(self._headings()).rstrip(), style="dim")
-        lines = [headings, Text(self._gap.join(titles).rstrip(), style="dim")]
+        titles = [self._aligned(column, column.title) for column in self._columns]
+        headings = self._gap.join(self._headings()).rstrip()
+        lines = [Text(line, style="dim") for line in (headings, self._gap.join(titles)) if line]
         for line in lines:
             line.truncate(self.width)
-        return lines if headings.plain else lines[1:]
+        return lines
 
     def row(self, metrics: StepMetrics) -> Text:
         """One line for one step."""
         line = Text()
         for i, column in enumerate(self._columns):
-            style = column.style
-            if column.title == "bound":
-                style = _BOUND_STYLE[metrics.bound]
+            text = column.text(*column.values(metrics)) + (self._total if column is STEP else "")
+            style = _BOUND_STYLE[metrics.bound] if column is BOUND else column.style
             line.append(self._gap if i else "")
-            line.append(_aligned(column, column.text(metrics)), style=style)
-        losses = _losses(metrics, self.width - line.cell_len - len(self._gap))
-        if losses:
-            line.append(self._gap + losses, style="yellow")
+            line.append(self._aligned(column, text), style=style)
+        for column in LOSSES:
+            (value,) = column.values(metrics)
+            text = f"{self._gap}{column.title} {column.text(value)}"
+            if value and line.cell_len + len(text) <= self.width:
+                line.append(text, style="yellow")
         line.rstrip()
         line.truncate(self.width)
         return line
 
+    def _aligned(self, column: Column, text: str) -> str:
+        return text.rjust(self._width(column))
+
+    def _width(self, column: Column) -> int:
+        return self._step_width if column is STEP else column.width
+
     def _length(self) -> int:
-        widths = [column.width for column in self._columns]
+        widths = [self._width(column) for column in self._columns]
         return sum(widths) + len(self._gap) * (len(widths) - 1)
 
-    def _headings(self) -> list[str]:
+    def _headings(self) -> Iterator[str]:
         """The headings, each over its run of adjacent columns, left out where it does not fit."""
-        texts = []
-        i = 0
-        while i < len(self._columns):
-            heading = self._columns[i].heading
-            end = i + 1
-            while heading and end < len(self._columns) and self._columns[end].heading == heading:
-                end += 1
-            run = self._columns[i:end]
-            width = sum(column.width for column in run) + len(self._gap) * (len(run) - 1)
+        for heading, columns in groupby(self._columns, key=lambda column: column.heading):
+            widths = [self._width(column) for column in columns]
+            if not heading:
+                yield from (" " * width for width in widths)
+                continue
+            width = sum(widths) + len(self._gap) * (len(widths) - 1)
             text = next((t for t in (heading, heading[:5]) if len(t) <= width), "")
-            texts.append(text.center(width))
-            i = end
-        return texts
-
-
-def _columns(total_steps: int | None, *, shows_total: bool, has_long_bound: bool) -> list[_Column]:
-    digits = len(str(total_steps)) if total_steps else 6
-    if total_steps and shows_total:
-        step_width, step_text = 2 * digits + 1, f"{{}}/{total_steps}"
-    else:
-        step_width, step_text = digits, "{}"
-    if has_long_bound:
-        bound_width, bound_text = len("synchronisation"), lambda m: m.bound
-    else:
-        bound_width, bound_text = 5, lambda m: _SHORT_BOUND[m.bound]
-    return [
-        _Column("step", "", max(step_width, 4), 0, lambda m: step_text.format(m.step)),
-        _Column("reward", "", 6, 1, lambda m: short_number(m.reward)),
-        _Column("acc", "", 5, 2, lambda m: short_number(m.accuracy), style="bold"),
-        _Column(
-            "tokens",
-            "staleness",
-            7,
-            3,
-            lambda m: _mean_and_max(m.token_staleness_mean, m.token_staleness_max),
-        ),
-        _Column(
-            "groups",
-            "staleness",
-            7,
-            6,
-            lambda m: _mean_and_max(m.group_staleness_mean, m.group_staleness_max),
-        ),
-        _Column("gen", "tokens/s", 5, 7, lambda m: short_count(m.generated_tokens_per_s)),
-        _Column("train", "tokens/s", 5, 8, lambda m: short_count(m.trained_tokens_per_s)),
-        _Column("time", "", 6, 5, lambda m: short_duration(m.step_time_s)),
-        _Column("bound", "", bound_width, 4, bound_text, is_left=True),
-    ]
-
-
-def _aligned(column: _Column, text: str) -> str:
-    return text.ljust(column.width) if column.is_left else text.rjust(column.width)
-
-
-def _mean_and_max(mean: float, maximum: int) -> str:
-    text = f"{mean:.1f}/{maximum}"
-    return text if len(text) <= 7 else f"{mean:.0f}/{maximum}"
-
-
-def _losses(metrics: StepMetrics, width: int) -> str:
-    """Masked, wasted and rejected, where not zero, as far as they fit into `width`."""
-    parts = []
-    if metrics.num_masked_tokens:
-        parts.append(("masked", "mask", percent(metrics.masked_share)))
-    if metrics.num_wasted_tokens:
-        parts.append(("wasted", "waste", percent(metrics.wasted_share)))
-    if metrics.num_rejected_groups:
-        parts.append(("rejected", "rej", str(metrics.num_rejected_groups)))
-    long_text = ", ".join(f"{name} {value}" for name, _, value in parts)
-    if len(long_text) <= width:
-        return long_text
-    while parts:
-        short_text = " ".join(f"{name} {value}" for _, name, value in parts)
-        if len(short_text) <= width:
-            return short_text
-        parts.pop()
-    return ""
+            yield text.center(width)

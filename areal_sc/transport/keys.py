@@ -8,10 +8,8 @@ they are taken out when they are read; never in a command line, a log or a messa
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import stat
 from collections.abc import MutableMapping
 from dataclasses import dataclass, fields
@@ -20,6 +18,7 @@ from typing import Final
 
 import zmq
 
+from areal_sc.durable import replace_file
 from areal_sc.errors import TransportError
 
 KEYS_VARIABLE: Final = "AREAL_SC_RUN_KEYS"
@@ -62,18 +61,9 @@ class RunKeys:
         Raises: TransportError: the folder cannot be written.
         """
         content = {field.name: getattr(self, field.name).decode() for field in fields(self)}
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
-            # Exclusive: it is never a file, or a link, that somebody else has put there.
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                with open(fd, "w") as file:
-                    json.dump(content, file)
-                partial.rename(path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-                raise
+            with replace_file(path, mode=0o600) as file:
+                file.write(json.dumps(content).encode())
         except OSError as error:
             raise TransportError(f"the run's keys cannot be written to {path}: {error}") from error
 

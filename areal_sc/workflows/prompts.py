@@ -10,11 +10,10 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.durable import partial_of
+from areal_sc.durable import replace_file
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Prompts
 
@@ -69,19 +68,15 @@ def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts
             "give areal_sc.JsonlPrompts(path)"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_of(path)
     tell_at = time.monotonic() + PROGRESS_INTERVAL_S
-    # surrogates: half of a pair may stand in text that was cut, and JSON can say so
-    with partial.open("w", encoding="utf-8", errors="surrogatepass") as file, ExitStack() as undo:
-        undo.callback(partial.unlink)
+    with replace_file(path) as file:
         iterator = iter(rows)
         for index in range(num_rows):  # some iterators never end
-            file.write(_json_line(iterator, index, kind))
+            # surrogates: half of a pair may stand in text that was cut, and JSON can say so
+            file.write(_json_line(iterator, index, kind).encode(errors="surrogatepass"))
             if time.monotonic() > tell_at:
                 logger.warning("copying the dataset (%s): row %d of %d", kind, index + 1, num_rows)
                 tell_at = time.monotonic() + PROGRESS_INTERVAL_S
-        undo.pop_all()
-    partial.rename(path)
     return JsonlPrompts(path)
 
 

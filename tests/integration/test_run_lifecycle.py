@@ -57,7 +57,7 @@ def test_a_start_from_nothing_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # that would change the logging of this process
-    monkeypatch.setattr("areal_sc.trainer.ppo_trainer.setup_logging", lambda role, path: None)
+    monkeypatch.setattr("areal_sc.trainer.run.setup_logging", lambda role, path: None)
     config = tiny_config(f"run_dir={tmp_path / 'run'}")
     with PPOTrainer(config):
         assert "from nothing" not in capsys.readouterr().out

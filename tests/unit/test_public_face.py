@@ -18,6 +18,12 @@ PUBLIC = {
     "run_script",
     "start",
     "PPOTrainer",
+    # the parts of a loop of one's own
+    "Checkpoints",
+    "Evaluations",
+    "Run",
+    "Tracker",
+    # controllers
     "RolloutController",
     "TrainController",
     # engines

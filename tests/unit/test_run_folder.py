@@ -273,7 +273,7 @@ def test_interrupted_overwrite_can_be_repeated(path: Path, monkeypatch: pytest.M
     def fail(folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("areal_sc.run_folder.shutil.rmtree", fail)
+    monkeypatch.setattr("areal_sc.durable.shutil.rmtree", fail)
     with pytest.raises(RunFolderError, match="cannot be used: Input/output error"):
         RunFolder(path).open(config_text=CONFIG, overwrite=True)
     monkeypatch.undo()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from areal_sc.durable import commit_folder, partial_of
+from areal_sc.durable import commit_folder, partial_of, remove, sync_folder
 from areal_sc.engines.fsdp.process_group import ProcessGroup
 from areal_sc.errors import CheckpointError
 
@@ -151,8 +151,7 @@ def replace_folder(folder: Path, group: SideGroup, fill: Callable[[Path], None])
 
     def prepare() -> None:
         if group.rank == 0:
-            if partial.exists():
-                shutil.rmtree(partial)
+            remove(partial)
             partial.mkdir(parents=True)
 
     def check() -> None:
@@ -169,6 +168,7 @@ def replace_folder(folder: Path, group: SideGroup, fill: Callable[[Path], None])
         group.together(what, prepare)
         group.together(what, check)
         fill(partial)
+        group.together(what, lambda: sync_folder(partial))  # each rank what its machine has written
         group.together(what, commit)
     except CheckpointError:
         if group.rank == 0:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from areal_sc.algorithms.losses import Metrics, decoupled_ppo_loss, sft_loss
+from areal_sc.algorithms.losses import Metric, Metrics, decoupled_ppo_loss, sft_loss
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.engines.base import WeightShard
 from areal_sc.engines.fsdp.background import BackgroundWriter
@@ -291,10 +291,10 @@ class FSDPEngine:
                 micro_batch = self._micro_batch(rows, micro_rows, learning[index])
                 temperatures = micro_batch.gather_temperatures(rows) if is_sampled else None
                 logprobs, entropy = self._forward(micro_batch, temperatures)
-                loss, sums = loss_of(rows, micro_batch, logprobs, num_loss_tokens[index])
+                loss, of_loss = loss_of(rows, micro_batch, logprobs, num_loss_tokens[index])
                 # FSDP averages over the ranks, but the denominator is already the global one.
                 torch.autograd.backward(loss * self._group.world_size)
-                metrics.add(loss=loss, sum_entropy=entropy.sum(), **sums)
+                metrics.add(loss=Metric.sum(loss), entropy=Metric.mean(entropy), **of_loss)
             norm = self._optimizer.update(step)
             if not math.isfinite(norm):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)

@@ -198,7 +198,7 @@ class SnapshotWriter(StorageWriter):
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file, and brings it to the disk."""
+        """Writes this rank's file."""
         rank = int(plan.storage_data)
         values: dict[str, torch.Tensor] = {}
         for item in plan.items:
@@ -236,11 +236,7 @@ class SnapshotWriter(StorageWriter):
             tensors=tensors,
             ranks=ranks,
         )
-        path = self._folder / INDEX_NAME
-        with path.open("x") as file:
-            file.write(index.to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        (self._folder / INDEX_NAME).write_text(index.to_json())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

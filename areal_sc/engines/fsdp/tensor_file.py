@@ -86,10 +86,9 @@ class TensorFile:
         with path.open("xb", buffering=0) as file:
             _write_all(file.fileno(), memoryview(self.header), 0)
             file.truncate(self.num_bytes)
-            os.fsync(file.fileno())
 
     def write_parts(self, path: Path, parts: Iterable[tuple[str, int, torch.Tensor]]) -> None:
-        """Fills in a part of each named tensor, and brings it to the disk.
+        """Fills in a part of each named tensor.
 
         Args:
             path: a file that `create` made, maybe in another process.
@@ -102,12 +101,11 @@ class TensorFile:
                 position = self.starts[name] + first * values.element_size()
                 _write_all(descriptor, _content(values), position)
                 del values
-            os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
     def write_whole(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Writes a new file with all its values, on the CPU, and brings it to the disk.
+        """Writes a new file with all its values, on the CPU.
 
         Returns: crc32 of the file.
         """
@@ -121,7 +119,6 @@ class TensorFile:
                     piece = content[begin : begin + _PIECE_BYTES]
                     _write_all(descriptor, piece, position + begin)
                     checksum = zlib.crc32(piece, checksum)
-            os.fsync(descriptor)
         return checksum
 
 

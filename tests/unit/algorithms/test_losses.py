@@ -35,8 +35,9 @@ def by_hand(
     """Loss, gradient and counts, token by token in Python floats."""
     loss = 0.0
     gradient = np.zeros(NUM_TOKENS)
-    counts = {"num_tokens": 0.0, "num_clipped": 0.0, "num_capped": 0.0, "sum_ratio": 0.0}
-    counts |= {"sum_behavior_weight": 0.0, "sum_proximal_kl": 0.0, "sum_behavior_kl": 0.0}
+    counts = {"num_effective_tokens": 0.0, "clip_fraction": 0.0, "capped_fraction": 0.0}
+    counts |= {"ratio": 0.0, "behavior_weight": 0.0, "proximal_kl": 0.0, "behavior_kl": 0.0}
+    counts |= {"ratio_max": 0.0}
     for t in range(NUM_TOKENS):
         if not tokens["loss_mask"][t]:
             continue
@@ -47,16 +48,17 @@ def by_hand(
         ratio = math.exp(logprob - proximal)
         weight = math.exp(proximal - behavior)
         clipped_gain = min(max(ratio, 0.8), 1.3) * advantage
-        counts["num_tokens"] += 1
-        counts["sum_ratio"] += ratio
-        counts["sum_proximal_kl"] += ratio - 1 - (logprob - proximal)
+        counts["num_effective_tokens"] += 1
+        counts["ratio"] += ratio
+        counts["ratio_max"] = max(counts["ratio_max"], ratio)
+        counts["proximal_kl"] += ratio - 1 - (logprob - proximal)
         is_clipped = clipped_gain < ratio * advantage
-        counts["num_clipped"] += is_clipped
+        counts["clip_fraction"] += is_clipped
         if cap is not None and weight > cap:
-            counts["num_capped"] += 1
+            counts["capped_fraction"] += 1
             continue
-        counts["sum_behavior_weight"] += weight
-        counts["sum_behavior_kl"] += weight - 1 - (proximal - behavior)
+        counts["behavior_weight"] += weight
+        counts["behavior_kl"] += weight - 1 - (proximal - behavior)
         loss -= weight * min(ratio * advantage, clipped_gain) / 173
         gradient[t] = 0.0 if is_clipped else -weight * advantage * ratio / 173
     return loss, gradient, counts
@@ -77,9 +79,9 @@ def test_loss_gradient_and_counts(cap: float | None, dtype: torch.dtype) -> None
     assert loss.item() == pytest.approx(expected, abs=tolerance)
     assert given["logprobs"].grad.numpy() == pytest.approx(expected_gradient, abs=tolerance)
     for name, count in expected_counts.items():
-        assert float(metrics[name]) == pytest.approx(count, rel=1e-5), name
-    assert expected_counts["num_clipped"] > 10
-    assert cap is None or expected_counts["num_capped"] > 0
+        assert float(metrics[name].value) == pytest.approx(count, rel=1e-5), name
+    assert expected_counts["clip_fraction"] > 10
+    assert cap is None or expected_counts["capped_fraction"] > 0
 
 
 def test_masked_tokens_may_hold_anything() -> None:
@@ -115,8 +117,11 @@ def test_metrics_and_losses_add_up_over_micro_batches() -> None:
         for part in (slice(0, 70), slice(70, 71), slice(71, 200))
     ]
     assert sum(loss for loss, _ in parts).item() == pytest.approx(whole.item(), rel=1e-12)
-    for name, value in whole_metrics.items():
-        assert sum(metrics[name] for _, metrics in parts).item() == pytest.approx(value.item())
+    first, second, third = (metrics for _, metrics in parts)
+    for name, whole_metric in whole_metrics.items():
+        combined = first[name] + second[name] + third[name]
+        assert combined.value.item() == pytest.approx(whole_metric.value.item())
+        assert combined.weight == whole_metric.weight
 
 
 def test_a_weight_that_overflows_is_capped_without_nan() -> None:
@@ -135,8 +140,8 @@ def test_a_weight_that_overflows_is_capped_without_nan() -> None:
     loss.backward()
     assert loss.item() == -0.5
     assert logprobs.grad.tolist() == [0.0, -0.5]
-    assert metrics["num_capped"] == 1
-    assert all(value.isfinite() for value in metrics.values())
+    assert metrics["capped_fraction"].value == 1
+    assert all(metric.value.isfinite() for metric in metrics.values())
 
 
 def test_no_gradient_through_the_behavior_weight() -> None:
@@ -177,7 +182,7 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_mask() -> None:
     loss.backward()
     trained = tokens["logprobs"][tokens["loss_mask"]].numpy()
     assert loss.item() == pytest.approx(-trained.sum() / 173)
-    assert metrics["num_tokens"] == len(trained)
+    assert metrics["num_effective_tokens"].value == len(trained)
     expected = np.where(tokens["loss_mask"].numpy(), -1 / 173, 0.0)
     assert logprobs.grad.numpy() == pytest.approx(expected)
     with pytest.raises(ValueError, match="num_loss_tokens"):

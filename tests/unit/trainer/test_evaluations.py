@@ -4,67 +4,69 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from unit.trainer.conftest import Follower, shown
 
-from areal_sc.config.schema import EvaluationConfig, GenerationConfig, GRPOConfig
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.errors import WorkflowError
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import EvaluationResult
+from areal_sc.trainer.metrics_log import History
+from areal_sc.trainer.run import Run
 
 OUTCOME = EvaluationOutcome(
     num_prompts=3,
     num_rejected=1,
     reward=0.5,
-    metrics={"accuracy": 0.25},
+    metrics={"accuracy": 0.25, "turns": 1.5},
     versions=(2, 4),
     rejection_example="boom",
 )
 
 
 class Rollout:
-    """Keeps what it is asked to play; the test gives the outcome."""
+    """Keeps what it is asked to play; the test gives the outcome, or `outcome` is given at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, outcome: EvaluationOutcome | None = None) -> None:
         self.registered: list[tuple[Any, Any]] = []
         self.asked: list[tuple[int | None, float | None]] = []
-        self.outcome: Future[EvaluationOutcome] = Future()
+        self.version = 4
+        self._outcome = outcome
+        self.running: Future[EvaluationOutcome] = Future()
 
     def register(self, prompts: Any, workflow: Any) -> None:
         self.registered.append((prompts, workflow))
+
+    def wait_for_weights(self) -> None:
+        self.asked.append((0, None))
 
     def begin_evaluation(
         self, prompts: Any, workflow: Any, *, num_prompts: int | None, temperature: float | None
     ) -> Future[EvaluationOutcome]:
         self.asked.append((num_prompts, temperature))
-        self.outcome = Future()
-        return self.outcome
+        self.running = Future()
+        if self._outcome is not None:
+            self.running.set_result(self._outcome)
+        return self.running
 
 
-Told = list[tuple[EvaluationResult, EvaluationOutcome]]
+def evaluations(run: Run, rollout: Any, prompts: Any = "prompts") -> Evaluations:
+    workflow: Any = "workflow"
+    return Evaluations(run, rollout, prompts, workflow)
 
 
-def evaluations(prompts: Any = "prompts") -> tuple[Evaluations, Rollout, Told]:
-    config = GRPOConfig(
-        generation=GenerationConfig(temperature=0.75), evaluation=EvaluationConfig(num_prompts=7)
-    )
-    rollout, told = Rollout(), []
-
-    def tell(result: EvaluationResult, outcome: EvaluationOutcome) -> None:
-        told.append((result, outcome))
-
-    return Evaluations(config, rollout, prompts, "workflow", tell), rollout, told
-
-
-def test_a_result_comes_when_the_evaluation_is_done() -> None:
-    beside, rollout, told = evaluations()
-    beside.collect(wait=True)  # nothing goes on, so nothing is waited for
-    beside.begin("periodic", 4)
+def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follower) -> None:
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    assert rollout.registered == [("prompts", "workflow")]  # before a worker is started
+    beside.collect()  # nothing goes on, so nothing is waited for
+    beside.begin("periodic")
+    rollout.version = 6  # what comes after does not enter it
     assert rollout.asked == [(7, None)]
     beside.collect(wait=False)
-    assert (beside.results, told) == ([], [])
-    rollout.outcome.set_result(OUTCOME)
+    assert follower.told == []
+    rollout.running.set_result(OUTCOME)
     beside.collect(wait=False)
-    beside.collect(wait=True)  # once
+    beside.collect()  # once
     result = EvaluationResult(
         name="periodic",
         step=4,
@@ -73,40 +75,49 @@ def test_a_result_comes_when_the_evaluation_is_done() -> None:
         version_min=2,
         version_max=4,
         temperature=0.75,
-        accuracy=0.25,
+        workflow={"accuracy": 0.25, "turns": 1.5},
     )
-    assert beside.results == [result]
-    assert told == [(result, OUTCOME)]
+    assert follower.told == [result]
+    assert History.read(run.folder.metrics_path).evaluations == [result]
+    assert "1 prompts of the evaluation were rejected; for example: boom" in shown(run)
+    assert "evaluation=periodic step=4 accuracy=0.25" in shown(run)
 
 
-def test_a_temperature_of_its_own_is_in_the_result() -> None:
-    beside, rollout, _ = evaluations()
-    beside.begin("greedy", 4, temperature=0.0)
-    rollout.outcome.set_result(OUTCOME)
-    beside.collect(wait=True)
-    assert rollout.asked == [(7, 0.0)]
-    assert beside.results[0].temperature == 0.0
+def test_the_trained_model_is_evaluated_at_two_temperatures(run: Run, follower: Follower) -> None:
+    rollout = Rollout(OUTCOME)
+    evaluations(run, rollout).finish()
+    assert rollout.asked == [(0, None), (7, None), (7, 0.0)]
+    assert [(r.name, r.temperature) for r in follower.told] == [("after", 0.75), ("greedy", 0.0)]
 
 
-def test_a_failure_is_raised_once() -> None:
-    beside, rollout, told = evaluations()
-    beside.begin("after", 4)
-    rollout.outcome.set_exception(WorkflowError("all 7 evaluation prompts were rejected"))
+def test_periodic_ones_are_begun_after_so_many_steps_but_not_after_the_last(
+    run: Run, follower: Follower
+) -> None:
+    run.config.evaluation.every_steps, run.config.total_steps = 3, 9
+    rollout = Rollout(OUTCOME)
+    beside = evaluations(run, rollout)
+    for rollout.version in range(1, 10):
+        beside.after_step()
+    assert [(result.name, result.step) for result in follower.told] == [
+        ("periodic", 3),
+        ("periodic", 6),
+    ]
+
+
+def test_a_failure_is_raised_once(run: Run, follower: Follower) -> None:
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    beside.begin("after")
+    rollout.running.set_exception(WorkflowError("all 7 evaluation prompts were rejected"))
     with pytest.raises(WorkflowError, match="all 7"):
-        beside.collect(wait=True)
-    beside.collect(wait=True)
-    assert (beside.results, told) == ([], [])
+        beside.collect()
+    beside.collect()
+    assert follower.told == []
 
 
-def test_without_prompts_nothing_is_evaluated() -> None:
-    beside, rollout, _ = evaluations(prompts=None)
-    beside.register()
-    beside.begin("before", 0)
-    beside.collect(wait=True)
+def test_without_prompts_nothing_is_evaluated(run: Run) -> None:
+    rollout = Rollout()
+    beside = evaluations(run, rollout, prompts=None)
+    beside.begin("before")
+    beside.collect()
     assert (rollout.registered, rollout.asked) == ([], [])
-
-
-def test_prompts_and_workflow_are_registered_beforehand() -> None:
-    beside, rollout, _ = evaluations()
-    beside.register()
-    assert rollout.registered == [("prompts", "workflow")]

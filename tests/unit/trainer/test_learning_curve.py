@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from matplotlib.image import imread
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.learning_curve import plot_learning_curve, smoothed
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
-from areal_sc.trainer.metrics_log import MetricsLog
+from areal_sc.trainer.metrics_log import History, MetricsLog
 
 MakeStep = Callable[..., StepMetrics]
 MakeEvaluation = Callable[..., EvaluationResult]
@@ -33,14 +34,16 @@ def test_curve_and_evaluations_are_drawn(
 ) -> None:
     def draw(name: str, num_steps: int, final: float) -> Path:
         metrics = tmp_path / f"{name}.jsonl"
-        with MetricsLog(metrics) as log:
-            log.evaluation(make_evaluation("before"))
+        with closing(MetricsLog(metrics)) as log:
+            log.on_evaluation(make_evaluation("before"))
             for step in range(1, num_steps + 1):
                 accuracy = 0.2 + (final - 0.2) * step / num_steps
-                log.step(make_step(step, accuracy=accuracy, reward=accuracy))
-            log.evaluation(make_evaluation("greedy", step=num_steps, accuracy=0.9, temperature=0.0))
+                log.on_step(make_step(step, accuracy=accuracy, reward=accuracy))
+            log.on_evaluation(
+                make_evaluation("greedy", step=num_steps, accuracy=0.9, temperature=0.0)
+            )
         png = tmp_path / f"{name}.png"
-        plot_learning_curve(metrics, png)
+        plot_learning_curve(History.read(metrics), "run", png)
         return png
 
     rising, flat = draw("rising", 60, 0.9), draw("flat", 60, 0.2)
@@ -56,18 +59,17 @@ def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
     tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
 ) -> None:
     def draw(name: str, *, went_back: bool) -> Path:
-        metrics = tmp_path / "same" / f"{name}.jsonl"  # the folder's name is the picture's title
-        metrics.parent.mkdir(exist_ok=True)
-        with MetricsLog(metrics) as log:
-            log.step(make_step(1))
+        metrics = tmp_path / f"{name}.jsonl"
+        with closing(MetricsLog(metrics)) as log:
+            log.on_step(make_step(1))
             if went_back:
-                log.step(make_step(2, reward=9.0))
-                log.evaluation(make_evaluation("periodic", step=2, accuracy=0.9))
+                log.on_step(make_step(2, reward=9.0))
+                log.on_evaluation(make_evaluation("periodic", step=2, accuracy=0.9))
                 log.event("resumed", step=1)
-            log.step(make_step(2))
-            log.evaluation(make_evaluation("periodic", step=2, accuracy=0.3))
+            log.on_step(make_step(2))
+            log.on_evaluation(make_evaluation("periodic", step=2, accuracy=0.3))
         png = tmp_path / f"{name}.png"
-        plot_learning_curve(metrics, png)
+        plot_learning_curve(History.read(metrics), "run", png)
         return png
 
     straight, resumed = draw("straight", went_back=False), draw("resumed", went_back=True)
@@ -76,11 +78,11 @@ def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
 
 def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    with MetricsLog(metrics) as log:
+    with closing(MetricsLog(metrics)) as log:
         for step in range(1, 30):
-            log.step(make_step(step, accuracy=step / 30, reward=step * 10.0))
+            log.on_step(make_step(step, accuracy=step / 30, reward=step * 10.0))
     png = tmp_path / "learning_curve.png"
-    plot_learning_curve(metrics, png)
+    plot_learning_curve(History.read(metrics), "run", png)
     assert imread(png).shape[0] == 1200
     assert count_pixels(png, BLUE) > 1000
     assert count_pixels(png, GREEN) > 1000
@@ -89,20 +91,20 @@ def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_short_runs_and_missing_values(tmp_path: Path, make_step: MakeStep, num_steps: int) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    with MetricsLog(metrics) as log:
+    with closing(MetricsLog(metrics)) as log:
         for step in range(1, num_steps + 1):
-            log.step(make_step(step, accuracy=None, reward=math.nan if step == 2 else 1.0))
+            log.on_step(make_step(step, accuracy=None, reward=math.nan if step == 2 else 1.0))
     png = tmp_path / "learning_curve.png"
-    plot_learning_curve(metrics, png)
+    plot_learning_curve(History.read(metrics), "run", png)
     assert (count_pixels(png, GREEN) > 0) == (num_steps > 0)
 
 
 def test_picture_that_cannot_be_written(tmp_path: Path, make_step: MakeStep) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    with MetricsLog(metrics) as log:
-        log.step(make_step())
+    with closing(MetricsLog(metrics)) as log:
+        log.on_step(make_step())
     with pytest.raises(RunFolderError, match=r"cannot write .*missing.curve\.png: No such file"):
-        plot_learning_curve(metrics, tmp_path / "missing" / "curve.png")
+        plot_learning_curve(History.read(metrics), "run", tmp_path / "missing" / "curve.png")
 
 
 def test_smoothing_is_a_centred_mean() -> None:

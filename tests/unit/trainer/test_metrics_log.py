@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,9 @@ import pytest
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.metrics_log import (
+    History,
     MetricsLog,
     read_metrics,
-    surviving_evaluations,
-    surviving_steps,
 )
 
 MakeStep = Callable[..., StepMetrics]
@@ -28,12 +28,12 @@ def test_log_is_read_back(
     ticks = itertools.count(100.0, 0.5)
     steps = [make_step(1, train={"loss": 0.1, "lr": 4e-4}), make_step(2, accuracy=None)]
     evaluation = make_evaluation("after", step=2, version_min=1, version_max=2)
-    with MetricsLog(path, clock=lambda: next(ticks)) as log:
+    with closing(MetricsLog(path, clock=lambda: next(ticks))) as log:
         log.event("started", seed=7)
-        log.step(steps[0])
+        log.on_step(steps[0])
         assert len(read_metrics(path)) == 2  # each line is there at once
-        log.step(steps[1])
-        log.evaluation(evaluation)
+        log.on_step(steps[1])
+        log.on_evaluation(evaluation)
 
     records = read_metrics(path)
     assert [(record["kind"], record["time"]) for record in records] == [
@@ -46,21 +46,20 @@ def test_log_is_read_back(
     assert records[0]["seed"] == 7
     assert records[1]["bound"] == "training"
     assert records[1]["generated_tokens_per_s"] == 12_000
-    assert surviving_steps(records) == steps
-    assert surviving_evaluations(records) == [evaluation]
+    assert History.read(path) == History(steps, [evaluation])
 
 
 def test_truncated_last_line_is_left_out_and_cut_off(tmp_path: Path, make_step: MakeStep) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
-        log.step(make_step(1))
-        log.step(make_step(2))
+    with closing(MetricsLog(path)) as log:
+        log.on_step(make_step(1))
+        log.on_step(make_step(2))
     whole = path.read_bytes()
     for length in range(whole.index(b"\n") + 1, len(whole)):
         path.write_bytes(whole[:length])
         assert [record["step"] for record in read_metrics(path)] == [1]
-    with MetricsLog(path) as log:
-        log.step(make_step(3))
+    with closing(MetricsLog(path)) as log:
+        log.on_step(make_step(3))
     assert [record["step"] for record in read_metrics(path)] == [1, 3]
 
 
@@ -86,14 +85,14 @@ def test_full_disk_is_an_error_with_its_cause(make_step: MakeStep) -> None:
         pytest.skip("needs /dev/full")
     log = MetricsLog(Path("/dev/full"))
     with pytest.raises(RunFolderError, match="cannot write /dev/full: No space left on device"):
-        log.step(make_step())
+        log.on_step(make_step())
     log.close()
 
 
 def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: MakeStep) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
-        log.step(make_step(reward=math.nan, train={"loss": math.inf, "steps": [1.0, -math.inf]}))
+    with closing(MetricsLog(path)) as log:
+        log.on_step(make_step(reward=math.nan, train={"loss": math.inf, "steps": [1.0, -math.inf]}))
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -101,7 +100,7 @@ def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: Ma
     record = json.loads(path.read_text(), parse_constant=refuse)
     assert record["reward"] is None
     assert record["train"] == {"loss": None, "steps": [1.0, None]}
-    (step,) = surviving_steps(read_metrics(path))
+    (step,) = History.read(path).steps
     assert math.isnan(step.reward)
     assert step.accuracy == 0.2
 
@@ -110,17 +109,15 @@ def test_what_a_resumed_run_went_back_behind_is_left_out(
     tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
-        log.evaluation(make_evaluation("before", step=0))
+    with closing(MetricsLog(path)) as log:
+        log.on_evaluation(make_evaluation("before", step=0))
         for step, reward in [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]:
-            log.step(make_step(step, reward=reward))
-            log.evaluation(make_evaluation("periodic", step=step))
+            log.on_step(make_step(step, reward=reward))
+            log.on_evaluation(make_evaluation("periodic", step=step))
         log.event("resumed", step=2)
-        log.step(make_step(3, reward=0.5))
-        log.evaluation(make_evaluation("periodic", step=3, accuracy=0.7))
-    records = read_metrics(path)
-    steps = surviving_steps(records)
-    assert [(s.step, s.reward) for s in steps] == [(1, 0.1), (2, 0.2), (3, 0.5)]
-    evaluations = surviving_evaluations(records)
-    assert [e.step for e in evaluations] == [0, 1, 2, 3]
-    assert evaluations[-1].accuracy == 0.7
+        log.on_step(make_step(3, reward=0.5))
+        log.on_evaluation(make_evaluation("periodic", step=3, accuracy=0.7))
+    history = History.read(path)
+    assert [(s.step, s.reward) for s in history.steps] == [(1, 0.1), (2, 0.2), (3, 0.5)]
+    assert [e.step for e in history.evaluations] == [0, 1, 2, 3]
+    assert history.evaluations[-1].accuracy == 0.7

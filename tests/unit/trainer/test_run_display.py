@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -54,18 +55,18 @@ def visible_lines(text: str) -> list[str]:
 def show_everything(
     console: Console, run_dir: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
 ) -> None:
-    with make_display(console, run_dir=run_dir, total_steps=80) as display:
+    with closing(make_display(console, run_dir=run_dir, total_steps=80)) as display:
         with display.phase("start-up", 2, "workers") as phase:
             phase.update(
                 "waiting for rollout/0 to load the model of the warm start from its folder"
             )
             phase.advance(2)
         with display.phase("evaluation"):
-            display.evaluation(make_evaluation("before"))
+            display.on_evaluation(make_evaluation("before"))
         steps = [make_step(i, num_rejected_groups=i // 12) for i in range(1, 31)]
         with display.phase("training", 80, "steps") as phase:
             for step in steps:
-                display.step(step)
+                display.on_step(step)
                 phase.advance()
             display.warning("groups were trained up to 27 policy versions old, and that is a lot")
             display.note("a note with [bold]brackets[/bold] and \x1b[31mcolour\x1b[0m codes")
@@ -75,9 +76,14 @@ def show_everything(
             make_evaluation("greedy", accuracy=0.99, temperature=0.0),
         ]
         summary = summarize(
-            steps, evaluations, wall_time_s=101.0, num_rows_trained_twice=0, num_rows_rejected=8
+            steps,
+            evaluations,
+            wall_time_s=101.0,
+            num_rows_trained=7680,
+            num_rows_trained_twice=0,
+            num_rows_rejected=8,
         )
-        display.finish(summary, run_dir)
+        display.on_finish(summary)
 
 
 def test_output_that_is_no_terminal_gets_plain_lines(
@@ -92,9 +98,10 @@ def test_output_that_is_no_terminal_gets_plain_lines(
     assert lines[1] == 'INFO phase=start-up begins="0/2 workers"'
     assert 'INFO phase=start-up ended="2/2 workers" duration_s=0.25' in lines
     assert (
-        "INFO step=12/80 reward=0.25 accuracy=0.2 token_staleness_mean=0.9 token_staleness_max=4 "
+        "INFO step=12/80 reward=0.25 accuracy=0.2 loss=0.0123 grad_norm=0.61 proximal_kl=0.00015 "
+        "behavior_kl=0.02 token_staleness_mean=0.9 token_staleness_max=4 "
         "group_staleness_mean=1.3 group_staleness_max=9 generated_tokens_per_s=12000 "
-        "trained_tokens_per_s=8000 step_time_s=0.5 bound=training rejected_groups=1"
+        "trained_tokens_per_s=8000 step_time_s=0.5 bound=training num_rejected_groups=1"
     ) in lines
     assert (
         "INFO evaluation=before step=0 accuracy=0.2 reward=0.2 prompts=64 temperature=1 "
@@ -131,7 +138,10 @@ def test_an_interrupted_phase_says_how_far_it_came(
     console = live_console(80, monkeypatch) if is_terminal else plain_console()
 
     def interrupted_run() -> None:
-        with make_display(console) as display, display.phase("training", 80, "steps") as phase:
+        with (
+            closing(make_display(console)) as display,
+            display.phase("training", 80, "steps") as phase,
+        ):
             phase.advance(7)
             raise KeyboardInterrupt
 
@@ -180,8 +190,8 @@ def test_live_display_at_80_columns(
     console = live_console(80, monkeypatch)
     show_everything(console, Path("."), make_step, make_evaluation)
     lines = [line.rstrip() for line in visible_lines(shown(console))]
-    assert "12/80  0.250 0.200   0.9/4   1.3/9 12.0k 8.00k  0.50s train rejected 1" in lines
-    header = " step reward   acc  tokens  groups   gen train   time bound"
+    assert "12/80  0.250 0.200  0.012  0.610 1.5e-4   0.9/4   1.3/9  0.50s train rej 1" in lines
+    header = " step reward   acc   loss   grad   prox  tokens  groups   time bound"
     assert lines.count(header) == 2  # 30 rows, one header each 20
     assert "start-up: 2 workers in 0.00s" in lines
     assert "training: 30 steps in 0.00s" in lines
@@ -207,7 +217,7 @@ def test_bars_show_count_time_and_status(monkeypatch: pytest.MonkeyPatch) -> Non
         now = 30.0
         display.note("x")
     lines = visible_lines(shown(console))
-    assert any(re.fullmatch(r"training ━\S* 20/80  0:30  1:30 left", line) for line in lines)
+    assert any(re.fullmatch(r"training ━\S* 20/80  30.0s  1m30s left", line) for line in lines)
     assert any(line.rstrip() == "training: saving a snapshot" for line in lines)
 
 
@@ -234,10 +244,11 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 SCRIPT = """
 from areal_sc.trainer.display import make_display
-with make_display() as display:
-    with display.phase("training", 2, "steps") as phase:
-        phase.advance()
-        display.warning("careful")
+display = make_display()
+with display.phase("training", 2, "steps") as phase:
+    phase.advance()
+    display.warning("careful")
+display.close()
 """
 
 

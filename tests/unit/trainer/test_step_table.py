@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 
 from areal_sc.trainer.metrics import StepMetrics
-from areal_sc.trainer.step_table import StepTable
+from areal_sc.trainer.step_table import COLUMNS, StepTable, named_values
 
 MakeStep = Callable[..., StepMetrics]
 
@@ -14,26 +15,39 @@ def test_header_and_rows_at_80_columns(make_step: MakeStep) -> None:
     table = StepTable(80, total_steps=80)
     lines = [*table.header(), table.row(make_step(1)), table.row(make_step(12, wait_s=2.0))]
     assert [line.plain for line in lines] == [
-        "                      staleness      tokens/s",
-        " step reward   acc  tokens  groups   gen train   time bound",
-        " 1/80  0.250 0.200   0.9/4   1.3/9 12.0k 8.00k  0.50s train",
-        "12/80  0.250 0.200   0.9/4   1.3/9 12.0k 8.00k  0.50s gen",
+        "                                   kl      staleness",
+        " step reward   acc   loss   grad   prox  tokens  groups   time bound",
+        " 1/80  0.250 0.200  0.012  0.610 1.5e-4   0.9/4   1.3/9  0.50s train",
+        "12/80  0.250 0.200  0.012  0.610 1.5e-4   0.9/4   1.3/9  0.50s gen",
     ]
 
 
-def test_narrow_terminals_keep_what_matters_most(make_step: MakeStep) -> None:
+def test_as_many_columns_are_shown_as_the_terminal_is_wide(make_step: MakeStep) -> None:
     for width, titles in {
-        40: "step reward   acc  tokens   time bound",
-        20: "step reward   acc",
-        12: "step reward",
+        120: " step  reward    acc    loss    grad    prox   behav   tokens   groups    gen  train"
+        "    time  bound",
+        100: " step reward   acc   loss   grad   prox  behav  tokens  groups   gen train"
+        "   time bound",
+        60: "step reward   acc   loss   grad   prox  tokens   time bound",
+        40: "step reward   acc   loss   time bound",
+        20: "step  reward    acc",
+        12: "step  reward",
     }.items():
         assert StepTable(width, total_steps=80).header()[-1].plain == titles
-    assert StepTable(40, 80).row(make_step(7)).plain == "   7  0.250 0.200   0.9/4  0.50s train"
+    assert StepTable(40, 80).row(make_step(7)).plain == "   7  0.250 0.200  0.012  0.50s train"
 
 
-def test_wide_terminals_spell_the_bound_out(make_step: MakeStep) -> None:
-    row = StepTable(200, total_steps=80).row(make_step(sync_s=3.0, num_masked_tokens=1000))
-    assert row.plain.endswith("synchronisation  masked 20%")
+def test_what_an_engine_does_not_report_is_a_dash(make_step: MakeStep) -> None:
+    row = StepTable(60, total_steps=80).row(make_step(7, train={"loss": math.nan}, workflow={}))
+    assert row.plain == "   7  0.250     -    nan      -      -   0.9/4  0.50s train"
+
+
+def test_plain_lines_have_every_column_and_what_was_lost(make_step: MakeStep) -> None:
+    names = [name for column in COLUMNS for name in column.names]
+    values = dict(named_values(make_step(num_rejected_groups=2)))
+    assert list(values) == [*names, "masked_share", "wasted_share", "num_rejected_groups"]
+    assert values["grad_norm"] == 0.61
+    assert (values["masked_share"], values["num_rejected_groups"]) == (None, 2)
 
 
 @pytest.mark.parametrize("total_steps", [None, 9, 80, 100_000])
@@ -72,7 +86,8 @@ def test_no_line_is_longer_than_the_terminal_and_columns_stay_aligned(
 
 def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
     table = StepTable(120, total_steps=80)
-    assert table.row(make_step()).plain.endswith("training")
+    assert table.row(make_step()).plain.endswith("train")
     losses = make_step(num_masked_tokens=4000, num_wasted_tokens=8000, num_rejected_groups=2)
-    assert table.row(losses).plain.endswith("masked 50%, wasted 50%, rejected 2")
-    assert StepTable(80, 80).row(losses).plain.endswith("train mask 50% waste 50%")
+    assert table.row(losses).plain.endswith("train  mask 50%  waste 50%")
+    assert StepTable(140, 80).row(losses).plain.endswith("mask 50%  waste 50%  rej 2")
+    assert StepTable(80, 80).row(losses).plain.endswith("train mask 50%")

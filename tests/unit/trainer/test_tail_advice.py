@@ -1,50 +1,50 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from areal_sc.config.schema import OverBound
+from areal_sc.config.schema import OverBound, RolloutConfig
 from areal_sc.trainer.advice import tail_advice
+from areal_sc.trainer.metrics import StepMetrics
+
+MakeStep = Callable[..., StepMetrics]
 
 
-def test_trained_groups_far_over_the_bound() -> None:
-    advice = tail_advice(max_staleness=4, over_bound=OverBound.train, group_staleness_max=27)
-    assert advice is not None
-    assert "\n" not in advice
+@pytest.fixture
+def advice(make_step: MakeStep) -> Callable[..., str | None]:
+    """On a step that differs in so much, of a run with that bound."""
+
+    def of(over_bound: OverBound, max_staleness: int = 4, **changes: Any) -> str | None:
+        config = RolloutConfig(over_bound=over_bound, max_staleness=max_staleness)
+        return tail_advice(config, make_step(num_trained_tokens=1000, **changes))
+
+    return of
+
+
+def test_trained_groups_far_over_the_bound(advice: Callable[..., str | None]) -> None:
+    found = advice(OverBound.train, group_staleness_max=27)
+    assert found is not None
+    assert "\n" not in found
     for part in ("27", "rollout.max_staleness is 4", "rollout.num_workers", "mask, wait or regen"):
-        assert part in advice
+        assert part in found
 
 
 @pytest.mark.parametrize(("max_staleness", "group_staleness_max"), [(4, 8), (1, 2), (0, 2), (0, 0)])
 def test_a_tail_near_the_bound_needs_no_advice(
-    max_staleness: int, group_staleness_max: int
+    advice: Callable[..., str | None], max_staleness: int, group_staleness_max: int
 ) -> None:
-    advice = tail_advice(
-        max_staleness=max_staleness,
-        over_bound=OverBound.train,
-        group_staleness_max=group_staleness_max,
-    )
-    assert advice is None
+    assert advice(OverBound.train, max_staleness, group_staleness_max=group_staleness_max) is None
 
 
-def test_masked_and_wasted_tokens() -> None:
-    masked = tail_advice(
-        max_staleness=1, over_bound=OverBound.mask, group_staleness_max=3, masked_share=0.27
-    )
+def test_masked_and_wasted_tokens(advice: Callable[..., str | None]) -> None:
+    masked = advice(OverBound.mask, 1, group_staleness_max=3, num_masked_tokens=370)
     assert masked is not None
     assert "27% of the tokens are masked" in masked
-    wasted = tail_advice(
-        max_staleness=1, over_bound=OverBound.regenerate, group_staleness_max=1, wasted_share=0.4
-    )
+    wasted = advice(OverBound.regenerate, 1, group_staleness_max=1, num_wasted_tokens=667)
     assert wasted is not None
     assert "40% of the generated tokens are thrown away" in wasted
     for over_bound in (OverBound.mask, OverBound.regenerate, OverBound.wait):
-        assert (
-            tail_advice(
-                max_staleness=4,
-                over_bound=over_bound,
-                group_staleness_max=27,
-                masked_share=0.06,
-                wasted_share=0.06,
-            )
-            is None
-        )
+        few = {"num_masked_tokens": 60, "num_wasted_tokens": 60}
+        assert advice(over_bound, group_staleness_max=27, **few) is None

@@ -1,0 +1,215 @@
+"""Snapshots, which a run goes on from, and models on its way; both written beside training.
+
+    checkpoints/step-<n>/engine/             weights, optimizer, schedule, RNG of every rank
+    checkpoints/step-<n>/controllers.msgpack policy version, ledger, place in the prompt stream;
+                                             before it one line: format, and checksum of the rest
+    models/step-<n>/                         what `transformers`, SGLang and vLLM load
+
+The ranks' files have checksums of their own. A snapshot is written under another name and gets its
+own once everything is on disk, so one that has its name is whole. It is written from copies of the
+state at its step. Rows that were generated but not trained are not kept: their groups are generated
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgpack
+
+from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.train import TrainController
+from areal_sc.durable import commit_folder, partial_of
+from areal_sc.errors import CheckpointError, RunFolderError
+from areal_sc.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from areal_sc.trainer.run import Run
+
+logger = logging.getLogger(__name__)
+
+CONTROLLERS = "controllers.msgpack"
+FORMAT = 1
+_KIND = b"areal_sc-controllers"
+
+_FAILURES = (OSError, RunFolderError, CheckpointError)
+"""What a full disk raises, say."""
+
+_Kind = Literal["snapshot", "model"]
+
+
+class Checkpoints:
+    """Writes snapshots and models when they are due, one of each kind at a time.
+
+    One is begun, for which every rank copies its state, and training goes on while it is written.
+    The metrics file gets an event `snapshot`, `model`, `snapshot_failed` or `model_failed` when it
+    ends. A failure is a warning: earlier ones are left as they were, and the run goes on.
+
+    Args:
+        run: its settings say when snapshots and models are due, and how many snapshots stay.
+        actor: writes its state.
+        rollout: its ledger and its place in the prompts are kept with a snapshot.
+    """
+
+    def __init__(self, run: Run, actor: TrainController, rollout: RolloutController) -> None:
+        self._run = run
+        self._actor = actor
+        self._rollout = rollout
+        self._snapshot_began_s = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._running: dict[_Kind, tuple[int, Future[None]]] = {}
+        for leftover in run.folder.checkpoints.glob("*.partial"):
+            shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed meanwhile
+
+    def after_step(self) -> None:
+        """Begins what is due; at the last step nothing is, and what is being written is ended."""
+        step = self._actor.version
+        is_last = step == self._run.config.total_steps
+        due = [] if is_last else self._due(step)
+        self.collect(wait=is_last or bool(due))
+        for kind in due:  # a model waits for a snapshot that has just been begun
+            try:
+                written = self._begin(kind, step)
+            except _FAILURES as error:
+                written = Future()
+                written.set_exception(error)
+            ended = self._thread.submit(self._complete, kind, step, written)
+            self._running[kind] = step, ended
+
+    def collect(self, *, wait: bool = True) -> None:
+        """Ends with what was begun; without `wait`, with what is complete."""
+        for kind, (step, ended) in list(self._running.items()):
+            if not (wait or ended.done()):
+                continue
+            del self._running[kind]
+            try:
+                ended.result()  # bounded by the time limit of the ranks' writing
+            except _FAILURES as error:
+                self._run.display.warning(
+                    f"{kind} of step {step} could not be written: {error}; "
+                    f"the run goes on without this {kind}"
+                )
+                continue
+            if kind == "model":
+                self._run.tell_model(step, self._model_folder(step))
+
+    def _due(self, step: int) -> list[_Kind]:
+        """A snapshot after so many steps, or so many minutes if those come first."""
+        settings, due = self._run.config.checkpoint, list[_Kind]()
+        limit_s = 60 * settings.every_minutes
+        is_late = 0 < limit_s <= time.monotonic() - self._snapshot_began_s
+        if settings.every_steps and (is_late or step % settings.every_steps == 0):
+            due.append("snapshot")
+        if settings.export_every_steps and step % settings.export_every_steps == 0:
+            due.append("model")
+        return due
+
+    def _begin(self, kind: _Kind, step: int) -> Future[None]:
+        """Returns once the ranks have copied their state; they write it meanwhile."""
+        if kind == "model":
+            return self._actor.begin_save_hf(self._model_folder(step))
+        folder = self._unfinished(step)
+        self._snapshot_began_s = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run.folder.write_atomic(folder / CONTROLLERS, _sealed(self._rollout.state()))
+        return self._actor.begin_snapshot()
+
+    def _complete(self, kind: _Kind, step: int, written: Future[None]) -> None:
+        """Waits for the ranks, and gives a snapshot its name; on a thread of its own."""
+        try:
+            written.result()
+            if kind == "snapshot":
+                commit_folder(self._unfinished(step), self._run.folder.snapshot_path(step))
+                self._delete_outdated(step)
+        except _FAILURES as error:
+            if kind == "snapshot":
+                shutil.rmtree(self._unfinished(step), ignore_errors=True)
+            self._run.log.event(f"{kind}_failed", step=step, error=str(error))
+            raise
+        self._run.log.event(kind, step=step)
+
+    def _delete_outdated(self, step: int) -> None:
+        # Newer ones, which could not be read when the run went on from here, do not count.
+        own = [path for path in self._run.folder.snapshots() if _step_of(path) <= step]
+        for outdated in own[: -self._run.config.checkpoint.keep]:
+            shutil.rmtree(outdated, ignore_errors=True)
+
+    def _unfinished(self, step: int) -> Path:
+        return partial_of(self._run.folder.snapshot_path(step))
+
+    def _model_folder(self, step: int) -> Path:
+        return self._run.folder.path / "models" / f"step-{step}"
+
+
+def load_latest_snapshot(
+    folder: RunFolder, actor: TrainController, rollout: RolloutController
+) -> tuple[int, list[str]]:
+    """Goes back to the newest snapshot that can be read.
+
+    Returns: its step, and a warning for each newer one that could not be read.
+    Raises: CheckpointError: none can be read. RunFolderError: one is of a newer areal_sc.
+    """
+    warnings: list[str] = []
+    for path in reversed(folder.snapshots()):
+        step = _step_of(path)
+        try:
+            state = _read_state(path / CONTROLLERS, step)
+            actor.load_snapshot(step)
+        except CheckpointError as error:
+            warnings.append(
+                f"snapshot {path} cannot be read ({error}); going back to the one before"
+            )
+            logger.warning(warnings[-1])
+            continue
+        rollout.restore(state)
+        return step, warnings
+    raise CheckpointError(
+        f"no snapshot in {folder.checkpoints} can be read: " + "; ".join(warnings)
+    )
+
+
+def _step_of(snapshot: Path) -> int:
+    return int(snapshot.name.rpartition("-")[2])
+
+
+def _sealed(state: dict[str, Any]) -> bytes:
+    """The state behind its line: kind, format, sha256 of the format and what follows."""
+    packed: bytes = msgpack.packb(state)
+    return b" ".join([_KIND, b"%d" % FORMAT, _digest(b"%d" % FORMAT, packed)]) + b"\n" + packed
+
+
+def _digest(format_number: bytes, packed: bytes) -> bytes:
+    return hashlib.sha256(format_number + b"\n" + packed).hexdigest().encode()
+
+
+def _read_state(path: Path, step: int) -> dict[str, Any]:
+    """What `_sealed` wrote for that step.
+
+    Raises: CheckpointError: it is gone, damaged, or of another step.
+        RunFolderError: a newer areal_sc wrote it; going back would throw away what it did.
+    """
+    try:
+        line, _, packed = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    kind, _, rest = line.partition(b" ")
+    format_number, _, digest = rest.partition(b" ")
+    if kind != _KIND or digest != _digest(format_number, packed):
+        raise CheckpointError(f"{path}: its checksum is wrong, its content damaged")
+    if int(format_number) != FORMAT:
+        raise RunFolderError(
+            f"{path}: expected format {FORMAT}, got {int(format_number)}: another version of "
+            "areal_sc wrote it; go on with that one, or choose another run_dir"
+        )
+    state: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
+    if state["version"] != step:
+        raise CheckpointError(
+            f"{path}: expected the state after step {step}, got that after {state['version']}"
+        )
+    return state

@@ -1,0 +1,207 @@
+"""A run: its folder, its workers' scheduler, and everybody who is told how it goes.
+
+    with Run(config) as run:                          folder, metrics file, display, scheduler
+        with run.training(actor, rollout) as steps:   workers; after a crash, the newest snapshot
+            for step in steps:                        the steps that are left
+                ...
+                step.record(batch, stats)             to the metrics file, the display, trackers
+        run.finish(...)                               model, summary, learning curve
+
+Training itself is the caller's: `PPOTrainer` is a run whose loop is written already.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from areal_sc.config.checks import check_config, check_models
+from areal_sc.config.loader import config_text
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.controller.control_loop import start
+from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.train import TrainController
+from areal_sc.log import setup_logging
+from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.schedulers.base import Scheduler
+from areal_sc.schedulers.factory import make_scheduler
+from areal_sc.trainer.advice import tail_advice
+from areal_sc.trainer.checkpoints import load_latest_snapshot
+from areal_sc.trainer.display import RunDisplay, make_display
+from areal_sc.trainer.learning_curve import plot_learning_curve
+from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
+from areal_sc.trainer.metrics_log import History, MetricsLog
+from areal_sc.trainer.steps import Step, Totals
+from areal_sc.trainer.tracker import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """One run in its folder, from the start of its script to its summary. A context manager.
+
+    Args:
+        config: the run's settings.
+        trackers: are told of steps, evaluations and models, in this order, after the metrics file
+            and the display.
+
+    Attributes:
+        config: as given.
+        folder: the run folder.
+        scheduler: starts the workers; its fork server begins to import at once.
+        display: shows the run.
+        log: the metrics file.
+    """
+
+    folder: RunFolder
+    scheduler: Scheduler
+    display: RunDisplay
+    log: MetricsLog
+
+    def __init__(self, config: GRPOConfig, trackers: Sequence[Tracker] = ()) -> None:
+        self.config = config
+        self._trackers = list(trackers)
+        self._stack = ExitStack()
+        self._is_open = False
+        self._opening = Opening.start
+        self._began = time.monotonic()
+        self._first_step_s: float | None = None
+        self._has_advised = False
+
+    def __enter__(self) -> Self:
+        warnings = check_config(self.config)
+        with ExitStack() as stack:  # nothing stays open when something of this fails
+            self.folder = RunFolder(self.config.run_dir)
+            self._opening = self.folder.open(
+                config_text=config_text(self.config),
+                resume=self.config.resume.value,
+                overwrite=self.config.overwrite,
+            )
+            stack.callback(self.folder.close)
+            setup_logging("controller", self.folder.logs / "controller.log")
+            for warning in warnings:
+                logger.warning("%s", warning)
+            self.scheduler = make_scheduler(self.config.scheduler, self.folder)
+            stack.callback(self.scheduler.close)
+            self.display = make_display(
+                run_dir=self.folder.path, total_steps=self.config.total_steps
+            )
+            stack.callback(self.display.close)
+            self.log = MetricsLog(self.folder.metrics_path)
+            stack.callback(self.log.close)
+            if self._opening is Opening.restart:
+                self.display.warning(
+                    f"an earlier start in {self.folder.path} left no snapshot, so the run starts "
+                    "again from nothing; what is left of that start is in previous/"
+                )
+            self._stack = stack.pop_all()
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_open = False
+        self._stack.close()
+
+    @contextmanager
+    def training(
+        self, actor: TrainController, rollout: RolloutController
+    ) -> Iterator[Iterator[Step]]:
+        """Starts the workers, goes back to the newest snapshot, and gives the steps that are left.
+
+        As with `start`, every worker is gone when the block has ended. A step ends when the next
+        one is asked for, and must have published its weights by then.
+
+        Raises: ModelError: a model cannot be used. CheckpointError: no snapshot can be read. And
+            what `start` raises.
+        """
+        check_models(self.config)  # before any worker is started
+        with ExitStack() as stack:
+            with self.display.phase("start-up"):
+                stack.enter_context(start(actor, rollout))
+                self._resume(actor, rollout)
+            yield stack.enter_context(closing(self._steps(actor, rollout)))
+
+    def tell(self, event: Callable[[Tracker], None]) -> None:
+        """Calls one of their methods for everybody who follows the run."""
+        for tracker in (self.log, self.display, *self._trackers):
+            event(tracker)
+
+    def tell_model(self, step: int, folder: Path) -> None:
+        """Says that a model lies in a folder."""
+        self.tell(lambda tracker: tracker.on_model(step, folder))
+
+    def finish(self, actor: TrainController, rollout: RolloutController) -> Summary:
+        """Writes the model, the learning curve and, last, the summary: the run is finished."""
+        model = self.folder.path / "model"
+        actor.save_hf(model)
+        self.tell_model(actor.version, model)
+        account = rollout.account()
+        logger.info("account=%s", account)
+        history = History.read(self.folder.metrics_path)
+        summary = summarize(
+            history.steps,
+            history.evaluations,
+            wall_time_s=time.monotonic() - self._began,
+            first_step_s=self._first_step_s,
+            num_rows_trained=account["rows_trained"],
+            num_rows_trained_twice=account["rows_trained_twice"],
+            num_rows_rejected=rollout.rejections.rows.total() + rollout.rejections.num_stale_rows,
+        )
+        plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
+        self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())
+        self.tell(lambda tracker: tracker.on_finish(summary))
+        return summary
+
+    def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
+        if self._opening is not Opening.resume:
+            return
+        step, warnings = load_latest_snapshot(self.folder, actor, rollout)
+        for warning in warnings:
+            self.display.warning(warning)
+        actor.share_weights(rollout)
+        self.display.note(f"resumed after step {step}")
+        self.log.event("resumed", step=step)
+
+    def _steps(
+        self, actor: TrainController, rollout: RolloutController
+    ) -> Generator[Step, None, None]:
+        total, totals = self.config.total_steps, Totals.of(actor, rollout)
+        with self.display.phase("training", total, "steps") as phase:
+            phase.advance(actor.version)
+            while actor.version < total:
+                step = Step(actor, rollout, totals, self._tell_step)
+                yield step
+                if actor.version != step.number:
+                    raise RuntimeError(
+                        f"step {step.number} ended at policy version {actor.version}: call "
+                        "actor.publish_weights(rollout) once a step"
+                    )
+                totals = step.totals
+                phase.advance()
+
+    def _tell_step(self, metrics: StepMetrics) -> None:
+        if self._first_step_s is None:
+            self._first_step_s = _process_age_s()
+        self.tell(lambda tracker: tracker.on_step(metrics))
+        advice = tail_advice(self.config.rollout, metrics)
+        if advice and not self._has_advised:  # once a run
+            self._has_advised = True
+            self.display.warning(advice)
+
+
+def _process_age_s() -> float:
+    """Seconds since this process was started."""
+    started_ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")

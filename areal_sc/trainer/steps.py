@@ -1,0 +1,114 @@
+"""One step of a training loop: where its time goes, and its record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.staleness import StalenessStats
+from areal_sc.controller.train import TrainController
+from areal_sc.metadata import BatchMetadata
+from areal_sc.trainer.metrics import StepMetrics
+
+Part = Literal["wait", "train", "sync"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What has been counted since the start of the workers.
+
+    Attributes:
+        counters: all of them, summed over workers.
+    """
+
+    counters: dict[str, float]
+    wasted_tokens: float
+    rejected_groups: int
+    controller_bytes: int
+
+    @classmethod
+    def of(cls, actor: TrainController, rollout: RolloutController) -> Totals:
+        counters: dict[str, float] = {}
+        for worker in (*rollout.worker_stats(), *actor.worker_stats()):
+            for name, value in worker.items():
+                counters[name] = counters.get(name, 0) + value
+        return cls(
+            counters={**counters, **actor.publication_stats},
+            wasted_tokens=rollout.rejections.wasted_tokens + counters["cancelled_tokens"],
+            rejected_groups=sum(rollout.account()["rejected"].values()),
+            controller_bytes=actor.num_bytes + rollout.num_bytes,
+        )
+
+
+class Step:
+    """A training step that goes on; it begins when it is made.
+
+    Attributes:
+        number: of the step, from 1.
+        totals: counted at the end of the step before, and once it is recorded at its own.
+    """
+
+    def __init__(
+        self,
+        actor: TrainController,
+        rollout: RolloutController,
+        totals: Totals,
+        tell: Callable[[StepMetrics], None],
+    ) -> None:
+        self.number = actor.version + 1
+        self.totals = totals
+        self._actor = actor
+        self._rollout = rollout
+        self._tell = tell
+        self._began = time.monotonic()
+        self._spent: dict[Part, float] = {"wait": 0.0, "train": 0.0, "sync": 0.0}
+
+    @contextmanager
+    def timed(self, part: Part) -> Iterator[None]:
+        """The block's time goes to waiting for the batch, to training, or to publishing."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent[part] += time.monotonic() - began
+
+    def record(self, batch: BatchMetadata, stats: Mapping[str, float]) -> StepMetrics:
+        """Ends the step, and tells what was measured of it.
+
+        Args:
+            batch: what was trained.
+            stats: what `ppo_update` returned, and whatever else is worth keeping.
+        """
+        staleness = StalenessStats.of(batch.rows, batch.global_step, batch.min_token_version)
+        before, now = self.totals, Totals.of(self._actor, self._rollout)
+        generated = now.counters["generated_tokens"] - before.counters["generated_tokens"]
+        metrics = StepMetrics(
+            step=self.number,
+            reward=sum(row.reward for row in batch.rows) / batch.total_batch_size,
+            group_staleness_mean=staleness.group_mean,
+            group_staleness_max=staleness.group_max,
+            token_staleness_mean=staleness.token_mean,
+            token_staleness_max=staleness.token_max,
+            num_rows=batch.total_batch_size,
+            num_generated_tokens=int(generated),
+            num_trained_tokens=staleness.num_tokens_trained,
+            num_masked_tokens=staleness.num_tokens_masked,
+            num_wasted_tokens=int(now.wasted_tokens - before.wasted_tokens),
+            num_rejected_groups=now.rejected_groups - before.rejected_groups,
+            mean_sequence_length=batch.num_tokens / batch.total_batch_size,
+            step_time_s=time.monotonic() - self._began,
+            wait_s=self._spent["wait"],
+            train_s=self._spent["train"],
+            sync_s=self._spent["sync"],
+            controller_bytes=now.controller_bytes - before.controller_bytes,
+            workflow=self._rollout.batch_metrics,
+            train=stats,
+            counters=now.counters,
+        )
+        self.totals = now
+        self._tell(metrics)
+        return metrics

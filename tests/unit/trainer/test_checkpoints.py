@@ -1,0 +1,270 @@
+"""Snapshots get their name when they are whole; what cannot be read is skipped, loudly."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.trainer.conftest import Follower, shown
+
+from areal_sc.config.schema import CheckpointConfig
+from areal_sc.errors import CheckpointError, RunFolderError
+from areal_sc.run_folder import RunFolder
+from areal_sc.trainer.checkpoints import CONTROLLERS, Checkpoints, load_latest_snapshot
+from areal_sc.trainer.metrics_log import read_metrics
+from areal_sc.trainer.run import Run
+
+
+class Actor:
+    """Ranks whose writing ends when the test says so."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.version = 0
+        self.broken: set[int] = set()
+        self.loaded: list[int] = []
+        self.written: Future[None] = Future()
+
+    def begin_snapshot(self) -> Future[None]:
+        partial = self.folder.checkpoints / f".step-{self.version:06d}.partial"
+        (partial / "engine").mkdir()
+        self.written = Future()
+        return self.written
+
+    def begin_save_hf(self, folder: Path) -> Future[None]:
+        self.written = Future()
+        return self.written
+
+    def load_snapshot(self, step: int) -> None:
+        if step in self.broken:
+            raise CheckpointError(f"the files of step {step} are damaged")
+        self.loaded.append(step)
+
+
+class Rollout:
+    def __init__(self) -> None:
+        self.version = 0
+        self.restored: list[Any] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.restored.append(state)
+
+
+class Writer:
+    """The checkpoints of a run, with ranks and a rollout that a test moves on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.actor: Any = Actor(run.folder)
+        self.rollout: Any = Rollout()
+        self.checkpoints = Checkpoints(run, self.actor, self.rollout)
+
+    def begin(self, step: int) -> None:
+        self.actor.version = self.rollout.version = step
+        self.checkpoints.after_step()
+
+    def snapshot(self, step: int) -> None:
+        self.begin(step)
+        self.actor.written.set_result(None)
+        self.checkpoints.collect()
+
+    def load(self) -> tuple[int, list[str]]:
+        return load_latest_snapshot(self.run.folder, self.actor, self.rollout)
+
+
+@pytest.fixture
+def folder(run: Run) -> RunFolder:
+    return run.folder
+
+
+@pytest.fixture
+def writer(run: Run) -> Writer:
+    return Writer(run)
+
+
+def events(run: Run) -> list[tuple[str, int]]:
+    return [(r["name"], r["step"]) for r in read_metrics(run.folder.metrics_path)]
+
+
+def names(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in folder.checkpoints.iterdir())
+
+
+def test_a_snapshot_has_its_name_once_the_ranks_have_written(
+    folder: RunFolder, writer: Writer
+) -> None:
+    writer.begin(3)
+    writer.rollout.version = 4  # what comes after does not enter it
+    writer.checkpoints.collect(wait=False)
+    assert names(folder) == [".step-000003.partial"]
+    assert folder.snapshots() == []
+    writer.actor.written.set_result(None)
+    writer.checkpoints.collect()
+    assert names(folder) == ["step-000003"]
+    assert events(writer.run) == [("snapshot", 3)]
+    assert writer.load() == (3, [])
+    assert writer.rollout.restored == [{"version": 3}]
+
+
+def test_the_newest_stay(folder: RunFolder, writer: Writer) -> None:
+    for step in (1, 2, 3, 4):
+        writer.snapshot(step)
+    assert names(folder) == ["step-000003", "step-000004"]
+
+
+def test_newer_ones_that_could_not_be_read_push_no_good_one_out(
+    folder: RunFolder, writer: Writer
+) -> None:
+    for step in (7, 8, 9):
+        folder.snapshot_path(step).mkdir()
+    for step in (4, 5, 6):
+        writer.snapshot(step)
+    assert [int(name[-1]) for name in names(folder)] == [5, 6, 7, 8, 9]
+    assert writer.load()[0] == 6
+
+
+def test_a_failed_one_is_told_and_leaves_the_others(folder: RunFolder, writer: Writer) -> None:
+    writer.snapshot(1)
+    writer.begin(2)
+    writer.actor.written.set_exception(CheckpointError("the disk is full"))
+    writer.checkpoints.collect()
+    assert "snapshot of step 2 could not be written: the disk is full; the run" in shown(writer.run)
+    assert names(folder) == ["step-000001"]
+    assert events(writer.run) == [("snapshot", 1), ("snapshot_failed", 2)]
+    writer.snapshot(3)
+    assert names(folder) == ["step-000001", "step-000003"]
+
+
+def test_one_that_cannot_be_begun_is_told_and_leaves_the_others(
+    folder: RunFolder, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.snapshot(1)
+
+    def full(*arguments: object) -> None:
+        raise RunFolderError("no space left on device")
+
+    monkeypatch.setattr(folder, "write_atomic", full)
+    writer.begin(2)
+    writer.checkpoints.collect()
+    assert "snapshot of step 2 could not be written: no space left" in shown(writer.run)
+    assert names(folder) == ["step-000001"]
+    assert events(writer.run) == [("snapshot", 1), ("snapshot_failed", 2)]
+
+
+def test_a_model_on_the_way_is_told_with_its_folder(
+    run: Run, writer: Writer, follower: Follower
+) -> None:
+    run.config.checkpoint.every_steps, run.config.checkpoint.export_every_steps = 0, 2
+    for step in (1, 2):
+        writer.begin(step)
+    writer.actor.written.set_result(None)
+    writer.begin(4)  # the one before has ended
+    assert follower.told == [(2, run.folder.path / "models" / "step-2")]
+    writer.actor.written.set_exception(CheckpointError("the disk is full"))
+    writer.checkpoints.collect()
+    assert len(follower.told) == 1
+    assert events(run) == [("model", 2), ("model_failed", 4)]
+    assert "the run goes on without this model" in shown(run)
+
+
+def test_nothing_is_begun_at_the_last_step_and_nothing_is_left_unfinished(
+    folder: RunFolder, writer: Writer
+) -> None:
+    writer.begin(99)
+    writer.actor.written.set_result(None)
+    writer.begin(100)
+    assert names(folder) == ["step-000099"]
+
+
+def test_what_a_killed_run_left_unfinished_is_deleted(run: Run, folder: RunFolder) -> None:
+    (folder.checkpoints / ".step-000007.partial" / "engine").mkdir(parents=True)
+    Writer(run)
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "minutes_a_step", "expected"),
+    [
+        ({}, 0.1, [10, 20, 30]),
+        ({}, 4, [3, 6, 9, 10, 13, 16, 19, 20, 23, 26, 29, 30]),
+        ({"every_minutes": 0}, 60, [10, 20, 30]),
+        ({"every_steps": 0}, 60, []),
+    ],
+)
+def test_one_is_due_after_so_many_steps_or_minutes(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    minutes_a_step: float,
+    expected: list[int],
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("areal_sc.trainer.checkpoints.time.monotonic", lambda: now_s)
+    run.config.checkpoint = CheckpointConfig(**settings)
+    writer = Writer(run)
+    for step in range(1, 31):
+        now_s += 60 * minutes_a_step
+        writer.begin(step)
+        if not writer.actor.written.done():
+            writer.actor.written.set_result(None)
+    writer.checkpoints.collect()
+    assert [step for _, step in events(run)] == expected
+
+
+def test_unreadable_ones_are_skipped_with_a_warning(folder: RunFolder, writer: Writer) -> None:
+    actor = writer.actor
+    for step in (1, 2):
+        writer.snapshot(step)
+    actor.broken = {2}
+    step, warnings = writer.load()
+    assert (step, actor.loaded) == (1, [1])
+    assert len(warnings) == 1
+    assert "step-000002 cannot be read (the files of step 2 are damaged)" in warnings[0]
+    (folder.checkpoints / "step-000001" / CONTROLLERS).unlink()
+    with pytest.raises(CheckpointError, match=r"no snapshot in .* can be read: .*000002.*000001"):
+        writer.load()
+
+
+def test_no_flipped_bit_of_the_controllers_is_loaded(folder: RunFolder, writer: Writer) -> None:
+    """Every single bit: the snapshot before is loaded in its place, with a warning."""
+    rollout = writer.rollout
+    for step in (1, 2):
+        writer.snapshot(step)
+    path = folder.checkpoints / "step-000002" / CONTROLLERS
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        step, warnings = writer.load()
+        assert (step, len(warnings)) == (1, 1), f"bit {bit}"
+        assert "its checksum is wrong, its content damaged" in warnings[0]
+        assert rollout.restored.pop() == {"version": 1}
+    path.write_bytes(content)
+    assert writer.load() == (2, [])
+
+
+def test_a_snapshot_of_another_step_is_not_loaded(folder: RunFolder, writer: Writer) -> None:
+    actor = writer.actor
+    writer.snapshot(3)
+    folder.snapshot_path(3).rename(folder.snapshot_path(8))
+    with pytest.raises(CheckpointError, match="expected the state after step 8, got that after 3"):
+        writer.load()
+    assert actor.loaded == []
+
+
+def test_a_snapshot_of_a_newer_version_is_left_alone(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going back to the one before would throw away what the newer version did."""
+    writer.snapshot(1)
+    with monkeypatch.context() as newer:
+        newer.setattr("areal_sc.trainer.checkpoints.FORMAT", 7)
+        writer.snapshot(2)
+    with pytest.raises(RunFolderError, match="expected format 1, got 7: another version of areal"):
+        writer.load()
