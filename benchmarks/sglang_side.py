@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.sglang.client import SGLangClient
-from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.shared_buckets import SharedBuckets
+from areal_sc.engines.servers.sglang.client import SGLangClient
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.shared_buckets import SharedBuckets
 
 REPOSITORY = Path(__file__).parents[1]
 PYTHON = REPOSITORY / ".venv-sglang" / "bin" / "python"

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_sc.config.schema import Device
+
 PROBE_TIMEOUT_S = 20.0
 """`nvidia-smi` takes seconds where the driver has to be loaded first."""
 
@@ -48,6 +50,13 @@ def this_machine() -> Machine:
 def count_cuda_devices() -> int:
     """Number of CUDA devices that a worker on this machine would see."""
     return len(visible_cuda_memory(os.environ, _command_output, Path("/dev")))
+
+
+def resolved_device(device: Device, num_cuda_devices: int) -> Device:
+    """`auto` is CUDA where there is a device, else the CPU."""
+    if device != Device.auto:
+        return device
+    return Device.cuda if num_cuda_devices else Device.cpu
 
 
 def interface_names() -> list[str]:

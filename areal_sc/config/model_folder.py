@@ -27,9 +27,14 @@ class ModelShape:
         kv_values_per_token: numbers that the KV cache keeps of one token, over all layers.
     """
 
-    num_parameters: int | None
-    max_context_tokens: int | None
-    kv_values_per_token: int | None
+    num_parameters: int | None = None
+    max_context_tokens: int | None = None
+    kv_values_per_token: int | None = None
+
+
+def is_model_folder(path: str | Path) -> bool:
+    """Whether a folder is, or is becoming, a model's; `check_model_folder` says if it is whole."""
+    return (Path(path) / "config.json").is_file()
 
 
 def check_model_folder(path: str | Path) -> None:
@@ -59,9 +64,7 @@ def check_replaceable(path: str | Path) -> Path:
     """
     folder = Path(path).expanduser().absolute()
     try:
-        is_free = (
-            not folder.exists() or (folder / "config.json").is_file() or not any(folder.iterdir())
-        )
+        is_free = not folder.exists() or is_model_folder(folder) or not any(folder.iterdir())
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
     if not is_free:

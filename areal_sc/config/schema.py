@@ -146,10 +146,10 @@ class WeightUpdateConfig(Section):
 
 
 @dataclass
-class SGLangConfig:
-    """The SGLang servers of one rollout worker: started and owned by it, or running already."""
+class ServersConfig:
+    """The inference servers of one rollout worker: started and owned by it, or running already."""
 
-    python: str = ""  # interpreter of the environment that has SGLang; empty: this one
+    python: str = ""  # interpreter of the environment that has their program; empty: this one
     num_servers: int = 1
     tp_size: int = 1  # tensor parallel: GPUs a server
     host: str = "127.0.0.1"  # interface that the servers listen on
@@ -157,7 +157,7 @@ class SGLangConfig:
     devices: list[int] = field(
         default_factory=list
     )  # GPU indices, tp_size a server; empty: 0, 1, …
-    args: dict[str, Any] = field(default_factory=dict)  # of SGLang: {mem_fraction_static: 0.6}
+    args: dict[str, Any] = field(default_factory=dict)  # of the program: {mem_fraction_static: 0.6}
     environment: dict[str, str] = field(default_factory=dict)  # further variables of the servers
     urls: list[str] = field(default_factory=list)  # servers that run already: none is started then
     api_key_env: str = ""  # environment variable that holds the key of the servers in `urls`
@@ -168,6 +168,11 @@ class SGLangConfig:
     hung_after_s: float = 7.0  # without an answer and without having computed anything
     busy_limit_s: float = 120.0  # without an answer, whatever it computes
     max_restarts: int = 3  # failed starts in a row after which a server is given up
+
+
+@dataclass
+class SGLangConfig(ServersConfig):
+    """The SGLang servers of one rollout worker."""
 
 
 @dataclass

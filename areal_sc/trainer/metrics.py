@@ -41,7 +41,7 @@ UPDATE_COUNTERS = (
     "server_restarts",
 )
 """Where a generation engine's time for weight updates went; an engine that has no such phase, or
-no servers, leaves it out. `areal_sc.engines.sglang.updates` says what they mean."""
+no servers, leaves it out. `areal_sc.engines.servers.sglang.updates` says what they mean."""
 
 
 @dataclass(frozen=True, slots=True)

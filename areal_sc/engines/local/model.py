@@ -18,12 +18,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from areal_sc.config.machine import resolved_device
+from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import Device, Dtype
 from areal_sc.engines.local.attention import ATTENTION_NAME, Attention, register_attention
 from areal_sc.engines.rotary import length_dependent_rope
 from areal_sc.errors import ConfigError, ModelError
-
-_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def load_folder(
@@ -33,15 +33,8 @@ def load_folder(
 
     Raises: ModelError: something is missing or unreadable; names it and the folder.
     """
+    check_model_folder(path)
     folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"model folder {folder}: no such folder")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model folder {folder}: config.json is missing")
-    if not any(file for pattern in _WEIGHT_PATTERNS for file in folder.glob(pattern)):
-        raise ModelError(
-            f"model folder {folder}: no weights, expected {' or '.join(_WEIGHT_PATTERNS)}"
-        )
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         model, loading = load(
@@ -85,12 +78,12 @@ def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
     return list(tensors.items())
 
 
-def resolve_device(device: Device) -> torch.device:
-    """`auto` is CUDA where there is one."""
-    if device == Device.cuda and not torch.cuda.is_available():
+def torch_device(device: Device) -> torch.device:
+    """Where this process computes. Raises: ConfigError: CUDA is asked for, and not there."""
+    num_devices = torch.cuda.device_count()
+    if device == Device.cuda and not num_devices:
         raise ConfigError("rollout.device is cuda, but this process sees no CUDA device")
-    is_cuda = device == Device.cuda or (device == Device.auto and torch.cuda.is_available())
-    return torch.device("cuda" if is_cuda else "cpu")
+    return torch.device(resolved_device(device, num_devices))
 
 
 class LocalModel:

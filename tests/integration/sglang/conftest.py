@@ -22,7 +22,7 @@ from areal_sc.config.schema import (
     SGLangConfig,
     WeightUpdateConfig,
 )
-from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 
 REPOSITORY = Path(__file__).parents[3]
 INSTALL = REPOSITORY / "tests" / "sglang_server" / "install.sh"

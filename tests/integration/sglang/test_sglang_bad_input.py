@@ -15,8 +15,8 @@ import pytest
 from integration.sglang.policies import MAX_CONTEXT, Policies
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig, SGLangConfig, WeightUpdateConfig
-from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.server import free_port
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.server import free_port
 from areal_sc.engines.weight_group import layout_of
 from areal_sc.errors import ConfigError, ModelError, WorkerStartError
 

@@ -15,10 +15,10 @@ from integration.sglang.policies import Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
-from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.processes import read_process, session_members, shared_files
-from areal_sc.engines.sglang.replica import Replica
-from areal_sc.engines.sglang.server import SGLangServer
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.processes import read_process, session_members, shared_files
+from areal_sc.engines.servers.sglang.replica import Replica
+from areal_sc.engines.servers.sglang.server import SGLangServer
 from areal_sc.engines.weight_group import NamedTensor
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]

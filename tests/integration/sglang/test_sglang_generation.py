@@ -9,8 +9,8 @@ import pytest
 from integration.sglang.policies import MAX_CONTEXT, VOCAB_SIZE, Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.routing import Router
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.routing import Router
 from areal_sc.errors import ConfigError, WorkflowError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]

@@ -15,7 +15,7 @@ from integration.sglang.policies import Generating, Policies, at_hand
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate
 from areal_sc.engines.base import Completion
-from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 from areal_sc.engines.weight_group import (
     BucketLayout,
     WeightBroadcaster,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from areal_sc.config.keys import known_keys, nearest_keys
-from areal_sc.config.loader import load_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
+from areal_sc.preflight.load import load_config
 
 Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]
