@@ -232,14 +232,8 @@ def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> int:
         return 0
     num_devices = count_devices()
     for role, device, num_workers in roles:
-        if resolved_device(device, num_devices) == Device.cpu:
-            continue
-        if num_devices == 0:
-            raise ConfigError(
-                f"{role}.device: cuda, but this machine has no CUDA device (nvidia-smi names "
-                f"none); {role}.device=cpu needs none"
-            )
-        if num_workers > num_devices:
+        kind = resolved_device(device, num_devices, f"{role}.device")
+        if kind == Device.cuda and num_workers > num_devices:
             raise ConfigError(
                 f"{role}.num_workers: expected at most {num_devices} with "
                 f"{role}.device={device} (the CUDA devices of this machine), got "

@@ -130,13 +130,11 @@ def select_device(device: str, rank: int) -> torch.device:
 
     Args:
         device: `auto`, `cpu` or `cuda`.
-    Raises: WorkerStartError: `cuda` was asked for, and there is none.
+    Raises: ConfigError: `cuda` was asked for, and there is none.
     """
     num_devices = torch.cuda.device_count()
-    if resolved_device(Device(device), num_devices) == Device.cpu:
+    if resolved_device(Device(device), num_devices, "actor.device") == Device.cpu:
         return torch.device("cpu")
-    if not num_devices:
-        raise WorkerStartError("actor.device is cuda, but torch finds no CUDA device")
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return torch.device("cuda", local_rank % num_devices)
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from areal_sc.config.machine import resolved_device
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
 from areal_sc.engines.base import Completion
@@ -25,7 +27,6 @@ from areal_sc.engines.local.model import (
     check_context,
     load_folder,
     read_weights,
-    torch_device,
 )
 from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import Request, SlotTable
@@ -66,7 +67,8 @@ class LocalEngine:
             limit or device.
         """
         if loaded is None:
-            loaded = load_folder(config.path, torch_device(config.device), config.dtype)
+            device = resolved_device(config.device, torch.cuda.device_count(), "rollout.device")
+            loaded = load_folder(config.path, torch.device(device), config.dtype)
         model, self.tokenizer = loaded
         check_context(model.config, config.max_context_tokens)
         self.max_context_tokens = config.max_context_tokens

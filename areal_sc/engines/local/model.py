@@ -18,9 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from areal_sc.config.machine import resolved_device
 from areal_sc.config.model_folder import check_model_folder
-from areal_sc.config.schema import Device, Dtype
+from areal_sc.config.schema import Dtype
 from areal_sc.engines.local.attention import ATTENTION_NAME, Attention, register_attention
 from areal_sc.engines.rotary import length_dependent_rope
 from areal_sc.errors import ConfigError, ModelError
@@ -76,14 +75,6 @@ def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
     if not tensors:
         raise ModelError(f"{folder}: it has no safetensors files")
     return list(tensors.items())
-
-
-def torch_device(device: Device) -> torch.device:
-    """Where this process computes. Raises: ConfigError: CUDA is asked for, and not there."""
-    num_devices = torch.cuda.device_count()
-    if device == Device.cuda and not num_devices:
-        raise ConfigError("rollout.device is cuda, but this process sees no CUDA device")
-    return torch.device(resolved_device(device, num_devices))
 
 
 class LocalModel:

@@ -111,8 +111,8 @@ def generating(engine: SGLangServerEngine) -> Generating:
 
     async def num_running() -> int:
         loads = [
-            await replica.client._get("/v1/loads?include=core", None)
-            for replica in engine._replicas.replicas
+            await replica.client.request("GET", "/v1/loads?include=core", None, 30.0)
+            for replica in engine.replicas
         ]
         return sum(load["num_running_reqs"] for answer in loads for load in answer["loads"])
 

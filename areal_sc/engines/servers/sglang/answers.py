@@ -1,106 +1,40 @@
-"""What is asked of a server for one completion, and what its answer means. No I/O."""
+"""What SGLang is asked for one completion, and what its answer means. No I/O."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.servers.kind import ABORTED, AnswerPart, PartRequest
 from areal_sc.errors import EngineFailed, ProtocolError
 
-FINISHED = ("stop", "length")
-ABORTED = "abort"
+_FINISHED = ("stop", "length")
 
 
-@dataclass
-class Answer:
-    """A completion as far as it is known.
-
-    Attributes:
-        token_ids, logprobs, versions: [C], as in `Completion`.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def extend(self, segment: Segment) -> None:
-        self.token_ids += segment.token_ids
-        self.logprobs += segment.logprobs
-        self.versions += segment.versions
-
-    def clear(self) -> None:
-        for values in (self.token_ids, self.logprobs, self.versions):
-            values.clear()
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One server's part of a completion.
-
-    Attributes:
-        token_ids, logprobs, versions: [S] tokens that the server sampled, the stop token included.
-        finish: `stop`, `length`, or `abort`: there may be more.
-        reason: with `abort`: what the server says of it.
-        num_prompt_tokens: of the request, earlier segments included.
-        num_cached_tokens: of these, those whose KV the server had.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: str
-    reason: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-
-
-def is_truncated(sampling: GenerationConfig, vocab_size: int) -> bool:
-    """Whether the distribution that is sampled from is not the whole one."""
-    keeps_few = 0 < sampling.top_k < vocab_size
-    return sampling.temperature > 0 and (sampling.top_p < 1 or keeps_few)
-
-
-def request_body(
-    request_id: str,
-    input_ids: Sequence[int],
-    sampling: GenerationConfig,
-    *,
-    max_new_tokens: int,
-    stop_token_ids: Sequence[int],
-    max_support: int | None,
-) -> dict[str, Any]:
-    """The body of `/generate`.
-
-    Args:
-        input_ids: prompt, and what was sampled before.
-        stop_token_ids: all that end the completion.
-        max_support: None samples from the whole distribution; else the largest number of tokens
-            that a truncated one may have, and log-probabilities are asked for under that one.
-    """
+def request_body(request: PartRequest) -> dict[str, Any]:
+    """The body of `/generate`."""
+    sampling = request.sampling
     parameters: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": request.max_new_tokens,
         "temperature": sampling.temperature,
-        "stop_token_ids": list(stop_token_ids),
+        "stop_token_ids": list(request.stop_token_ids),
         "skip_special_tokens": False,
     }
     body: dict[str, Any] = {
-        "rid": request_id,
-        "input_ids": list(input_ids),
+        "rid": request.request_id,
+        "input_ids": list(request.input_ids),
         "sampling_params": parameters,
         "return_logprob": True,
         "logprob_start_len": -1,
     }
-    if max_support is not None:
+    if request.max_support is not None:
         parameters["top_p"] = sampling.top_p
-        parameters["top_k"] = min(sampling.top_k or max_support, max_support)
+        parameters["top_k"] = min(sampling.top_k or request.max_support, request.max_support)
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return body
 
 
-def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> Segment:
+def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> AnswerPart:
     """Checks an answer of `/generate` and takes out what matters.
 
     Raises: ProtocolError: something is missing, or lengths differ. EngineFailed: a
@@ -121,7 +55,7 @@ def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> Segment:
         num_cached_tokens = int(meta.get("cached_tokens", 0))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"an answer of SGLang cannot be read: {error!r}") from error
-    if finish not in (*FINISHED, ABORTED):
+    if finish not in (*_FINISHED, ABORTED):
         raise ProtocolError(f"an answer of SGLang ended for an unknown reason: {finish!r}")
     if len(logprobs) != len(token_ids):
         raise ProtocolError(
@@ -134,7 +68,7 @@ def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> Segment:
             "log-probability that is not finite; its weights or its dtype's range are the likely "
             "cause"
         )
-    return Segment(
+    return AnswerPart(
         token_ids,
         [float(value) for value in logprobs],
         versions,

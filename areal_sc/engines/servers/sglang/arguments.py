@@ -1,14 +1,17 @@
-"""The command line and the environment of a server, from the settings."""
+"""The command line of an SGLang server, from the settings, and the versions that understand it."""
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig, SGLangConfig
+from areal_sc.config.schema import RolloutConfig, ServersConfig
+from areal_sc.engines.servers.kind import ServerPlace
 from areal_sc.errors import ConfigError
+
+OLDEST_VERSION = (0, 5, 11)
+"""The first that holds running requests while its weights are replaced (pause mode `retract`)."""
 
 CONTEXT_SLACK_TOKENS = 8
 """SGLang keeps a few positions of its context for itself: prompts may have up to 6 tokens less."""
@@ -42,40 +45,25 @@ SETTINGS_OF: Mapping[str, str] = {
 """Arguments of SGLang that have a setting here, and may not be given a second time."""
 
 
-@dataclass(frozen=True)
-class ServerPlace:
-    """What tells one server of a worker from another.
-
-    Attributes:
-        index: number of the server, from 0.
-        port: that it listens on.
-        api_key: that its clients must show.
-        is_cuda: it computes on GPUs, else on the CPU.
-    """
-
-    index: int
-    port: int
-    api_key: str
-    is_cuda: bool
-
-
-def server_arguments(config: RolloutConfig, sglang: SGLangConfig, place: ServerPlace) -> list[str]:
+def server_arguments(
+    config: RolloutConfig, servers: ServersConfig, place: ServerPlace
+) -> list[str]:
     """What follows `python -m sglang.launch_server`; `sglang.args` overrides our defaults.
 
     Raises: ConfigError: `sglang.args` holds an argument that has a setting of its own.
     """
-    given = {name.removeprefix("--").replace("-", "_"): v for name, v in sglang.args.items()}
+    given = {name.removeprefix("--").replace("-", "_"): v for name, v in servers.args.items()}
     for name in given:
         if name in SETTINGS_OF:
             raise ConfigError(f"sglang.args.{name}: set {SETTINGS_OF[name]} instead")
     context_tokens = config.max_context_tokens + CONTEXT_SLACK_TOKENS
-    slots = -(-config.max_running_sequences // sglang.num_servers)
+    slots = -(-config.max_running_sequences // servers.num_servers)
     arguments: dict[str, Any] = {
         "model_path": config.path,
         "dtype": str(config.dtype),
-        "host": sglang.host,
+        "host": servers.host,
         "port": place.port,
-        "tp_size": sglang.tp_size,
+        "tp_size": servers.tp_size,
         "random_seed": config.seed + place.index,
         "context_length": context_tokens,
         "max_running_requests": slots,
@@ -112,28 +100,11 @@ def as_command_line(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def server_environment(sglang: SGLangConfig, place: ServerPlace) -> dict[str, str]:
-    """This process's environment, with what the server needs and what the user added."""
-    environment = dict(os.environ)
-    # The slack above may exceed what the model was made for; no token is ever placed there.
-    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    if place.is_cuda:
-        environment["CUDA_VISIBLE_DEVICES"] = _devices(sglang, place, environment)
-    else:
-        environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment | sglang.environment
-
-
-def _devices(sglang: SGLangConfig, place: ServerPlace, environment: Mapping[str, str]) -> str:
-    """The server's GPUs; indices count the devices that this process sees."""
-    first = place.index * sglang.tp_size
-    indices = sglang.devices or list(range(sglang.num_servers * sglang.tp_size))
-    seen = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    own = indices[first : first + sglang.tp_size]
-    if seen and max(own) >= len(seen):
+def check_version(version: str, whose: str) -> None:
+    """Raises ConfigError when this SGLang is too old to be driven."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers < OLDEST_VERSION:
+        oldest = ".".join(map(str, OLDEST_VERSION))
         raise ConfigError(
-            f"sglang: server {place.index} needs GPUs {own}, but this worker sees {len(seen)} "
-            f"(CUDA_VISIBLE_DEVICES={','.join(seen)})"
+            f"{whose} is SGLang {version or 'of an unknown version'}: {oldest} or newer is needed"
         )
-    return ",".join(seen[index] if seen else str(index) for index in own)

@@ -1,221 +1,255 @@
-"""The HTTP interface of one SGLang server, with pooled connections and typed errors.
-
-Every answer is checked: what comes back is what was asked for, or one of
-
-    PeerLost       no connection, or it ended before the answer: nothing is known of the request
-    RpcTimeout     no answer in time
-    ServerBusy     the server takes no request now (it starts, ends, or its queue is full)
-    EngineFailed   the server refused; the message is its own
-    ConfigError    the API key is wrong
-    ProtocolError  the answer is none that SGLang gives
-"""
+"""SGLang's HTTP interface."""
 
 from __future__ import annotations
 
-import json
+import base64
+import io
+import logging
+import pickle
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
-from areal_sc.errors import (
-    ConfigError,
-    EngineFailed,
-    PeerLost,
-    ProtocolError,
-    RpcTimeout,
-    ServerBusy,
+import torch
+from torch.multiprocessing.reductions import (
+    rebuild_storage_filename,
+    rebuild_tensor,
+    rebuild_typed_storage,
 )
 
-PauseMode = Literal["retract", "abort"]
-"""What becomes of running requests: held, KV dropped | answered at once with what there is."""
+from areal_sc.engines.servers.http_client import HttpClient, reason_of
+from areal_sc.engines.servers.kind import AnswerPart, PartRequest, ServerAbilities
+from areal_sc.engines.servers.sglang.answers import read_answer, request_body
+from areal_sc.engines.servers.sglang.arguments import check_version
+from areal_sc.errors import EngineFailed, ProtocolError
 
-MAX_ANSWER_BYTES = 256 << 20
-_CONNECT_TIMEOUT_S = 10.0
-_KEEP_ALIVE_S = 3.0  # shorter than the 5 s after which the server closes an idle connection
-_MAX_REASON_CHARACTERS = 1000
+if TYPE_CHECKING:
+    from areal_sc.engines.weight_group import BucketLayout, WeightGroup
 
-_UNAUTHORIZED = (401, 403)
-_BUSY = (429, 503)
+logger = logging.getLogger(__name__)
+
 _METHOD_NOT_ALLOWED = 405
+_PROBE_TOKEN = 0
+_NO_TOKEN = 1 << 31  # outside every vocabulary
+_VOCABULARY_RANGE = re.compile(r"in \[0, (\d+)\]")
+_INITIAL_VERSIONS = {"default": 0}
+"""Names of weights that a server has before any were given to it."""
 
 
-class SGLangClient:
-    """Must be made on a running event loop, and closed on it.
+class SGLangClient(HttpClient):
+    """`ServerClient` of an SGLang server.
 
     Args:
-        url: `http://host:port`.
-        api_key: sent with every request; empty sends none.
         control_timeout_s: for answers that do not wait for tokens or weights.
     """
 
-    def __init__(self, url: str, api_key: str = "", *, control_timeout_s: float = 60.0) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, api_key: str = "", control_timeout_s: float = 60.0) -> None:
+        super().__init__(url, api_key, "sglang.api_key_env")
         self._control_timeout_s = control_timeout_s
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            trust_env=False,
-        )
-
-    async def close(self) -> None:
-        await self._session.close()
-
-    async def server_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """The server's arguments and limits. Its scheduler answers this, also while paused."""
-        return await self._get("/server_info", timeout_s)
-
-    async def model_info(self) -> dict[str, Any]:
-        return await self._get("/model_info", None)
+        self._has_update_session = True
+        self._tp_size = 1
 
     async def check_health(self, *, timeout_s: float) -> None:
-        """Returns when the server has generated a token. While paused it does not."""
-        await self._request("GET", "/health", None, timeout_s)
+        await self.request("GET", "/health", None, timeout_s)
 
-    async def has_route(self, path: str) -> bool:
-        """Whether the server knows a path that takes POST, without calling it."""
-        status, _ = await self._send("GET", path, None, self._control_timeout_s)
-        return status == _METHOD_NOT_ALLOWED
+    async def probe(self, *, timeout_s: float) -> None:
+        await self._server_info(timeout_s)
 
-    async def generate(
-        self, body: Mapping[str, Any], *, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        """One completion; waits as long as it takes unless `timeout_s` is given."""
-        return await self._request("POST", "/generate", body, timeout_s)
+    async def ask_abilities(self, *, timeout_s: float) -> ServerAbilities:
+        """Generates two tokens. Raises: ConfigError: the server is too old."""
+        info = await self._server_info(self._control_timeout_s)
+        version = str(info.get("version", ""))
+        check_version(version, self.url)
+        model = await self._model_info()
+        plain = await self._generate(_probe(), timeout_s)
+        route = "/begin_weight_update"  # takes POST alone, so it is not called here
+        status, _ = await self.send("GET", route, None, self._control_timeout_s)
+        self._has_update_session = status == _METHOD_NOT_ALLOWED
+        try:
+            self._tp_size = int(info["tp_size"])
+            return ServerAbilities(
+                version=version,
+                model_type=str(model.get("model_type") or ""),
+                architectures=tuple(model.get("architectures") or ()),
+                vocab_size=await self._ask_vocab_size(timeout_s),
+                max_context_tokens=int(info["max_req_input_len"]),
+                tp_size=self._tp_size,
+                max_support=await self._ask_max_support(info, timeout_s),
+                has_version_spans="weight_versions" in plain["meta_info"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error
+
+    async def served_weights(self) -> tuple[int | None, str]:
+        info = await self._model_info()
+        name = str(info.get("weight_version"))
+        version = int(name) if name.isdecimal() else _INITIAL_VERSIONS.get(name)
+        return version, str(info.get("model_path"))
+
+    async def generate(self, request: PartRequest) -> AnswerPart:
+        answer = await self._generate(request_body(request), None)
+        return read_answer(answer, is_truncated=request.max_support is not None)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request, which is answered with what it has; no error when there is none."""
         await self._post("/abort_request", {"rid": request_id})
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Returns when the scheduler will not begin another step."""
-        await self._post("/pause_generation", {"mode": mode})
+    async def pause(self, *, holds_requests: bool) -> None:
+        # retract drops the KV cache of held requests, so that it is recomputed
+        await self._post("/pause_generation", {"mode": "retract" if holds_requests else "abort"})
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
 
     async def set_version(self, version: int) -> None:
-        """Names the weights that the server has; requests go on."""
-        # by default it would abort them
+        # by default it would abort all requests
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._update("/update_weight_version", body, self._control_timeout_s)
 
     async def load_from_disk(self, folder: str, *, timeout_s: float) -> None:
-        """Replaces the weights by those of a folder on the server's disk, and drops the cache."""
         body = {"model_path": folder, "load_format": "auto", "flush_cache": True}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
     async def begin_update(self) -> None:
-        await self._update("/begin_weight_update", {}, self._control_timeout_s)
+        if self._has_update_session:
+            await self._update("/begin_weight_update", {}, self._control_timeout_s)
 
     async def end_update(self, *, timeout_s: float) -> None:
-        await self._update("/end_weight_update", {}, timeout_s)
+        if self._has_update_session:
+            await self._update("/end_weight_update", {}, timeout_s)
 
     async def load_tensors(
-        self, pickles: list[str], *, drops_cache: bool, timeout_s: float
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
     ) -> None:
-        """Loads one bucket of weights.
-
-        Args:
-            pickles: one for each rank, base64.
-            drops_cache: as the last bucket has to.
-        """
         body = {
-            "serialized_named_tensors": pickles,
+            "serialized_named_tensors": [_pickle(flat, layout, self._tp_size)] * self._tp_size,
             "load_format": "flattened_bucket",
             "flush_cache": drops_cache,
         }
         await self._update("/update_weights_from_tensor", body, timeout_s)
 
-    async def join_group(self, group: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Becomes ranks of a process group; returns when all of the group's ranks are there."""
-        await self._update("/init_weights_update_group", group, timeout_s)
+    async def join_group(self, group: WeightGroup, first_rank: int, *, timeout_s: float) -> None:
+        body = {
+            "group_name": group.name,
+            "master_address": group.master_address,
+            "master_port": group.master_port,
+            "world_size": group.world_size,
+            "rank_offset": first_rank,
+            "backend": group.backend,
+        }
+        await self._update("/init_weights_update_group", body, timeout_s)
 
-    async def leave_group(self, name: str, *, timeout_s: float) -> None:
-        await self._update("/destroy_weights_update_group", {"group_name": name}, timeout_s)
+    async def leave_group(self, name: str) -> None:
+        body = {"group_name": name}
+        await self._update("/destroy_weights_update_group", body, self._control_timeout_s)
 
-    async def receive_broadcast(self, bucket: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Takes part in one broadcast of a group, and loads what it brought.
-
-        Args:
-            bucket: `group_name`; `names`, `dtypes` and `shapes` in the order of the bytes; and
-                `flush_cache`, which the last one has to ask for.
-        """
-        body = {"load_format": "flattened_bucket", **bucket}
+    async def receive_broadcast(
+        self, group_name: str, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+    ) -> None:
+        body = {
+            "load_format": "flattened_bucket",
+            "group_name": group_name,
+            "names": list(layout.names),
+            "dtypes": list(layout.dtypes),
+            "shapes": [list(shape) for shape in layout.shapes],
+            "flush_cache": drops_cache,
+        }
         await self._update("/update_weights_from_distributed", body, timeout_s)
 
-    async def _get(self, path: str, timeout_s: float | None) -> dict[str, Any]:
-        return await self._request("GET", path, None, timeout_s or self._control_timeout_s)
+    async def _server_info(self, timeout_s: float) -> dict[str, Any]:
+        """The server's arguments and limits. Its scheduler answers this, also while paused."""
+        return await self.request("GET", "/server_info", None, timeout_s)
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._request("POST", path, body, self._control_timeout_s)
+    async def _model_info(self) -> dict[str, Any]:
+        return await self.request("GET", "/model_info", None, self._control_timeout_s)
+
+    async def _generate(self, body: Mapping[str, Any], timeout_s: float | None) -> dict[str, Any]:
+        return await self.request("POST", "/generate", body, timeout_s)
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        await self.request("POST", path, body, self._control_timeout_s)
 
     async def _update(self, path: str, body: Mapping[str, Any], timeout_s: float) -> None:
-        answer = await self._request("POST", path, body, timeout_s)
+        answer = await self.request("POST", path, body, timeout_s)
         if answer.get("success") is not True:
-            raise EngineFailed(f"{self.url}{path} did not succeed: {_reason(answer)}")
+            raise EngineFailed(f"{self.url}{path} did not succeed: {reason_of(answer)}")
 
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
-    ) -> dict[str, Any]:
-        """The answer to a request that the server has accepted; {} when it has no content."""
-        status, content = await self._send(method, path, body, timeout_s)
-        if status in _BUSY:
-            raise ServerBusy(f"{self.url}{path} takes no request now (HTTP {status})")
-        if status in _UNAUTHORIZED:
-            raise ConfigError(
-                f"{self.url}{path} refused the API key (HTTP {status}): put the server's key "
-                "into an environment variable and name it in sglang.api_key_env"
-            )
+    async def _ask_vocab_size(self, timeout_s: float) -> int | None:
+        """From the refusal of a token that no vocabulary has; it never reaches the model."""
+        body = _probe(sampling_params={"logit_bias": {str(_NO_TOKEN): 0.0}})
         try:
-            answer = json.loads(content) if content else {}
-        except ValueError as error:
-            if status != 200:
-                answer = content[:_MAX_REASON_CHARACTERS].decode(errors="replace")
-            else:
-                raise ProtocolError(f"{self.url}{path} did not answer with JSON") from error
-        if status != 200:
-            raise EngineFailed(f"{self.url}{path} refused (HTTP {status}): {_reason(answer)}")
-        if not isinstance(answer, dict):
-            raise ProtocolError(
-                f"{self.url}{path} answered with a {type(answer).__name__}, expected an object"
-            )
-        return answer
+            await self._generate(body, timeout_s)
+        except EngineFailed as refusal:
+            if found := _VOCABULARY_RANGE.search(str(refusal)):
+                return int(found[1]) + 1
+        logger.warning("server=%s does not tell its vocabulary: it is not checked", self.url)
+        return None
 
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
-    ) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        if self._session.closed:
-            raise PeerLost(f"{self.url} was given up")
-        try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=timeout
-            ) as response:
-                content = bytearray()
-                async for chunk in response.content.iter_any():
-                    content += chunk
-                    if len(content) > MAX_ANSWER_BYTES:
-                        raise ProtocolError(
-                            f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes"
-                        )
-                return response.status, bytes(content)
-        except aiohttp.ConnectionTimeoutError as error:
-            raise PeerLost(
-                f"no answer from {self.url}{path}: not connected within {_CONNECT_TIMEOUT_S:g} s"
-            ) from error
-        except TimeoutError as error:
-            raise RpcTimeout(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise PeerLost(f"no answer from {self.url}{path}: {reason}") from error
-
-
-def _reason(answer: Any) -> str:
-    """The message in an answer; SGLang has three forms of it."""
-    if isinstance(answer, dict):
-        error = answer.get("error")
-        answer = answer.get("message") or (
-            error.get("message") if isinstance(error, dict) else error
+    async def _ask_max_support(self, info: Mapping[str, Any], timeout_s: float) -> int:
+        body = _probe(
+            sampling_params={"top_k": 2},
+            return_sampling_mask=True,
+            sampling_logprobs_mode="selected",
         )
-    return str(answer)[:_MAX_REASON_CHARACTERS]
+        try:
+            answer = await self._generate(body, timeout_s)
+        except EngineFailed as refusal:
+            logger.info("server=%s no truncated log-probabilities: %s", self.url, refusal)
+            return 0
+        if "output_token_sampling_logprobs" not in answer["meta_info"]:
+            return 0
+        return int(info["sampling_mask_max_tokens"])
+
+
+def _probe(**more: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": 1, "temperature": 1.0, **more.pop("sampling_params", {})}
+    return {
+        "input_ids": [_PROBE_TOKEN],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        **more,
+    }
+
+
+class _SharedPickler(pickle.Pickler):
+    """Names the shared memory of a tensor instead of copying it.
+
+    As torch's own with the sharing strategy `file_system`, which is a setting of the whole process
+    and would change what others do. Every reader gives back one count of references.
+    """
+
+    def __init__(self, file: io.BytesIO, num_readers: int) -> None:
+        super().__init__(file, protocol=4)
+        self._num_readers = num_readers
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            place = (value.storage_offset(), tuple(value.shape), value.stride(), False)
+            return rebuild_tensor, (torch.Tensor, _typed_storage(value), place)
+        if isinstance(value, torch.TypedStorage):
+            return rebuild_typed_storage, (value._untyped_storage, value.dtype)
+        if isinstance(value, torch.UntypedStorage):
+            for _ in range(self._num_readers):
+                value._shared_incref()  # type: ignore[no-untyped-call]
+            shared = value._share_filename_cpu_()
+            return rebuild_storage_filename, (torch.UntypedStorage, *shared)
+        return NotImplemented
+
+
+def _pickle(flat: torch.Tensor, layout: BucketLayout, num_readers: int) -> str:
+    """The form that SGLang loads buckets in, base64: it names the memory and what lies where."""
+    parts, start = [], 0
+    for name, dtype_name, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
+        dtype = getattr(torch, dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        part = {"name": name, "shape": shape, "dtype": dtype, "numel": size}  # of bytes
+        parts.append(SimpleNamespace(**part, start_idx=start, end_idx=start + size))
+        start += size
+    file = io.BytesIO()
+    _SharedPickler(file, num_readers).dump({"flattened_tensor": flat, "metadata": parts})
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _typed_storage(tensor: torch.Tensor) -> Any:
+    return tensor._typed_storage()  # type: ignore[no-untyped-call]

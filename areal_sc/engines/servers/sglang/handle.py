@@ -16,7 +16,8 @@ from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.worker_plan import DTYPE_BYTES, HOST, Plan, WorkerPlan, format_bytes
 from areal_sc.engines.servers.handle import ServersHandle
-from areal_sc.engines.servers.sglang.arguments import ServerPlace, server_arguments
+from areal_sc.engines.servers.kind import ServerPlace
+from areal_sc.engines.servers.sglang.arguments import server_arguments
 from areal_sc.errors import ConfigError
 
 _DEFAULT_FRACTION = 0.88

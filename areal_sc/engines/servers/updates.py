@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
-from areal_sc.config.schema import OnWeightUpdate
-from areal_sc.engines.servers.sglang.dispatch import Dispatcher
-from areal_sc.engines.servers.sglang.replica import Replica
-from areal_sc.engines.servers.sglang.weights import LoadableWeights, for_each
+from areal_sc.config.schema import OnWeightUpdate, RolloutConfig
+from areal_sc.engines.servers.dispatch import Dispatcher
+from areal_sc.engines.servers.replica import Replica
+from areal_sc.engines.servers.weights import LoadableWeights, for_each
 from areal_sc.errors import ArealError
 
 logger = logging.getLogger(__name__)
@@ -53,88 +53,75 @@ class UpdateTimes:
             name = field.name
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def as_stats(self) -> dict[str, float]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class WaveSettings:
-    """How a wave is updated.
-
-    Attributes:
-        on_weight_update: what becomes of running answers.
-        drain_timeout_s: after which an answer is interrupted all the same.
-        step_timeout_s: of one step of loading.
-        stays_paused: the servers were paused, and shall be afterwards.
-    """
-
-    on_weight_update: OnWeightUpdate
-    drain_timeout_s: float
-    step_timeout_s: float
-    stays_paused: bool
-
-
-def waves(replicas: Sequence[Replica], max_unavailable: int) -> Iterator[list[Replica]]:
-    """The replicas in groups of `max_unavailable`, or all together when that is 0."""
-    size = max_unavailable or max(1, len(replicas))
-    for start in range(0, len(replicas), size):
-        yield list(replicas[start : start + size])
-
 
 async def update_wave(
     wave: Sequence[Replica],
     version: int,
     weights: LoadableWeights,
     dispatcher: Dispatcher,
-    settings: WaveSettings,
+    config: RolloutConfig,
+    *,
+    stays_paused: bool,
 ) -> tuple[list[ArealError | None], UpdateTimes]:
     """Gives the weights to the servers of one wave; the errors are in their order.
 
     Broken off in between, as it is cancelled or fails, it gives all servers of the wave up: what
     they have is not known.
+
+    Args:
+        stays_paused: the servers were paused, and shall be afterwards.
     """
     times = UpdateTimes()
     clock = _Clock()
     async with weights.prepared():
         times.update_open_s = clock.lap()
-        lives = [replica.num_starts for replica in wave]
-        errors = await _update(wave, version, weights, dispatcher, settings, times)
-    for replica, error, life in zip(wave, errors, lives, strict=True):
-        if error is None:
-            times.updated_servers += 1
-            continue
-        times.failed_servers += 1
-        if replica.num_starts == life:  # else it has started again since, by itself
-            replica.fail(f"its weight update to version {version} failed: {error}")
+        for replica in wave:
+            replica.hold()
+        if config.on_weight_update == OnWeightUpdate.finish_running and not stays_paused:
+            drains = (_drain(dispatcher, replica, config.group_timeout_s) for replica in wave)
+            await asyncio.gather(*drains)
+        times.update_drain_s = clock.lap()
+        errors = await _replace(wave, version, weights, config, times, stays_paused=stays_paused)
+    times.failed_servers = sum(error is not None for error in errors)
+    times.updated_servers = len(wave) - times.failed_servers
     return errors, times
 
 
-async def _update(
+async def _replace(
     wave: Sequence[Replica],
     version: int,
     weights: LoadableWeights,
-    dispatcher: Dispatcher,
-    settings: WaveSettings,
+    config: RolloutConfig,
     times: UpdateTimes,
+    *,
+    stays_paused: bool,
 ) -> list[ArealError | None]:
-    """From the first server that takes no requests any more to the last that goes on."""
+    """From the first server that stands still to the last that goes on."""
+
+    async def go_on(replica: Replica) -> None:
+        await replica.finish_update(version)
+        if not stays_paused:
+            await replica.resume()
+
     clock = _Clock()
-    for replica in wave:
-        replica.hold()
-    if settings.on_weight_update == OnWeightUpdate.finish_running and not settings.stays_paused:
-        await asyncio.gather(
-            *(_drain(dispatcher, replica, settings.drain_timeout_s) for replica in wave)
-        )
-    times.update_drain_s = clock.lap()
+    is_whole = False
     for replica in wave:
         replica.set_updating(True)
-    is_whole = False
     try:
         errors = await for_each(wave, lambda replica: replica.pause())
         times.update_pause_s = clock.lap()
-        errors = await _load(wave, errors, weights, settings.step_timeout_s, times)
+        timeout_s = config.weight_update.step_timeout_s
+        ready = [replica for replica, error in zip(wave, errors, strict=True) if error is None]
+        if ready:
+            report = await weights.load([r.as_paused() for r in ready], timeout_s=timeout_s)
+            times.update_bytes = report.num_bytes
+            found = dict(zip(ready, report.errors, strict=True))
+            errors = [found.get(r, error) for r, error in zip(wave, errors, strict=True)]
+            if report.broken_group is not None:
+                for replica in wave:
+                    replica.groups.discard(report.broken_group)
         times.update_load_s = clock.lap()
-        errors = await for_each(wave, _go_on(version, settings.stays_paused), errors)
+        errors = await for_each(wave, go_on, errors)
         times.update_resume_s = clock.lap()
         is_whole = True
     finally:
@@ -156,35 +143,6 @@ async def _drain(dispatcher: Dispatcher, replica: Replica, timeout_s: float) -> 
             "server=%s still runs %d answers after %g s: they are interrupted",
             *(replica.load.name, replica.load.num_running, timeout_s),
         )
-
-
-async def _load(
-    wave: Sequence[Replica],
-    errors: list[ArealError | None],
-    weights: LoadableWeights,
-    timeout_s: float,
-    times: UpdateTimes,
-) -> list[ArealError | None]:
-    """Errors of before and of the load, in the order of the wave."""
-    ready = [replica for replica, error in zip(wave, errors, strict=True) if error is None]
-    if not ready:
-        return errors
-    report = await weights.load([replica.as_paused() for replica in ready], timeout_s=timeout_s)
-    times.update_bytes = report.num_bytes
-    found = dict(zip(ready, report.errors, strict=True))
-    if report.broken_group is not None:
-        for replica in wave:
-            replica.groups.discard(report.broken_group)
-    return [found.get(replica, error) for replica, error in zip(wave, errors, strict=True)]
-
-
-def _go_on(version: int, stays_paused: bool) -> Callable[[Replica], Awaitable[None]]:
-    async def go_on(replica: Replica) -> None:
-        await replica.finish_update(version)
-        if not stays_paused:
-            await replica.resume()
-
-    return go_on
 
 
 class _Clock:

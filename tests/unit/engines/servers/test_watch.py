@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from areal_sc.engines.servers.sglang.liveness import Activity, Health, Limits, judge
-from areal_sc.engines.servers.sglang.processes import (
-    find_schedulers,
+from areal_sc.config.schema import ServersConfig
+from areal_sc.engines.servers.process import (
+    find_by_title,
     kill_session,
+    mapped_files,
     read_process,
     session_members,
-    shared_files,
 )
-from areal_sc.engines.servers.sglang.watch import Watch
+from areal_sc.engines.servers.watch import Activity, Watch, why_replace
 from areal_sc.errors import PeerLost, RpcTimeout
 
-LIMITS = Limits(hung_after_s=5.0, busy_limit_s=60.0)
+LIMITS = ServersConfig(hung_after_s=5.0, busy_limit_s=60.0)
+LOADS = re.compile(r" (/dev/shm/loads_\S+\.shm)$", re.MULTILINE)
 COMPUTE = "while True: pass"
 SLEEP = "import time; time.sleep(600)"
 
@@ -69,8 +70,10 @@ def settle(pid: int) -> None:
             return
 
 
-def verdict(silent_s: float, activity: Activity, *, is_updating: bool = False) -> Health:
-    return judge(silent_s, activity, LIMITS, is_updating=is_updating)[0]
+def verdict(silent_s: float, activity: Activity, *, is_updating: bool = False) -> str | None:
+    """`dead` or `hung`, or None for one that is left alone."""
+    reason = why_replace(silent_s, activity, LIMITS, is_updating=is_updating)
+    return reason and reason.split(":")[0]
 
 
 def test_one_that_computes_is_busy_for_a_while(start: Callable[[str], int]) -> None:
@@ -78,9 +81,9 @@ def test_one_that_computes_is_busy_for_a_while(start: Callable[[str], int]) -> N
     activity = Activity(pid, [pid])
     activity.note_answer()
     until(lambda: not activity.idle())
-    assert verdict(1.0, activity) == Health.responsive
-    assert verdict(6.0, activity) == Health.busy
-    assert verdict(61.0, activity) == Health.hung
+    assert verdict(1.0, activity) is None
+    assert verdict(6.0, activity) is None
+    assert verdict(61.0, activity) == "hung"
 
 
 def test_one_that_does_nothing_is_hung(start: Callable[[str], int]) -> None:
@@ -88,9 +91,9 @@ def test_one_that_does_nothing_is_hung(start: Callable[[str], int]) -> None:
     settle(pid)
     activity = Activity(pid, [pid])
     activity.note_answer()
-    assert verdict(4.0, activity) == Health.responsive
-    assert verdict(6.0, activity) == Health.hung
-    assert verdict(6.0, activity, is_updating=True) == Health.updating
+    assert verdict(4.0, activity) is None
+    assert verdict(6.0, activity) == "hung"
+    assert verdict(6.0, activity, is_updating=True) is None
 
 
 def test_one_idle_rank_among_busy_ones_is_hung(start: Callable[[str], int]) -> None:
@@ -100,7 +103,7 @@ def test_one_idle_rank_among_busy_ones_is_hung(start: Callable[[str], int]) -> N
     activity = Activity(busy, [busy, idle])
     activity.note_answer()
     until(lambda: activity.idle() == [idle])
-    assert verdict(6.0, activity) == Health.hung
+    assert verdict(6.0, activity) == "hung"
 
 
 def test_one_that_is_stopped_is_hung_even_in_an_update(start: Callable[[str], int]) -> None:
@@ -109,8 +112,8 @@ def test_one_that_is_stopped_is_hung_even_in_an_update(start: Callable[[str], in
     activity.note_answer()
     os.kill(pid, signal.SIGSTOP)
     until(lambda: pid in activity.stopped())
-    assert verdict(6.0, activity, is_updating=True) == Health.hung
-    assert verdict(1.0, activity) == Health.responsive
+    assert verdict(6.0, activity, is_updating=True) == "hung"
+    assert verdict(1.0, activity) is None
 
 
 def test_one_whose_process_ended_is_dead(start: Callable[[str], int]) -> None:
@@ -118,12 +121,12 @@ def test_one_whose_process_ended_is_dead(start: Callable[[str], int]) -> None:
     activity = Activity(pid, [pid])
     os.kill(pid, signal.SIGKILL)
     until(lambda: read_process(pid) is None)  # also before it is reaped
-    assert verdict(0.0, activity) == Health.dead
+    assert verdict(0.0, activity) == "dead"
 
 
 def test_a_server_elsewhere_is_judged_by_its_silence() -> None:
-    assert verdict(4.0, Activity()) == Health.responsive
-    assert verdict(6.0, Activity()) == Health.hung
+    assert verdict(4.0, Activity()) is None
+    assert verdict(6.0, Activity()) == "hung"
 
 
 def test_a_session_is_found_and_killed_whole(start: Callable[[str], int]) -> None:
@@ -133,7 +136,7 @@ def test_a_session_is_found_and_killed_whole(start: Callable[[str], int]) -> Non
     commands = [Path(f"/proc/{pid}/cmdline") for pid in members]
     # between its fork and the program that it becomes the child has the leader's arguments
     until(lambda: len({command.read_bytes() for command in commands}) == 2)
-    assert find_schedulers(leader) == [leader]  # by its argument
+    assert find_by_title(leader, "scheduler") == [leader]  # by its argument
     kill_session(leader)
     until(lambda: not any(read_process(pid) for pid in members))
 
@@ -146,14 +149,13 @@ class Server:
         self.is_silent = False
         self.num_questions = 0
 
-    async def server_info(self, *, timeout_s: float) -> dict[str, Any]:
+    async def probe(self, *, timeout_s: float) -> None:
         self.num_questions += 1
         if self.is_silent:
             await asyncio.sleep(timeout_s)
             raise RpcTimeout("no answer")
         if self.error:
             raise self.error
-        return {}
 
 
 class Watched:
@@ -161,31 +163,24 @@ class Watched:
 
     def __init__(self) -> None:
         self.server = Server()
-        self.health: list[Health] = []
-        self.num_cleared = 0
-        self.watch = Watch(
-            self.server,  # type: ignore[arg-type]
-            Activity(),
-            Limits(hung_after_s=0.2, busy_limit_s=5.0),
-            probe_interval_s=0.02,
-            process_end=None,
-            on_health=lambda health, _: self.health.append(health),
-            on_cleared=self.count,
-        )
+        self.num_answers = 0
+        servers = ServersConfig(hung_after_s=0.2, busy_limit_s=5.0, probe_interval_s=0.02)
+        self.watch = Watch(self.server, None, servers, self.count)  # type: ignore[arg-type]
 
     def count(self) -> None:
-        self.num_cleared += 1
+        self.num_answers += 1
+
+    async def until_answered(self, number: int) -> None:
+        while self.num_answers < number:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_watch_ends_when_the_server_is_silent() -> None:
     watched = Watched()
     running = asyncio.create_task(watched.watch.run())
-    while not watched.health:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await watched.until_answered(1)
     watched.server.is_silent = True
     assert "hung: it has not answered for" in await running
-    assert watched.health[0] == Health.responsive
-    assert watched.health[-1] == Health.hung
 
 
 async def test_a_watch_ends_when_the_server_cannot_be_reached() -> None:
@@ -204,13 +199,13 @@ async def test_a_watch_ends_when_it_is_told_so() -> None:
     assert await running == "first"
 
 
-async def test_a_suspected_server_is_cleared_by_an_answer() -> None:
+async def test_a_suspected_server_is_asked_at_once() -> None:
     watched = Watched()
+    watched.watch._servers.probe_interval_s = 600.0
     running = asyncio.create_task(watched.watch.run())
+    await watched.until_answered(1)
     watched.watch.suspect()
-    while not watched.num_cleared:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    assert watched.num_cleared == 1
+    await watched.until_answered(2)
     watched.watch.fail("end")
     await running
 
@@ -218,19 +213,16 @@ async def test_a_suspected_server_is_cleared_by_an_answer() -> None:
 async def test_time_in_which_nobody_listened_does_not_count() -> None:
     watched = Watched()
     running = asyncio.create_task(watched.watch.run())
-    while len(watched.health) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await watched.until_answered(2)
     time.sleep(0.5)  # noqa: ASYNC251 - the event loop stands still, and not the server
-    num_looks = len(watched.health)
-    while len(watched.health) < num_looks + 3:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    assert set(watched.health) == {Health.responsive}
+    await watched.until_answered(watched.num_answers + 3)
+    assert not running.done()
     watched.watch.fail("end")
     await running
 
 
 def test_only_what_the_own_processes_map_is_shared_by_them(start: Callable[[str], int]) -> None:
-    names = [f"/dev/shm/sglang_loads_{uuid4().hex[:12]}_{i}.shm" for i in range(2)]
+    names = [f"/dev/shm/loads_{uuid4().hex[:12]}_{i}.shm" for i in range(2)]
     program = (
         "import mmap, sys, time\n"
         "file = open({!r}, 'wb+'); file.truncate(4096)\n"
@@ -239,11 +231,11 @@ def test_only_what_the_own_processes_map_is_shared_by_them(start: Callable[[str]
     sessions = [start(program.format(name)) for name in names]
     try:
         for session, name in zip(sessions, names, strict=True):
-            until(lambda session=session: bool(shared_files(session)))
-            assert shared_files(session) == {Path(name)}
+            until(lambda session=session: bool(mapped_files(session, LOADS)))
+            assert mapped_files(session, LOADS) == {Path(name)}
         kill_session(sessions[0])
         until(lambda: not session_members(sessions[0]))
-        assert shared_files(sessions[0]) == set()
+        assert mapped_files(sessions[0], LOADS) == set()
     finally:
         for name in names:
             Path(name).unlink(missing_ok=True)

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import OnWeightUpdate
-from areal_sc.engines.servers.sglang.updates import WaveSettings, update_wave
-
-SETTINGS = WaveSettings(OnWeightUpdate.interrupt, 1.0, 1.0, stays_paused=False)
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.engines.servers.updates import update_wave
 
 
 class Replica:
@@ -57,7 +55,9 @@ class Weights:
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_all_servers_of_the_wave_are_given_up(is_cancelled: bool) -> None:
     wave, weights = [Replica(), Replica()], Weights()
-    update = asyncio.create_task(update_wave(wave, 3, weights, None, SETTINGS))
+    update = asyncio.create_task(
+        update_wave(wave, 3, weights, None, RolloutConfig(path="model"), stays_paused=False)
+    )
     await weights.is_loading.wait()
     assert all(replica.is_updating for replica in wave)
     if is_cancelled:

@@ -13,29 +13,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
-from areal_sc.config.schema import OnWeightUpdate
-from areal_sc.engines.servers.sglang.abilities import check_version
-from areal_sc.engines.servers.sglang.collective import group_request
-from areal_sc.engines.servers.sglang.dispatch import Dispatcher
-from areal_sc.engines.servers.sglang.replica import Replica, ReplicaSettings, unusable
-from areal_sc.engines.servers.sglang.routing import Router, ServerLoad
-from areal_sc.engines.servers.sglang.server import installed_version
-from areal_sc.engines.servers.sglang.updates import UpdateTimes, WaveSettings, update_wave, waves
-from areal_sc.engines.servers.sglang.weights import DiskWeights, LoadableWeights, Weights
+from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.replica import Replica, ReplicaSettings
+from areal_sc.engines.servers.updates import UpdateTimes, update_wave
+from areal_sc.engines.servers.weights import DiskWeights, LoadableWeights, Weights
 from areal_sc.engines.weight_group import WeightGroup
 from areal_sc.errors import (
     ArealError,
+    ConfigError,
     EngineFailed,
     PeerLost,
     ProtocolError,
     RpcTimeout,
     ShardGone,
     WaitTimeout,
+    WorkerError,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,22 +43,26 @@ class ReplicaSet:
     """The servers, the weights that they shall have, and whether they shall generate.
 
     Attributes:
-        dispatcher: places requests on them.
+        dispatcher: places requests on them; its failure is why nothing can be done.
         version: policy version of the oldest weights that a request may meet.
         times: sums over weight updates.
+        num_updates: weight updates that were done.
         num_losses: servers that failed while they served.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        num_servers = len(settings.sglang.urls) or settings.sglang.num_servers
-        self.dispatcher = Dispatcher(Router([]))
+        self._settings = settings
+        loads: list[ServerLoad] = []
+        self.dispatcher = Dispatcher(loads)
+        num_servers = settings.handle.num_servers
         self.replicas = [Replica(i, settings, self.dispatcher) for i in range(num_servers)]
-        self.dispatcher.router.servers.extend(replica.load for replica in self.replicas)
+        loads.extend(replica.load for replica in self.replicas)
+        self.dispatcher.fail(self._failure("has not been started"))
         self.version = 0
         self.times = UpdateTimes()
+        self.num_updates = 0
         self.num_losses = 0
         self._by_load = {replica.load: replica for replica in self.replicas}
-        self._settings = settings
         self._weights: Weights = DiskWeights(0, settings.config.path)
         self._serving: set[Replica] = set()
         self._given_up: set[Replica] = set()
@@ -70,6 +70,7 @@ class ReplicaSet:
         self._control = asyncio.Lock()  # one update, pause or resume at a time
         self._group_sizes: dict[str, int] = {}
         self._is_paused = False
+        self._is_closed = False
         self._starts: list[asyncio.Task[None]] = []
         self._supervisors: list[asyncio.Task[None]] = []
 
@@ -77,34 +78,40 @@ class ReplicaSet:
         return self._by_load[load]
 
     @property
-    def num_serving(self) -> int:
-        return len(self._serving)
-
-    @property
-    def num_restarts(self) -> int:
-        return sum(max(0, replica.num_starts - 1) for replica in self.replicas)
+    def is_cuda(self) -> bool:
+        """Whether the servers compute on GPUs."""
+        return self._settings.is_cuda
 
     async def start(self) -> None:
-        """Brings all servers up at once.
+        """Starts the servers, or connects to them, and returns when all of them serve.
 
-        Raises: the first error of a server; none is left running then.
+        To be called in the thread whose end shall end the servers.
+        Raises: ConfigError, ModelError, WorkerStartError: what is wrong, and what to change; none
+            is left running then.
         """
-        sglang = self._settings.sglang
-        if not sglang.urls:
-            python = sglang.python or sys.executable
-            check_version(await installed_version(python), f"sglang.python={python!r}")
         self._starts = [asyncio.create_task(self._start_one(r)) for r in self.replicas]
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            await asyncio.gather(*self._starts)
+            try:
+                await asyncio.gather(*self._starts)
+            except asyncio.CancelledError:
+                self._require_open()
+                raise
+            self._require_open()
             undo.pop_all()
+        self.dispatcher.failure = None
         for replica in self.replicas:
             task = asyncio.create_task(self._supervise(replica))
             task.add_done_callback(self._note_end)
             self._supervisors.append(task)
 
     async def close(self) -> None:
-        """Ends the servers that were started here; those of others generate again if paused."""
+        """Ends the servers that were started here; those of others generate again if paused.
+
+        Pending and later calls raise WorkerError.
+        """
+        self._is_closed = True
+        self.dispatcher.fail(self._failure("is closed"))
         self._changed.set()
         tasks = [*self._starts, *self._supervisors]
         for task in tasks:
@@ -115,12 +122,8 @@ class ReplicaSet:
             if not replica.is_own and replica.is_up:
                 with suppress(ArealError):
                     await replica.resume()
-        await asyncio.gather(
-            *(
-                replica.take_down("the engine is closed", is_gentle=True)
-                for replica in self.replicas
-            )
-        )
+        ends = (r.take_down("the engine is closed", is_gentle=True) for r in self.replicas)
+        await asyncio.gather(*ends)
 
     async def publish(self, weights: Weights) -> None:
         """Gives all serving servers these weights, wave by wave.
@@ -129,6 +132,8 @@ class ReplicaSet:
         Raises: EngineFailed: no server is left. What getting the weights raises; nothing has
             changed then.
         """
+        if self.dispatcher.failure is not None:
+            raise self.dispatcher.failure
         config = self._settings.config
         async with self._control:
             started = time.perf_counter()
@@ -136,18 +141,15 @@ class ReplicaSet:
                 self.times.update_open_s += time.perf_counter() - started
                 self._weights = weights
                 self._changed.set()
-                settings = WaveSettings(
-                    on_weight_update=OnWeightUpdate(config.on_weight_update),
-                    drain_timeout_s=config.group_timeout_s,
-                    step_timeout_s=config.weight_update.step_timeout_s,
-                    stays_paused=self._is_paused,
-                )
-                serving = sorted(self._serving, key=lambda replica: replica.index)
-                for wave in waves(serving, config.max_unavailable):
-                    still = [replica for replica in wave if replica in self._serving]
-                    await self._update(still, weights.version, loadable, settings)
+                serving = self._in_order()
+                size = config.max_unavailable or max(1, len(serving))
+                for start in range(0, len(serving), size):
+                    still = [r for r in serving[start : start + size] if r in self._serving]
+                    if still:
+                        await self._update(still, weights.version, loadable)
             await self._until_current()
             self.version = min(replica.load.version for replica in self._serving)
+            self.num_updates += 1
 
     async def pause(self) -> None:
         """Returns when no server generates; running requests are held."""
@@ -168,12 +170,12 @@ class ReplicaSet:
         Waits for all ranks of the group, so the others must join at the same time.
         Raises: EngineFailed, TransportError: a server did not join; the group is of no use then.
         """
-        members = sorted(self._serving, key=lambda replica: replica.index)
+        members = self._in_order()
         timeout_s = self._settings.config.weight_update.step_timeout_s
         rank = first_rank
         joins = []
         for replica in members:
-            joins.append(replica.client.join_group(group_request(group, rank), timeout_s=timeout_s))
+            joins.append(replica.client.join_group(group, rank, timeout_s=timeout_s))
             rank += replica.abilities.tp_size
         outcomes = await asyncio.gather(*joins, return_exceptions=True)
         for outcome in outcomes:
@@ -185,33 +187,36 @@ class ReplicaSet:
 
     async def leave_group(self, name: str) -> None:
         """Ends a weight group on the servers that are in it."""
-        timeout_s = self._settings.sglang.control_timeout_s
         for replica in [r for r in self._serving if name in r.groups]:
             replica.groups.discard(name)
             try:
-                await replica.client.leave_group(name, timeout_s=timeout_s)
+                await replica.client.leave_group(name)
             except (EngineFailed, PeerLost, RpcTimeout) as error:
                 logger.warning("server=%s group=%s %s", replica.load.name, name, error)
-
-    def num_members(self, name: str) -> int:
-        """Servers that have joined a weight group, whether or not they are still in it."""
-        return self._group_sizes.get(name, 0)
 
     def has_whole_group(self, name: str) -> bool:
         """Whether every serving server is in the weight group, and nobody has left it."""
         members = [replica for replica in self._serving if name in replica.groups]
-        return len(self._serving) == len(members) == self.num_members(name) > 0
+        return len(self._serving) == len(members) == self._group_sizes.get(name, 0) > 0
 
     def count_ranks(self) -> int:
         """Ranks of the serving servers."""
         return sum(replica.abilities.tp_size for replica in self._serving)
+
+    def _in_order(self) -> list[Replica]:
+        """Those that serve."""
+        return [replica for replica in self.replicas if replica in self._serving]
 
     async def _start_one(self, replica: Replica) -> None:
         try:
             await replica.bring_up()
         except (PeerLost, RpcTimeout, ProtocolError, EngineFailed) as error:
             if not replica.is_own:
-                raise unusable(replica.url, error) from error
+                section, name = self._settings.kind.section, self._settings.kind.name
+                raise ConfigError(
+                    f"{section}.urls: no {name} server answers at {replica.url} as one does "
+                    f"({error}); start it, or correct the URL"
+                ) from error
             raise
         await self._become_serving(replica)
 
@@ -236,19 +241,19 @@ class ReplicaSet:
 
     async def _bring_back(self, replica: Replica) -> bool:
         """Whether the server serves again."""
-        sglang = self._settings.sglang
-        for attempt in range(sglang.max_restarts):
+        servers = self._settings.servers
+        for attempt in range(servers.max_restarts):
             try:
                 if replica.is_own:
                     await replica.bring_up()
                 else:
-                    await replica.reconnect(sglang.start_timeout_s)
+                    await replica.reconnect(servers.start_timeout_s)
                 await self._become_serving(replica)
                 return True
             except ArealError as error:
                 logger.warning(
                     "server=%s attempt=%d of %d failed: %s",
-                    *(replica.load.name, attempt + 1, sglang.max_restarts, error),
+                    *(replica.load.name, attempt + 1, servers.max_restarts, error),
                 )
                 await replica.take_down(str(error))
                 await asyncio.sleep(min(2.0**attempt, _MAX_BACKOFF_S))
@@ -256,19 +261,18 @@ class ReplicaSet:
 
     async def _become_serving(self, replica: Replica) -> None:
         """Gives the server what has changed since it started, until nothing has."""
-        settings = WaveSettings(
-            OnWeightUpdate.interrupt,
-            drain_timeout_s=0.0,
-            step_timeout_s=self._settings.config.weight_update.step_timeout_s,
-            stays_paused=True,
-        )
         while True:
             weights = self._weights
             if replica.load.version != weights.version:
                 try:
                     async with weights.again.opened() as loadable:
                         errors, _ = await update_wave(
-                            [replica], weights.version, loadable, self.dispatcher, settings
+                            [replica],
+                            weights.version,
+                            loadable,
+                            self.dispatcher,
+                            self._settings.config,
+                            stays_paused=True,
                         )
                 except ShardGone:  # the trainers have newer ones, which will be published
                     await self._until_newer(weights)
@@ -287,6 +291,13 @@ class ReplicaSet:
             replica.open()
         self._changed.set()
 
+    def _failure(self, state: str) -> WorkerError:
+        return WorkerError(f"the {self._settings.kind.name} engine {state}")
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise self._failure("is closed")
+
     def _give_up(self, replica: Replica) -> None:
         self._given_up.add(replica)
         left = len(self.replicas) - len(self._given_up)
@@ -294,31 +305,33 @@ class ReplicaSet:
         if left == 0:
             self.dispatcher.fail(
                 EngineFailed(
-                    f"all {len(self.replicas)} SGLang servers are lost, the last one after "
-                    f"{self._settings.sglang.max_restarts} failed starts; see "
+                    f"all {len(self.replicas)} {self._settings.kind.name} servers are lost, the "
+                    f"last one after {self._settings.servers.max_restarts} failed starts; see "
                     f"{self._settings.log_folder}"
                 )
             )
         self._changed.set()
 
     async def _update(
-        self,
-        wave: Sequence[Replica],
-        version: int,
-        weights: LoadableWeights,
-        settings: WaveSettings,
+        self, wave: Sequence[Replica], version: int, weights: LoadableWeights
     ) -> None:
-        if not wave:
-            return
         lives = [replica.num_starts for replica in wave]
-        errors, times = await update_wave(wave, version, weights, self.dispatcher, settings)
+        errors, times = await update_wave(
+            wave,
+            version,
+            weights,
+            self.dispatcher,
+            self._settings.config,
+            stays_paused=self._is_paused,
+        )
         self.times.add(times)
         for replica, error, life in zip(wave, errors, lives, strict=True):
             if replica.num_starts != life:
                 continue  # it has started again meanwhile, and has found the weights by itself
             if error is not None:
                 self._serving.discard(replica)
-            elif not settings.stays_paused:
+                replica.fail(f"its weight update to version {version} failed: {error}")
+            elif not self._is_paused:
                 replica.open()
 
     async def _until_current(self) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from areal_sc.engines.servers.sglang import client as client_module
-from areal_sc.engines.servers.sglang.abilities import ask_abilities
+from areal_sc.engines.servers import http_client
+from areal_sc.engines.servers.process import free_port
 from areal_sc.engines.servers.sglang.client import SGLangClient
-from areal_sc.engines.servers.sglang.server import free_port
 from areal_sc.errors import (
     ConfigError,
     EngineFailed,
@@ -74,7 +73,7 @@ async def test_answers_that_are_none(
 ) -> None:
     async with serving(answering(status, content)) as client:
         with pytest.raises(error, match=message):
-            await client.generate({})
+            await client.probe(timeout_s=5.0)
 
 
 async def test_an_update_has_to_say_that_it_succeeded() -> None:
@@ -89,7 +88,7 @@ async def test_an_update_has_to_say_that_it_succeeded() -> None:
 async def test_no_server() -> None:
     client = SGLangClient(f"http://127.0.0.1:{free_port('127.0.0.1')}")
     with pytest.raises(PeerLost, match="no answer from"):
-        await client.server_info()
+        await client.probe(timeout_s=5.0)
     await client.close()
 
 
@@ -111,18 +110,18 @@ async def test_a_connection_that_ends() -> None:
     for handler in (hang_up, hang_up_midway):
         async with serving(handler) as client:
             with pytest.raises(PeerLost):
-                await client.generate({})
+                await client.probe(timeout_s=5.0)
 
 
 async def test_a_client_that_was_closed() -> None:
     async with serving(answering(200, {})) as client:
         await client.close()
         with pytest.raises(PeerLost, match="was given up"):
-            await client.generate({})
+            await client.probe(timeout_s=5.0)
 
 
 async def test_nobody_there_to_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_client, "_CONNECT_TIMEOUT_S", 0.05)
     with socket.socket() as full:  # a queue that is full drops further connections silently
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -134,7 +133,7 @@ async def test_nobody_there_to_connect_to(monkeypatch: pytest.MonkeyPatch) -> No
                 waiting.connect_ex(address)
             client = SGLangClient(f"http://127.0.0.1:{address[1]}")
             with pytest.raises(PeerLost, match=r"not connected within 0\.05 s"):
-                await client.generate({})
+                await client.probe(timeout_s=5.0)
             await client.close()
 
 
@@ -147,15 +146,15 @@ async def test_no_answer_in_time() -> None:
 
     async with serving(wait) as client:
         with pytest.raises(RpcTimeout, match=r"did not answer within 0\.05 s"):
-            await client.server_info(timeout_s=0.05)
+            await client.probe(timeout_s=0.05)
         over.set()
 
 
 async def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1000)
     async with serving(answering(200, b"x" * 2000)) as client:
         with pytest.raises(ProtocolError, match="over 1000 bytes"):
-            await client.generate({})
+            await client.probe(timeout_s=5.0)
 
 
 async def test_what_is_sent() -> None:
@@ -168,25 +167,23 @@ async def test_what_is_sent() -> None:
 
     async with serving(note) as client:
         await client.set_version(7)
-        await client.pause("retract")
+        await client.pause(holds_requests=True)
         await client.abort("r1")
         await client.load_from_disk("/weights", timeout_s=1.0)
-        assert not await client.has_route("/begin_weight_update")
     version = {"new_version": "7", "abort_all_requests": False}
     assert seen[0] == ("POST", "/update_weight_version", version, "Bearer secret")
     assert seen[1][1:3] == ("/pause_generation", {"mode": "retract"})
     assert seen[2][1:3] == ("/abort_request", {"rid": "r1"})
     assert seen[3][2]["model_path"] == "/weights"
-    assert seen[4][:2] == ("GET", "/begin_weight_update")
 
 
 async def test_a_server_that_is_too_old() -> None:
     async with serving(answering(200, {"version": "0.5.10"})) as client:
         with pytest.raises(ConfigError, match=r"SGLang 0\.5\.10: 0\.5\.11 or newer is needed"):
-            await ask_abilities(client, timeout_s=5.0)
+            await client.ask_abilities(timeout_s=5.0)
     async with serving(answering(200, {"hello": "world"})) as client:
         with pytest.raises(ConfigError, match="of an unknown version"):
-            await ask_abilities(client, timeout_s=5.0)
+            await client.ask_abilities(timeout_s=5.0)
 
 
 OLD_SERVER: dict[str, Any] = {
@@ -203,9 +200,9 @@ async def test_a_server_that_can_less() -> None:
         return web.json_response(OLD_SERVER[request.path])
 
     async with serving(answer) as client:
-        abilities = await ask_abilities(client, timeout_s=5.0)
+        abilities = await client.ask_abilities(timeout_s=5.0)
+        await client.begin_update()  # it has no such route, and is not asked
     assert not abilities.has_version_spans
-    assert not abilities.has_update_session
     assert abilities.max_support == 0
     assert abilities.vocab_size is None
     assert (abilities.tp_size, abilities.max_context_tokens) == (2, 50)

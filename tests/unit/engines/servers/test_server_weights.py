@@ -6,14 +6,24 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from areal_sc.engines.servers.sglang.shared_buckets import SharedBuckets
-from areal_sc.engines.servers.sglang.weights import as_shaped, check_weights_folder, read_shapes
-from areal_sc.engines.weight_group import in_byte_order, layout_of, split_into_buckets
+from areal_sc.config.model_folder import read_stored_shapes
+from areal_sc.engines.servers.model import as_shaped, check_weights_folder
+from areal_sc.engines.servers.sglang.client import _pickle
+from areal_sc.engines.servers.tensors import LoadableTensors, SharedBuckets
+from areal_sc.engines.servers.weights import PausedServer
+from areal_sc.engines.weight_group import (
+    BucketLayout,
+    NamedTensor,
+    in_byte_order,
+    layout_of,
+    split_into_buckets,
+)
 from areal_sc.errors import ModelError
 
 READER = """
@@ -40,6 +50,40 @@ def test_buckets_keep_the_order_and_the_bound() -> None:
     assert list(split_into_buckets([], 16)) == []
 
 
+class Client:
+    """Notes what it is given to load; `on_load` does more with it."""
+
+    url = "server"
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[int, bool]] = []
+        self.on_load: Callable[[torch.Tensor, BucketLayout], Awaitable[None]] | None = None
+
+    async def begin_update(self) -> None: ...
+
+    async def end_update(self, *, timeout_s: float) -> None: ...
+
+    async def load_tensors(
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+    ) -> None:
+        self.loads.append((flat.nbytes, drops_cache))
+        if self.on_load is not None:
+            await self.on_load(flat, layout)
+
+
+async def load(
+    buckets: SharedBuckets, tensors: list[NamedTensor], bucket_bytes: int, client: Client
+) -> int:
+    """Bytes that were written."""
+    cut = list(split_into_buckets(tensors, bucket_bytes))
+    weights = LoadableTensors(cut, buckets)
+    server = PausedServer(client, is_own=True, groups=frozenset())  # type: ignore[arg-type]
+    async with weights.prepared():
+        report = await weights.load([server], timeout_s=5.0)
+    assert report.errors == [None]
+    return report.num_bytes
+
+
 async def test_another_process_reads_what_was_written() -> None:
     tensors = [
         ("odd", torch.arange(3, dtype=torch.bfloat16)),
@@ -48,20 +92,23 @@ async def test_another_process_reads_what_was_written() -> None:
         ("byte", torch.arange(7, dtype=torch.uint8)),
         ("large", torch.randn(50)),
     ]
-    buckets = SharedBuckets()
     found: dict[str, list[float]] = {}
     reader = await asyncio.create_subprocess_exec(
         sys.executable, "-c", READER, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert reader.stdin
-    assert reader.stdout
-    num_bytes = 0
-    filled = await buckets.fill(split_into_buckets(tensors, 300))
-    async for pickled, size, _ in filled.each(num_readers=1):
-        reader.stdin.write(pickled.encode() + b"\n")
+
+    async def read(flat: torch.Tensor, layout: BucketLayout) -> None:
+        nonlocal found
+        assert reader.stdin
+        assert reader.stdout
+        reader.stdin.write(_pickle(flat, layout, num_readers=1).encode() + b"\n")
         await reader.stdin.drain()
         found |= json.loads(await reader.stdout.readline())
-        num_bytes += size
+
+    buckets, client = SharedBuckets(), Client()
+    client.on_load = read
+    num_bytes = await load(buckets, tensors, 300, client)
+    assert reader.stdin
     reader.stdin.close()
     assert await reader.wait() == 0
     buckets.close()
@@ -70,24 +117,24 @@ async def test_another_process_reads_what_was_written() -> None:
 
 
 async def test_two_buffers_serve_any_number_of_buckets() -> None:
-    buckets = SharedBuckets()
-    async with buckets.turn:
-        filled = await buckets.fill(split_into_buckets(named(*[4] * 9), 16))
-        sizes = [(size, is_last) async for _, size, is_last in filled.each(1)]
-    assert sizes == [(16, False)] * 8 + [(16, True)]
+    buckets, client = SharedBuckets(), Client()
+    await load(buckets, named(*[4] * 9), 16, client)
+    assert client.loads == [(16, False)] * 8 + [(16, True)]
     assert sum(buffer.nbytes for buffer in buckets._buffers) == 2 * 16
     buckets.close()
 
 
-async def test_a_load_that_is_given_up_leaves_no_thread_behind() -> None:
-    buckets = SharedBuckets()
-    filled = await buckets.fill(split_into_buckets(named(4, 4, 4, 4), 16))
-    loading = filled.each(1)
-    await anext(loading)
-    await anext(loading)
-    await loading.aclose()
-    filled = await buckets.fill(split_into_buckets(named(4), 16))
-    assert [size async for _, size, _ in filled.each(1)] == [16]
+async def test_a_load_that_breaks_off_leaves_the_buffers_to_the_next() -> None:
+    async def break_off(flat: torch.Tensor, layout: BucketLayout) -> None:
+        raise RuntimeError("a defect")
+
+    buckets, client = SharedBuckets(), Client()
+    client.on_load = break_off
+    with pytest.raises(RuntimeError, match="a defect"):
+        await load(buckets, named(4, 4, 4, 4), 16, client)
+    client.on_load = None
+    await load(buckets, named(4), 16, client)
+    assert client.loads == [(16, False), (16, True)]
     buckets.close()
 
 
@@ -126,12 +173,12 @@ def test_tensors_of_another_model(given: dict[str, int], message: str) -> None:
 
 
 def test_a_folder_is_compared_with_the_model(tiny_model_folder: Path, tmp_path: Path) -> None:
-    shapes = read_shapes(str(tiny_model_folder))
+    shapes = read_stored_shapes(tiny_model_folder)
     assert shapes["model.norm.weight"] == (32,)
-    check_weights_folder(str(tiny_model_folder), str(tiny_model_folder), shapes)
+    check_weights_folder(str(tiny_model_folder), shapes)
     with pytest.raises(ModelError, match="no such folder"):
-        check_weights_folder(str(tmp_path / "none"), str(tiny_model_folder), shapes)
+        check_weights_folder(str(tmp_path / "none"), shapes)
     with pytest.raises(ModelError, match="1 parameters are missing"):
-        check_weights_folder(
-            str(tiny_model_folder), str(tiny_model_folder), {**shapes, "more": (1,)}
-        )
+        check_weights_folder(str(tiny_model_folder), {**shapes, "more": (1,)})
+    with pytest.raises(ModelError, match=r"norm\.weight has 32 elements, expected shape \(48,\)"):
+        check_weights_folder(str(tiny_model_folder), {**shapes, "model.norm.weight": (48,)})

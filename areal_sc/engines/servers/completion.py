@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Coroutine
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
-from areal_sc.engines.servers.sglang.answers import (
-    ABORTED,
-    Segment,
-    is_truncated,
-    read_answer,
-    request_body,
-)
-from areal_sc.engines.servers.sglang.dispatch import Place
-from areal_sc.engines.servers.sglang.replica import Replica
-from areal_sc.engines.servers.sglang.replicas import ReplicaSet
-from areal_sc.engines.servers.sglang.requests import CompletionRequest
+from areal_sc.engines.servers.dispatch import Work
+from areal_sc.engines.servers.kind import ABORTED, AnswerPart, PartRequest
+from areal_sc.engines.servers.replica import Replica
+from areal_sc.engines.servers.replicas import ReplicaSet
 from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, ServerBusy
 
 logger = logging.getLogger(__name__)
@@ -39,6 +32,56 @@ _BUSY_WAIT_S = 0.2
 _LONGEST_BUSY_WAIT_S = 5.0
 _MAX_BUSY_S = 600.0
 _ABANDONED_TIMEOUT_S = 30.0
+
+
+@dataclass(eq=False)
+class CompletionRequest:
+    """One `generate` call, and what is known of its answer.
+
+    Attributes:
+        prompt: [P] token ids.
+        max_new_tokens: that its length or the context allows.
+        length_reason: `length` or `context`, whichever of the two is the limit.
+        stop_token_ids: all that end it.
+        is_truncated: the distribution that is sampled from is not the whole one.
+        cancelled: done when its group is cancelled.
+        token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
+        num_losses: attempts that brought nothing, as a server was lost.
+        busy_since_s: since when servers have refused it as they are full; None: they have not.
+    """
+
+    prompt: list[int]
+    sampling: GenerationConfig
+    max_new_tokens: int
+    length_reason: str
+    stop_token_ids: tuple[int, ...]
+    prefix_group: str | None
+    is_truncated: bool
+    cancelled: asyncio.Future[None]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_losses: int = 0
+    busy_since_s: float | None = None
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return self.max_new_tokens - len(self.token_ids)
+
+    def work(self) -> Work:
+        """It goes on only under weights as new as its last."""
+        num_tokens = len(self.prompt) + self.max_new_tokens
+        return Work(num_tokens, self.prefix_group, max(self.versions, default=0))
+
+    def extend(self, part: AnswerPart) -> None:
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+
+    def completion(self, finish_reason: str) -> Completion:
+        return Completion(
+            self.token_ids, self.logprobs, self.versions, finish_reason, self.sampling.temperature
+        )
 
 
 @dataclass
@@ -106,16 +149,17 @@ class Completer:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _complete(self, request: CompletionRequest) -> Completion:
+        dispatcher = self._replicas.dispatcher
         while True:
-            place = None
+            work, server = request.work(), None
             if not request.cancelled.done():
-                place = await self._replicas.dispatcher.enter(request.work(), request.cancelled)
-            if place is None:
+                server = await dispatcher.enter(work, request.cancelled)
+            if server is None:
                 return request.completion("cancelled")
-            replica = self._replicas.replica(place.server)
+            replica = self._replicas.replica(server)
             num_pauses = replica.num_pauses
             try:
-                segment = await self._ask(replica, place, request)
+                part = await self._ask(replica, work, request)
             except PeerLost as error:
                 self._note_loss(request, error)
                 continue
@@ -123,78 +167,67 @@ class Completer:
                 await self._wait_while_busy(request, error)
                 continue
             request.busy_since_s = None
-            request.answer.extend(segment)
-            if segment.finish == "stop":
+            request.extend(part)
+            if part.finish == "stop":
                 return request.completion("stop")
             if request.num_missing_tokens <= 0:
                 return request.completion(request.length_reason)
             if request.cancelled.done():
                 return request.completion("cancelled")
-            if segment.finish != ABORTED:
+            if part.finish != ABORTED:
                 raise EngineFailed(
-                    f"{place.server.name} ended an answer {request.num_missing_tokens} tokens "
+                    f"{server.name} ended an answer {request.num_missing_tokens} tokens "
                     "before its limit: its context or its KV cache is too small for "
                     "rollout.max_context_tokens"
                 )
             self.counters.continued_requests += 1
-            if not segment.token_ids and replica.num_pauses == num_pauses:
-                self._note_loss(request, EngineFailed(f"it was aborted: {segment.reason}"))
+            if not part.token_ids and replica.num_pauses == num_pauses:
+                self._note_loss(request, EngineFailed(f"it was aborted: {part.reason}"))
 
-    async def _ask(self, replica: Replica, place: Place, request: CompletionRequest) -> Segment:
+    async def _ask(self, replica: Replica, work: Work, request: CompletionRequest) -> AnswerPart:
         """One attempt; the place is given back when the server is done with it."""
-        started = time.monotonic()
-        num_pauses = replica.num_pauses
-        request_id = uuid.uuid4().hex
-        truncated = is_truncated(request.sampling, self._vocab_size)
         with ExitStack() as taken:
-            taken.callback(self._replicas.dispatcher.leave, place)
-            body = request_body(
-                request_id,
-                [*request.prompt, *request.answer.token_ids],
+            taken.callback(self._replicas.dispatcher.leave, replica.load, work)
+            asked = PartRequest(
+                uuid.uuid4().hex,
+                [*request.prompt, *request.token_ids],
                 request.sampling,
-                max_new_tokens=request.num_missing_tokens,
-                stop_token_ids=request.stop_token_ids,
-                max_support=self._max_support(replica, request) if truncated else None,
+                request.num_missing_tokens,
+                request.stop_token_ids,
+                self._max_support(replica, request) if request.is_truncated else None,
             )
-            flight = asyncio.create_task(replica.generate(body))
+            flight = asyncio.create_task(replica.generate(asked))
             ends: list[asyncio.Future[Any]] = [flight, request.cancelled]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if not flight.done():
-                    await replica.abort(request_id)
-                answer = await asyncio.shield(flight)
+                    await replica.abort(asked.request_id)
+                part = await asyncio.shield(flight)
             except asyncio.CancelledError:
                 taken.pop_all()  # `_abandon` gives it back, once the server has ended the request
-                self._in_background(self._abandon(replica, request_id, flight, place))
+                self._in_background(self._abandon(replica, asked.request_id, flight, work))
                 raise
-        segment = read_answer(answer, is_truncated=truncated)
-        self._count(segment)
-        if segment.finish != ABORTED and replica.num_pauses == num_pauses:
-            self._replicas.dispatcher.router.observe(
-                place.server, len(segment.token_ids), time.monotonic() - started
-            )
-        return segment
+        self.counters.generated_tokens += len(part.token_ids)
+        self.counters.shared_prompt_tokens += part.num_cached_tokens
+        self.counters.prefill_tokens += part.num_prompt_tokens - part.num_cached_tokens
+        return part
 
     async def _abandon(
-        self,
-        replica: Replica,
-        request_id: str,
-        flight: asyncio.Task[dict[str, Any]],
-        place: Place,
+        self, replica: Replica, request_id: str, flight: asyncio.Task[AnswerPart], work: Work
     ) -> None:
         """Ends a request that nobody waits for; until then it takes its place."""
         try:
             async with asyncio.timeout(_ABANDONED_TIMEOUT_S):
                 await replica.abort(request_id)
-                segment = read_answer(await flight, is_truncated=False)
-            self.counters.generated_tokens += len(segment.token_ids)
-            self.counters.cancelled_tokens += len(segment.token_ids)
+                part = await flight
+            self.counters.generated_tokens += len(part.token_ids)
+            self.counters.cancelled_tokens += len(part.token_ids)
         except (ArealError, TimeoutError) as error:
             logger.info("abandoned request=%s %s", request_id, error)
         finally:
             flight.cancel()
             flight.add_done_callback(_forget)
-            self._replicas.dispatcher.leave(place)
+            self._replicas.dispatcher.leave(replica.load, work)
 
     def _max_support(self, replica: Replica, request: CompletionRequest) -> int:
         """Largest number of tokens that a truncated distribution of this request may have."""
@@ -202,12 +235,12 @@ class Completer:
         if limit == 0:
             raise ConfigError(
                 f"{replica.url} gives no log-probabilities under top_p and top_k: set "
-                "generation.top_p to 1 and generation.top_k to 0, or use a newer SGLang"
+                "generation.top_p to 1 and generation.top_k to 0, or use newer servers"
             )
         if request.sampling.top_k > limit:
             raise ConfigError(
                 f"generation.top_k is {request.sampling.top_k}, but {replica.url} has a limit of "
-                f"{limit}: set sglang.args.sampling_mask_max_tokens"
+                f"{limit}: lower it, or give the servers a higher limit"
             )
         return limit
 
@@ -235,14 +268,9 @@ class Completer:
                 f"a request failed on {request.num_losses} attempts, the last time as {error}"
             ) from error
 
-    def _count(self, segment: Segment) -> None:
-        self.counters.generated_tokens += len(segment.token_ids)
-        self.counters.shared_prompt_tokens += segment.num_cached_tokens
-        self.counters.prefill_tokens += segment.num_prompt_tokens - segment.num_cached_tokens
-
     def _count_cancelled(self, request: CompletionRequest) -> None:
         self.counters.cancelled_requests += 1
-        self.counters.cancelled_tokens += len(request.answer.token_ids)
+        self.counters.cancelled_tokens += len(request.token_ids)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -17,34 +17,31 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from areal_sc.config.schema import RolloutConfig, SGLangConfig, WeightUpdateMethod
-from areal_sc.engines.servers.sglang.abilities import (
+from areal_sc.config.schema import RolloutConfig, ServersConfig, WeightUpdateMethod
+from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.handle import ServersHandle
+from areal_sc.engines.servers.kind import (
+    AnswerPart,
+    PartRequest,
     ServerAbilities,
-    ask_abilities,
-    check_abilities,
+    ServerClient,
+    ServerKind,
+    ServerPlace,
 )
-from areal_sc.engines.servers.sglang.arguments import ServerPlace
-from areal_sc.engines.servers.sglang.client import PauseMode, SGLangClient
-from areal_sc.engines.servers.sglang.dispatch import Dispatcher
-from areal_sc.engines.servers.sglang.liveness import Activity, Health, Limits
-from areal_sc.engines.servers.sglang.routing import ServerLoad
-from areal_sc.engines.servers.sglang.server import SGLangServer, free_port
-from areal_sc.engines.servers.sglang.watch import Watch
-from areal_sc.engines.servers.sglang.weights import PausedServer
-from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, RpcTimeout
+from areal_sc.engines.servers.process import ServerProcess, free_port
+from areal_sc.engines.servers.watch import Watch
+from areal_sc.engines.servers.weights import PausedServer
+from areal_sc.errors import ArealError, EngineFailed, PeerLost, RpcTimeout
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1
 """Of weights that are not those of the model folder, nor any that this run has published."""
 
-_INITIAL_NAMES = ("default", "0")
 _RECONNECT_POLL_S = 1.0
 _KEY_BYTES = 24
 
@@ -60,23 +57,27 @@ class ReplicaSettings:
         api_key: of the servers that are started; random.
     """
 
-    config: RolloutConfig
+    kind: ServerKind
+    handle: ServersHandle
     log_folder: Path
     owner: str
     is_cuda: bool
     api_key: str = field(default_factory=lambda: secrets.token_hex(_KEY_BYTES), repr=False)
 
     @property
-    def sglang(self) -> SGLangConfig:
-        return self.config.sglang
+    def config(self) -> RolloutConfig:
+        return self.handle.config
+
+    @property
+    def servers(self) -> ServersConfig:
+        return self.handle.servers
 
 
 class Replica:
     """Made down; `bring_up` makes it serve.
 
     Attributes:
-        load: the router's account of it; says whether it is open, and which version it has.
-        health: as last known.
+        load: the dispatcher's account of it; says whether it is open, and which version it has.
         num_starts: how often it was brought up.
         num_pauses: how often its requests were interrupted.
         is_paused: it generates nothing until `resume`.
@@ -84,34 +85,32 @@ class Replica:
     """
 
     def __init__(self, index: int, settings: ReplicaSettings, dispatcher: Dispatcher) -> None:
-        config, sglang = settings.config, settings.sglang
-        num_servers = len(sglang.urls) or sglang.num_servers
-        slots = -(-config.max_running_sequences // num_servers)
+        urls = settings.servers.urls
+        slots = -(-settings.config.max_running_sequences // settings.handle.num_servers)
         self.index = index
-        self.url = sglang.urls[index] if sglang.urls else ""
+        self.url = urls[index] if urls else ""
         self.load = ServerLoad(f"{settings.owner}/server-{index}", slots)
-        self.health = Health.dead
         self.num_starts = 0
         self.num_pauses = 0
         self.is_paused = False
         self.groups: set[str] = set()
-        self.server: SGLangServer | None = None
+        self.server: ServerProcess | None = None
         self._settings = settings
         self._dispatcher = dispatcher
-        self._client: SGLangClient | None = None
+        self._client: ServerClient | None = None
         self._abilities: ServerAbilities | None = None
         self._watch: Watch | None = None
-        self._flights: set[asyncio.Task[dict[str, Any]]] = set()
+        self._flights: set[asyncio.Task[AnswerPart]] = set()
         self._failure = "it has not been started"
         self._is_held = True
 
     @property
     def is_own(self) -> bool:
         """This process starts and ends the server."""
-        return not self._settings.sglang.urls
+        return not self._settings.servers.urls
 
     @property
-    def client(self) -> SGLangClient:
+    def client(self) -> ServerClient:
         if self._client is None:
             raise PeerLost(f"{self.load.name} is down: {self._failure}")
         return self._client
@@ -127,13 +126,8 @@ class Replica:
         """It runs and its abilities are known; it may be paused or not open yet."""
         return self._abilities is not None
 
-    @property
-    def pause_mode(self) -> PauseMode:
-        """Running requests are held where the server tells which weights sampled which token."""
-        return "retract" if self.abilities.has_version_spans else "abort"
-
     def as_paused(self) -> PausedServer:
-        return PausedServer(self.client, self.abilities, self.is_own, frozenset(self.groups))
+        return PausedServer(self.client, self.is_own, frozenset(self.groups))
 
     async def bring_up(self) -> None:
         """Starts the server, or connects to it, and finds out what it can do.
@@ -142,28 +136,24 @@ class Replica:
         Raises: ConfigError, ModelError, WorkerStartError, TransportError: what is wrong with it;
             nothing of it is left running then.
         """
-        sglang = self._settings.sglang
+        settings, servers = self._settings, self._settings.servers
         try:
             if self.is_own:
                 await self._start_server()
             else:
-                key = os.environ.get(sglang.api_key_env, "") if sglang.api_key_env else ""
-                self._client = SGLangClient(
-                    self.url, key, control_timeout_s=sglang.control_timeout_s
-                )
+                key = os.environ.get(servers.api_key_env, "") if servers.api_key_env else ""
+                self._connect(key)
                 await self.client.resume()  # an earlier run may have left it paused
-            abilities = await ask_abilities(self.client, timeout_s=sglang.control_timeout_s)
-            config = self._settings.config
-            check_abilities(abilities, self.url, config.path, config.max_context_tokens)
-            self.load.version = await self._find_version()
+            abilities = await self.client.ask_abilities(timeout_s=servers.control_timeout_s)
+            abilities.check(self.url, settings.config.path, settings.config.max_context_tokens)
+            self.load.version = 0 if self.is_own else await self._find_version()
         except BaseException as error:  # raised again: no start that is broken off leaves a server
             await self.take_down(f"it did not start: {error!r}")
             raise
         self._abilities = abilities
         self.is_paused = False
         self.num_starts += 1
-        self.health = Health.responsive
-        self._watch = self._make_watch()
+        self._watch = Watch(self.client, self.server, servers, self._reopen)
         logger.info(
             "server=%s url=%s version=%s abilities=%s",
             *(self.load.name, self.url, self.load.version, abilities),
@@ -211,11 +201,10 @@ class Replica:
         """
         self.hold()
         self._failure = reason
-        self.health = Health.dead
         self._abilities = None
         self._watch = None
         self.groups.clear()
-        self._dispatcher.router.forget(self.load)
+        self._dispatcher.forget_homes(self.load)
         for flight in self._flights:
             flight.cancel()
         if self.server is not None:
@@ -225,12 +214,12 @@ class Replica:
             client, self._client = self._client, None
             await client.close()
 
-    async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def generate(self, request: PartRequest) -> AnswerPart:
         """The server's answer to one request.
 
-        Raises: PeerLost: the server is lost, and the request with it. Else as `SGLangClient`.
+        Raises: PeerLost: the server is lost, and the request with it. Else as `ServerClient`.
         """
-        flight = asyncio.create_task(self.client.generate(body))
+        flight = asyncio.create_task(self.client.generate(request))
         self._flights.add(flight)
         try:
             return await asyncio.shield(flight)
@@ -240,7 +229,9 @@ class Replica:
             flight.cancel()
             raise
         except PeerLost:
-            self._suspect()
+            if self._watch is not None:  # nothing is placed there before it has answered
+                self.load.is_open = False
+                self._watch.suspect()
             raise
         finally:
             self._flights.discard(flight)
@@ -251,20 +242,21 @@ class Replica:
             await self.client.abort(request_id)
 
     async def pause(self) -> None:
-        """Returns when the server generates nothing; it is held."""
+        """Returns when the server generates nothing; it is held.
+
+        Running requests are held where the server tells which weights sampled which token.
+        """
         self.hold()
         if not self.is_paused:
             self.num_pauses += 1
-            await self.client.pause(self.pause_mode)
+            await self.client.pause(holds_requests=self.abilities.has_version_spans)
             self.is_paused = True
-            self.health = Health.paused
 
     async def resume(self) -> None:
         """Running requests go on; `open` lets new ones in."""
         if self.is_paused:
             await self.client.resume()
             self.is_paused = False
-            self.health = Health.responsive
 
     def set_updating(self, is_updating: bool) -> None:
         """While it loads weights it may be silent for longer."""
@@ -277,33 +269,32 @@ class Replica:
         Raises: EngineFailed: it did not.
         """
         await self.client.set_version(version)
-        told = str((await self.client.model_info()).get("weight_version"))
-        if told != str(version):
-            raise EngineFailed(f"{self.url} says its weights are {told!r}, expected {version}")
+        told, _ = await self.client.served_weights()
+        if told != version:
+            raise EngineFailed(f"{self.url} says its weights are {told}, expected {version}")
         self.load.version = version
 
     async def _start_server(self) -> None:
-        settings = self._settings
-        sglang = settings.sglang
-        port = sglang.ports[self.index] if sglang.ports else free_port(sglang.host)
+        settings, servers = self._settings, self._settings.servers
+        port = servers.ports[self.index] if servers.ports else free_port(servers.host)
         place = ServerPlace(self.index, port, settings.api_key, is_cuda=settings.is_cuda)
-        log_path = settings.log_folder / f"{settings.owner}-sglang-{self.index}.log"
-        self.server = await SGLangServer.start(settings.config, sglang, place, log_path)
+        kind = settings.kind
+        log_path = settings.log_folder / f"{settings.owner}-{kind.section}-{self.index}.log"
+        self.server = await ServerProcess.start(kind, settings.config, servers, place, log_path)
         self.url = self.server.url
-        self._client = SGLangClient(
-            self.url, self.server.api_key, control_timeout_s=sglang.control_timeout_s
-        )
-        await self.server.wait_ready(self._client, sglang.start_timeout_s)
+        self._connect(settings.api_key)
+        await self.server.wait_ready(self.client, servers.start_timeout_s)
+
+    def _connect(self, api_key: str) -> None:
+        timeout_s = self._settings.servers.control_timeout_s
+        self._client = self._settings.kind.connect(self.url, api_key, timeout_s)
 
     async def _find_version(self) -> int:
-        """0 when the server has the weights of the model folder."""
-        if self.is_own:
-            return 0
-        info = await self.client.model_info()
-        if str(info.get("weight_version")) not in _INITIAL_NAMES:
+        """Of a server that somebody else has started: 0 when it has the model folder's weights."""
+        version, served = await self.client.served_weights()
+        if version != 0:
             return UNKNOWN_VERSION
         config = self._settings.config
-        served = str(info.get("model_path"))
         if not _is_same_folder(served, config.path):
             if config.weight_update.method == WeightUpdateMethod.disk:
                 return UNKNOWN_VERSION  # it sees the model folder, and loads it
@@ -314,33 +305,6 @@ class Replica:
         await self.client.set_version(0)
         return 0
 
-    def _make_watch(self) -> Watch:
-        sglang = self._settings.sglang
-        server = self.server
-        activity = Activity(server.pid, server.schedulers) if server else Activity()
-        return Watch(
-            self.client,
-            activity,
-            Limits(sglang.hung_after_s, sglang.busy_limit_s),
-            probe_interval_s=sglang.probe_interval_s,
-            process_end=server.wait if server else None,
-            on_health=self._note_health,
-            on_cleared=self._reopen,
-        )
-
-    def _note_health(self, health: Health, why: str) -> None:
-        if health == Health.responsive and self.is_paused:
-            health = Health.paused
-        if health != self.health:
-            logger.info("server=%s health=%s %s", self.load.name, health, why)
-        self.health = health
-
-    def _suspect(self) -> None:
-        """A connection broke: nothing more is placed there before the server has answered."""
-        if self._watch is not None:
-            self.load.is_open = False
-            self._watch.suspect()
-
     def _reopen(self) -> None:
         self.load.is_open = self.is_up and not self._is_held
         self._dispatcher.changed()
@@ -348,11 +312,3 @@ class Replica:
 
 def _is_same_folder(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
-
-
-def unusable(url: str, error: ArealError) -> ConfigError:
-    """Nothing that can be used serves where the settings say that a server does."""
-    return ConfigError(
-        f"sglang.urls: no SGLang server answers at {url} as one does ({error}); start it, or "
-        "correct the URL"
-    )

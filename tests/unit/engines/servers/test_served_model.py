@@ -18,9 +18,8 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
+from areal_sc.engines.servers.model import ServedModel, check_weights_folder
 from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
-from areal_sc.engines.servers.sglang.model import ServedModel
-from areal_sc.engines.servers.sglang.weights import check_weights_folder
 from areal_sc.errors import ConfigError
 
 MakeEngine = Callable[..., SGLangServerEngine]
@@ -73,7 +72,7 @@ def test_tensors_that_are_no_parameters_are_of_no_concern(folder: Path) -> None:
     save_file({**tensors, "model.rotary_emb.inv_freq": torch.ones(4)}, path, {"format": "pt"})
     served = ServedModel.read(str(folder))
     assert not served.is_stored_by_other_names
-    check_weights_folder(str(folder), str(folder), served.shapes_in_folders)
+    check_weights_folder(str(folder), served.shapes_in_folders)
 
 
 def test_names_that_servers_do_not_know(folder: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.servers.sglang.answers import (
-    Answer,
-    is_truncated,
-    read_answer,
-    read_versions,
-    request_body,
+from areal_sc.config.schema import (
+    Device,
+    GenerationConfig,
+    RolloutConfig,
 )
-from areal_sc.engines.servers.sglang.requests import make_request
+from areal_sc.engines.servers.completion import CompletionRequest
+from areal_sc.engines.servers.kind import PartRequest
+from areal_sc.engines.servers.sglang.answers import read_answer, read_versions, request_body
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError, WorkflowError
 
 
@@ -35,24 +37,16 @@ def answer(**meta: Any) -> dict[str, Any]:
     }
 
 
-def test_an_answer_becomes_a_segment() -> None:
-    segment = read_answer(answer(), is_truncated=False)
-    assert segment.token_ids == [7, 8, 9]
-    assert segment.logprobs == [-0.5, -1.5, -2.5]
-    assert segment.versions == [1, 1, 2]
-    assert (segment.finish, segment.num_prompt_tokens, segment.num_cached_tokens) == (
+def test_an_answer_is_read() -> None:
+    part = read_answer(answer(), is_truncated=False)
+    assert part.token_ids == [7, 8, 9]
+    assert part.logprobs == [-0.5, -1.5, -2.5]
+    assert part.versions == [1, 1, 2]
+    assert (part.finish, part.num_prompt_tokens, part.num_cached_tokens) == (
         "length",
         10,
         4,
     )
-
-
-def test_segments_add_up() -> None:
-    whole = Answer()
-    for _ in range(2):
-        whole.extend(read_answer(answer(), is_truncated=False))
-    assert whole.token_ids == [7, 8, 9, 7, 8, 9]
-    assert len(whole.logprobs) == len(whole.versions) == 6
 
 
 def test_truncated_logprobs_are_taken_where_they_were_asked_for() -> None:
@@ -68,9 +62,9 @@ def test_an_aborted_answer_may_be_empty() -> None:
             "weight_version": "default",
         }
     }
-    segment = read_answer(reply, is_truncated=False)
-    assert (segment.token_ids, segment.finish) == ([], "abort")
-    assert segment.reason == "Abort in waiting queue"
+    part = read_answer(reply, is_truncated=False)
+    assert (part.token_ids, part.finish) == ([], "abort")
+    assert part.reason == "Abort in waiting queue"
 
 
 def test_a_server_without_spans_tells_one_version() -> None:
@@ -104,18 +98,8 @@ def test_a_logprob_that_is_not_finite_is_the_engine_s_failure() -> None:
         read_answer(reply, is_truncated=False)
 
 
-def test_which_distributions_are_truncated() -> None:
-    assert not is_truncated(GenerationConfig(), 100)
-    assert not is_truncated(GenerationConfig(top_k=100), 100)
-    assert not is_truncated(GenerationConfig(temperature=0.0, top_p=0.5, top_k=3), 100)
-    assert is_truncated(GenerationConfig(top_p=0.99), 100)
-    assert is_truncated(GenerationConfig(top_k=99), 100)
-
-
 def body(sampling: GenerationConfig, max_support: int | None) -> dict[str, Any]:
-    return request_body(
-        "id", [1, 2], sampling, max_new_tokens=5, stop_token_ids=(9,), max_support=max_support
-    )
+    return request_body(PartRequest("id", [1, 2], sampling, 5, (9,), max_support))
 
 
 def test_the_whole_distribution_is_asked_for_without_filters() -> None:
@@ -137,17 +121,27 @@ def test_a_truncated_distribution_has_a_bound_that_the_server_can_tell() -> None
     assert body(GenerationConfig(top_k=5), 64)["sampling_params"]["top_k"] == 5
 
 
-async def test_the_limit_of_an_answer_and_its_name() -> None:
+@pytest.fixture(scope="module")
+def make_request(
+    tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., CompletionRequest]:
+    """What an engine that takes 8 tokens makes of a call of `generate`."""
+    config = RolloutConfig(path=str(tiny_model_folder), device=Device.cpu, max_context_tokens=8)
+    engine = SGLangServerEngine(config, log_folder=tmp_path_factory.mktemp("logs"), name="rollout")
+
+    def make(prompt: list[int], **sampling: Any) -> CompletionRequest:
+        return engine._make_request(prompt, GenerationConfig(**sampling), None)
+
+    return make
+
+
+async def test_the_limit_of_an_answer_and_its_name(
+    make_request: Callable[..., CompletionRequest],
+) -> None:
     def limit(max_new_tokens: int) -> tuple[int, str]:
-        request = make_request(
-            [1, 2, 3],
-            GenerationConfig(max_new_tokens=max_new_tokens, stop_token_ids=[5, 9]),
-            prefix_group=None,
-            end_token_ids=(9,),
-            vocab_size=10,
-            max_context_tokens=8,
-        )
-        assert request.stop_token_ids == (9, 5)
+        request = make_request([1, 2, 3], max_new_tokens=max_new_tokens, stop_token_ids=[5, 5])
+        assert request.stop_token_ids[-1] == 5
+        assert len(set(request.stop_token_ids)) == len(request.stop_token_ids)
         return request.max_new_tokens, request.length_reason
 
     assert limit(4) == (4, "length")
@@ -155,12 +149,21 @@ async def test_the_limit_of_an_answer_and_its_name() -> None:
     assert limit(6) == (5, "context")
 
 
+async def test_which_distributions_are_truncated(
+    make_request: Callable[..., CompletionRequest],
+) -> None:
+    for settings in ({}, {"top_k": 39}, {"temperature": 0.0, "top_p": 0.5, "top_k": 3}):
+        assert not make_request([1], **settings).is_truncated
+    for settings in ({"top_p": 0.99}, {"top_k": 38}):
+        assert make_request([1], **settings).is_truncated
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "error"),
     [
         ([], {}, WorkflowError),
         ([1] * 8, {}, WorkflowError),
-        ([10], {}, WorkflowError),
+        ([39], {}, WorkflowError),
         ([-1], {}, WorkflowError),
         ([1], {"temperature": float("nan")}, ConfigError),
         ([1], {"top_k": -1}, ConfigError),
@@ -168,14 +171,10 @@ async def test_the_limit_of_an_answer_and_its_name() -> None:
     ],
 )
 async def test_requests_that_cannot_be(
-    prompt: list[int], sampling: dict[str, Any], error: type[Exception]
+    prompt: list[int],
+    sampling: dict[str, Any],
+    error: type[Exception],
+    make_request: Callable[..., CompletionRequest],
 ) -> None:
     with pytest.raises(error):
-        make_request(
-            prompt,
-            GenerationConfig(**sampling),
-            prefix_group=None,
-            end_token_ids=(),
-            vocab_size=10,
-            max_context_tokens=8,
-        )
+        make_request(prompt, **sampling)

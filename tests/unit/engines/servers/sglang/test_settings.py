@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import Dtype, RolloutConfig, SGLangConfig
-from areal_sc.engines.servers.sglang.abilities import (
-    ServerAbilities,
-    check_abilities,
-    check_version,
-)
+from areal_sc.engines.servers.kind import ServerAbilities, ServerPlace
+from areal_sc.engines.servers.process import server_environment
 from areal_sc.engines.servers.sglang.arguments import (
-    ServerPlace,
     as_command_line,
+    check_version,
     server_arguments,
-    server_environment,
 )
+from areal_sc.engines.servers.sglang.engine import SGLang
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, ModelError
 
@@ -106,7 +103,7 @@ def test_devices(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     sglang = SGLangConfig(num_servers=2, tp_size=2, devices=devices, environment={"NCCL_X": "1"})
-    environment = server_environment(sglang, ON_GPU)
+    environment = server_environment(SGLang(), sglang, ON_GPU)
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
     assert environment["NCCL_X"] == "1"
 
@@ -114,7 +111,7 @@ def test_devices(
 def test_devices_that_this_worker_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(ConfigError, match=r"server 1 needs GPUs \[2, 3\], but this worker sees 2"):
-        server_environment(SGLangConfig(num_servers=2, tp_size=2), ON_GPU)
+        server_environment(SGLang(), SGLangConfig(num_servers=2, tp_size=2), ON_GPU)
 
 
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.15.post1", "0.5.23", "0.6.0rc1", "1.0"])
@@ -138,11 +135,10 @@ def test_a_server_of_the_same_model(tiny_model_folder: Any) -> None:
         tp_size=1,
         max_support=0,
         has_version_spans=True,
-        has_update_session=True,
     )
-    check_abilities(abilities, "url", str(tiny_model_folder), 200)
+    abilities.check("url", str(tiny_model_folder), 200)
     with pytest.raises(ConfigError, match=r"takes 200 tokens, but rollout\.max_context_tokens"):
-        check_abilities(abilities, "url", str(tiny_model_folder), 201)
+        abilities.check("url", str(tiny_model_folder), 201)
     for name, value in (
         ("model_type", "llama"),
         ("architectures", ("LlamaForCausalLM",)),
@@ -150,4 +146,4 @@ def test_a_server_of_the_same_model(tiny_model_folder: Any) -> None:
     ):
         changed = ServerAbilities(**{**abilities.__dict__, name: value})
         with pytest.raises(ModelError, match=f"another model than .*: {name} is"):
-            check_abilities(changed, "url", str(tiny_model_folder), 200)
+            changed.check("url", str(tiny_model_folder), 200)

@@ -1,11 +1,13 @@
-"""What the engine reads of the model folder: the tokenizer, the ends of sequences, the shapes."""
+"""What the engine reads of model folders: tokenizer, ends of sequences, shapes; and compares."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -16,9 +18,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from areal_sc.config.model_folder import check_model_folder, read_model_config
-from areal_sc.engines.servers.sglang.weights import read_shapes
+from areal_sc.config.model_folder import check_model_folder, read_model_config, read_stored_shapes
 from areal_sc.errors import ModelError
+
+if TYPE_CHECKING:
+    from areal_sc.engines.weight_group import NamedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +63,7 @@ class ServedModel:
             config["vocab_size"],
             _end_token_ids(tokenizer, path),
             _read_parameters(path),
-            read_shapes(path),
+            read_stored_shapes(Path(path)),
         )
 
     @property
@@ -95,3 +99,56 @@ def _end_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, 
         if source is not None:
             ends += [source] if isinstance(source, int) else source
     return tuple(dict.fromkeys(ends))
+
+
+def check_weights_folder(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares a folder that is to be published with the model that is served.
+
+    Args:
+        shapes: of what it has to hold at least; when empty, nothing is compared.
+    Raises: ModelError: it holds no model, another one, or a weight file that was cut off.
+    """
+    check_model_folder(folder)
+    if stored := read_stored_shapes(Path(folder)):
+        given = {name: shape for name, shape in stored.items() if name in shapes}
+        check_shapes(given, shapes, f"the weights in {folder}")
+
+
+def check_shapes(
+    given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], whose: str
+) -> None:
+    """Compares parameters by name and number of elements; a server would load what it knows.
+
+    Args:
+        expected: of the model; when empty, nothing is known or compared.
+        whose: for the message.
+    Raises: ModelError: a parameter is missing, unknown, or of another size.
+    """
+    if not expected:
+        return
+    if given.keys() != expected.keys():
+        missing, unknown = sorted(expected.keys() - given), sorted(given.keys() - expected)
+        raise ModelError(
+            f"{whose} do not fit the model: {len(missing)} parameters are missing "
+            f"({', '.join(missing[:3])}), {len(unknown)} unknown ({', '.join(unknown[:3])})"
+        )
+    for name, shape in given.items():
+        if prod(shape) != prod(expected[name]):
+            raise ModelError(
+                f"{whose} do not fit the model: {name} has {prod(shape)} elements, expected shape "
+                f"{expected[name]}"
+            )
+
+
+def as_shaped(
+    named_tensors: Iterable[NamedTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> list[NamedTensor]:
+    """Views of tensors that may be flat, in the shapes of the model.
+
+    Raises: ModelError: a parameter is missing, unknown, or of another size.
+    """
+    given = dict(named_tensors)
+    check_shapes({name: tuple(t.shape) for name, t in given.items()}, shapes, "the weights")
+    return [
+        (name, tensor.reshape(shapes.get(name, tensor.shape))) for name, tensor in given.items()
+    ]
