@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_sc.config.loader import load_config as load_config
     from areal_sc.config.schema import GRPOConfig as GRPOConfig
     from areal_sc.controller.control_loop import start as start
     from areal_sc.controller.rollout import RolloutController as RolloutController
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import LocalGenerator as LocalGenerator
     from areal_sc.engines.handles import SGLangEngine as SGLangEngine
     from areal_sc.engines.handles import make_generator as make_generator
+    from areal_sc.preflight.load import load_config as load_config
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
     from areal_sc.trainer.checkpoints import Checkpoints as Checkpoints
     from areal_sc.trainer.evaluations import Evaluations as Evaluations
@@ -51,7 +51,7 @@ _HOMES = {
     "TrainController": "areal_sc.controller.train",
     "Trajectory": "areal_sc.workflows.base",
     "Workflow": "areal_sc.workflows.base",
-    "load_config": "areal_sc.config.loader",
+    "load_config": "areal_sc.preflight.load",
     "make_scheduler": "areal_sc.schedulers.factory",
     "make_generator": "areal_sc.engines.handles",
     "run_script": "areal_sc.trainer.failure",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.sglang.client import SGLangClient
-from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.shared_buckets import SharedBuckets
+from areal_sc.engines.servers.sglang.client import SGLangClient
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.tensors import SharedBuckets
 
 REPOSITORY = Path(__file__).parents[1]
 PYTHON = REPOSITORY / ".venv-sglang" / "bin" / "python"
@@ -65,9 +65,8 @@ async def serving(config: RolloutConfig) -> AsyncIterator[SGLangServerEngine]:
 
 def servers_of(engine: SGLangServerEngine) -> list[ServerSide]:
     """The running servers, in their order."""
-    assert engine._replicas is not None
     found = []
-    for replica in engine._replicas.replicas:
+    for replica in engine.replicas:
         assert replica.server is not None
         server = replica.server
         found.append(ServerSide(server.url, server.api_key, server.pid, replica.client))

@@ -55,7 +55,7 @@ from planes_role import Role
 from token_streams import TokenStreams, token_streams
 
 from areal_sc.config.schema import Device, Dtype, RolloutConfig, SGLangConfig, WeightUpdateConfig
-from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup
 from areal_sc.metadata import WeightsReference
 

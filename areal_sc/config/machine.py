@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_sc.config.schema import Device
+from areal_sc.errors import ConfigError
+
 PROBE_TIMEOUT_S = 20.0
 """`nvidia-smi` takes seconds where the driver has to be loaded first."""
 
@@ -48,6 +51,21 @@ def this_machine() -> Machine:
 def count_cuda_devices() -> int:
     """Number of CUDA devices that a worker on this machine would see."""
     return len(visible_cuda_memory(os.environ, _command_output, Path("/dev")))
+
+
+def resolved_device(device: Device, num_cuda_devices: int, setting: str = "device") -> Device:
+    """`cpu` or `cuda`; `auto` is CUDA where there is a device, else the CPU.
+
+    Args:
+        setting: that asks for it, for the message.
+    Raises: ConfigError: CUDA is asked for, and there is no device.
+    """
+    if device == Device.cuda and not num_cuda_devices:
+        raise ConfigError(
+            f"{setting}: cuda, but this machine has no CUDA device (nvidia-smi names none); "
+            f"{setting}=cpu needs none"
+        )
+    return Device.cuda if num_cuda_devices and device != Device.cpu else Device.cpu
 
 
 def interface_names() -> list[str]:

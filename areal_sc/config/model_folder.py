@@ -27,9 +27,14 @@ class ModelShape:
         kv_values_per_token: numbers that the KV cache keeps of one token, over all layers.
     """
 
-    num_parameters: int | None
-    max_context_tokens: int | None
-    kv_values_per_token: int | None
+    num_parameters: int | None = None
+    max_context_tokens: int | None = None
+    kv_values_per_token: int | None = None
+
+
+def is_model_folder(path: str | Path) -> bool:
+    """Whether a folder is, or is becoming, a model's; `check_model_folder` says if it is whole."""
+    return (Path(path) / "config.json").is_file()
 
 
 def check_model_folder(path: str | Path) -> None:
@@ -59,9 +64,7 @@ def check_replaceable(path: str | Path) -> Path:
     """
     folder = Path(path).expanduser().absolute()
     try:
-        is_free = (
-            not folder.exists() or (folder / "config.json").is_file() or not any(folder.iterdir())
-        )
+        is_free = not folder.exists() or is_model_folder(folder) or not any(folder.iterdir())
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
     if not is_free:
@@ -126,11 +129,22 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
 
 def _count_parameters(folder: Path) -> int | None:
     """From the headers of the safetensors files; None when there are none."""
-    files = sorted(folder.glob("*.safetensors"))
-    return sum(map(_count_in_safetensors, files)) if files else None
+    shapes = read_stored_shapes(folder)
+    return sum(map(prod, shapes.values())) if shapes else None
 
 
-def _count_in_safetensors(path: Path) -> int:
+def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in the folder's safetensors files; {} when there are none.
+
+    Raises: ModelError: a file is damaged, or shorter than it says.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        shapes |= _shapes_in_safetensors(path)
+    return shapes
+
+
+def _shapes_in_safetensors(path: Path) -> dict[str, tuple[int, ...]]:
     """A safetensors file starts with its header: 8 bytes of length, then JSON."""
     try:
         with path.open("rb") as file:
@@ -146,7 +160,7 @@ def _count_in_safetensors(path: Path) -> int:
                 f"{path}: expected {expected} bytes by its header, got {size}; "
                 "it is truncated or damaged: copy or download it again"
             )
-        return sum(prod(entry["shape"]) for entry in header.values())
+        return {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (
         *(struct.error, ValueError, KeyError, IndexError),
         *(TypeError, AttributeError, OSError),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from areal_sc.config.schema import Device, RolloutConfig, RolloutEngine
 from areal_sc.errors import ConfigError
 
 
@@ -25,8 +24,8 @@ class DevicePlacement:
         if count > len(self._users):
             raise ConfigError(
                 f"{role}/{index} needs {count} CUDA devices, and this machine has "
-                f"{len(self._users)}; with SGLang, a worker takes sglang.num_servers * "
-                "sglang.tp_size of them, or as many as the highest of sglang.devices asks for"
+                f"{len(self._users)}; a worker with servers takes num_servers * tp_size of them, "
+                "or as many as the highest of the servers' devices asks for"
             )
         self.release(f"{role}/{index}")
 
@@ -44,15 +43,3 @@ class DevicePlacement:
         for users in self._users:
             if name in users:
                 users.remove(name)
-
-
-def rollout_devices(rollout: RolloutConfig) -> tuple[Device, int]:
-    """What one rollout worker computes on, with the servers that it starts: kind and number."""
-    if rollout.engine != RolloutEngine.sglang:
-        return rollout.device, 1
-    sglang = rollout.sglang
-    if sglang.urls:
-        return Device.cpu, 0
-    if not sglang.devices:
-        return rollout.device, sglang.num_servers * sglang.tp_size
-    return rollout.device, max(sglang.devices) + 1

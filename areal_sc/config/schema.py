@@ -188,16 +188,16 @@ class WeightUpdateConfig(Section):
 
 
 @dataclass
-class SGLangConfig:
-    """The SGLang servers of one rollout worker: started and owned by it, or running already."""
+class ServersConfig:
+    """The inference servers of one rollout worker: started and owned by it, or running already."""
 
-    python: str = setting("", "interpreter of an environment that has SGLang; empty: this one")
+    python: str = setting("", "interpreter of their program's environment; empty: this one")
     num_servers: int = setting(1, "servers a worker", ge=1)
     tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1)
     host: str = setting("127.0.0.1", "interface that the servers listen on")
     ports: list[int] = setting(list, "of the servers, one each; empty: free ones")
     devices: list[int] = setting(list, "GPU indices, tp_size a server; empty: 0, 1, …")
-    args: dict[str, Any] = setting(dict, "arguments of SGLang: {mem_fraction_static: 0.6}")
+    args: dict[str, Any] = setting(dict, "arguments of the program: {mem_fraction_static: 0.6}")
     environment: dict[str, str] = setting(dict, "further environment variables of the servers")
     urls: list[str] = setting(list, "servers that run already; then none is started")
     api_key_env: str = setting("", "environment variable with the key of the servers in urls")
@@ -210,6 +210,11 @@ class SGLangConfig:
         120.0, "restart a server that is silent for so long, busy or not", gt=0
     )
     max_restarts: int = setting(3, "failed starts in a row until a server is given up", ge=1)
+
+
+@dataclass
+class SGLangConfig(ServersConfig):
+    """The SGLang servers of one rollout worker."""
 
 
 @dataclass

@@ -19,6 +19,13 @@ def max_group_bytes(rollout: RolloutConfig) -> int:
     return trajectory_bytes(rollout.group_size * rollout.max_context_tokens)
 
 
+def live_row_bytes(rollout: RolloutConfig) -> int:
+    """Most bytes of rows in one store: eta + 1 admitted batches, and the one being trained."""
+    live_groups = (rollout.max_staleness + 2) * rollout.train_batch_groups
+    share = -(-live_groups * max_group_bytes(rollout) // rollout.num_workers)
+    return min(rollout.store_bytes, share)
+
+
 def describe_largest_group(rollout: RolloutConfig) -> str:
     """`max_group_bytes` and the settings that it comes from, for messages."""
     return (

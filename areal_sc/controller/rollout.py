@@ -16,16 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_sc.config.checks import resolved_device
-from areal_sc.config.machine import count_cuda_devices
-from areal_sc.config.placement import rollout_devices
 from areal_sc.config.plain import to_plain
-from areal_sc.config.schema import Device, RolloutConfig, RolloutEngine
-from areal_sc.config.sglang_checks import sglang_of_worker
+from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.evaluation import EvaluationOutcome
@@ -40,7 +35,7 @@ from areal_sc.controller.rollout_workers import (
 )
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.training_groups import TrainingGroups
-from areal_sc.engines.base import EngineHandle
+from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata, WeightsReference
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
@@ -59,7 +54,7 @@ class RolloutController(Shell):
     """
 
     def __init__(
-        self, engine: EngineHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
+        self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
     ) -> None:
         self.engine = engine
         self.config: RolloutConfig = engine.config
@@ -68,11 +63,11 @@ class RolloutController(Shell):
         self._runtime = runtime or Runtime.create(scheduler.keys)
         self._background = Background(
             RPC_MARGIN_S
-            + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(self.config)),
+            + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
             lambda: f"groups: {self.groups.ledger.account()}",
         )
         self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
-        self._workers = RolloutWorkers(self.config, self._fleet, self._background)
+        self._workers = RolloutWorkers(engine, self._fleet, self._background)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         self._runner = GroupRunner(
@@ -116,25 +111,22 @@ class RolloutController(Shell):
 
     @property
     def measures_free_memory(self) -> bool:
-        """True with SGLang servers of its own on GPUs."""
-        device, num_devices = rollout_devices(self.config)
-        if self.config.engine != RolloutEngine.sglang or not num_devices:
-            return False
-        return resolved_device(device, count_cuda_devices()) == Device.cuda
+        """Whether its engines take a share of the GPU memory that is free when they start."""
+        return self.engine.takes_free_memory
 
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.
 
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
-        device, num_devices = rollout_devices(self.config)
+        device, num_devices = self.engine.devices
         await self._fleet.launch(
             [
                 LaunchRequest(
                     role="rollout",
                     index=index,
                     engine=type(self.engine).__name__,
-                    engine_config=to_plain(self._config_of_worker(index)),
+                    engine_config=to_plain(self.engine.of_worker(index)),
                     device=device,
                     store_bytes=self.config.store_bytes,
                     num_devices=num_devices,
@@ -330,12 +322,6 @@ class RolloutController(Shell):
             self._sources.register_workflow(workflow),
             len(self._sources.prompts(dataset)),
         )
-
-    def _config_of_worker(self, index: int) -> RolloutConfig:
-        config = replace(self.config, seed=self.config.seed + index)
-        if config.engine == RolloutEngine.sglang:
-            config.sglang = sglang_of_worker(config.sglang, index, config.num_workers)
-        return config
 
     # Datasets are copied in the calling thread, where Ctrl-C ends it.
     def prepare_batch(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:

@@ -18,8 +18,6 @@ from typing import Any
 
 from areal_sc.config.schema import (
     OnWeightUpdate,
-    RolloutConfig,
-    RolloutEngine,
     WeightUpdateMethod,
 )
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
@@ -29,6 +27,7 @@ from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.controller.worker_queue import WorkerQueue
 from areal_sc.controller.worker_rounds import WorkerRounds
 from areal_sc.controller.worker_store import GroupRun, WorkerStore
+from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, WeightsReference
 from areal_sc.transport.arena.free_extents import block_span
@@ -89,9 +88,10 @@ class RolloutWorkers:
         on_room: called whenever room in a store is free again.
     """
 
-    def __init__(self, config: RolloutConfig, fleet: Fleet, background: Background) -> None:
+    def __init__(self, engine: GeneratorHandle, fleet: Fleet, background: Background) -> None:
         self.on_room: Callable[[], None] = lambda: None
-        self._config = config
+        self._engine = engine
+        self._config = config = engine.config
         self._fleet = fleet
         self._background = background
         self._states: list[RolloutWorkerState] = []
@@ -103,7 +103,7 @@ class RolloutWorkers:
         self._sweeps = WorkerRounds(background, "sweeps", self.sweep_one)
         self._group_bytes = max_group_bytes(config)
         self._method = config.weight_update.method
-        self._update_places = asyncio.Semaphore(_num_updated_at_once(config))
+        self._update_places = asyncio.Semaphore(_num_updated_at_once(engine))
 
     def __len__(self) -> int:
         return len(self._states)
@@ -207,10 +207,8 @@ class RolloutWorkers:
         return await self._fleet.call_all(method, args or {})
 
     async def initialize(self) -> None:
-        """Workers build their engines and, with SGLang, start its servers."""
-        timeout_s = self._fleet.config.transport.call_timeout_s
-        if self._config.engine == RolloutEngine.sglang:
-            timeout_s += self._config.sglang.start_timeout_s
+        """Workers build their engines, which start what they need."""
+        timeout_s = self._fleet.config.transport.call_timeout_s + self._engine.start_timeout_s
         await self._fleet.call_all("initialize", {}, timeout_s=timeout_s)
 
     async def join_weight_group(self, args: Sequence[dict[str, Any]]) -> None:
@@ -318,31 +316,26 @@ class RolloutWorkers:
                     state.member,
                     "update_weights",
                     weights.to_wire(),
-                    timeout_s=update_timeout_s(self._config),
+                    timeout_s=update_timeout_s(self._engine),
                 )
                 state.version = weights.version
                 self._recount(state)
                 self._background.notify()
 
 
-def update_timeout_s(config: RolloutConfig) -> float:
+def update_timeout_s(engine: GeneratorHandle) -> float:
     """What one worker's weight update may take, servers that have to be restarted included."""
+    config = engine.config
     step_s = UPDATE_STEPS * config.weight_update.step_timeout_s
     if config.on_weight_update == OnWeightUpdate.finish_running:
         step_s += config.group_timeout_s
-    if config.engine != RolloutEngine.sglang:
-        return step_s + RPC_MARGIN_S
-    sglang = config.sglang
-    num_servers = len(sglang.urls) or sglang.num_servers
-    num_waves = -(-num_servers // (config.max_unavailable or num_servers))
-    return num_waves * step_s + sglang.max_restarts * sglang.start_timeout_s + RPC_MARGIN_S
+    num_waves = -(-engine.num_servers // (config.max_unavailable or engine.num_servers))
+    return num_waves * step_s + engine.restart_timeout_s + RPC_MARGIN_S
 
 
-def _num_updated_at_once(config: RolloutConfig) -> int:
+def _num_updated_at_once(engine: GeneratorHandle) -> int:
     """Workers that may update at one time, so that `max_unavailable` servers stand still."""
+    config = engine.config
     if not config.max_unavailable:
         return config.num_workers
-    num_servers = 1
-    if config.engine == RolloutEngine.sglang:
-        num_servers = len(config.sglang.urls) or config.sglang.num_servers
-    return max(1, config.max_unavailable // num_servers)
+    return max(1, config.max_unavailable // engine.num_servers)

@@ -1,106 +1,55 @@
 """Torch-free stand-ins for engines: what a user's script names, and a worker turns into the engine.
 
-A handle holds the settings and the name of the class that runs in the workers. Building it, and
-nothing else, imports that class, so that a script which only steers never loads torch.
+This is the only place that knows which engines there are. Another one is a folder with a handle
+(see `handle_base`), and a line here.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from areal_sc.config.plain import from_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig, RolloutEngine
+from areal_sc.engines.fsdp.handle import FSDPPPOActor, FSDPSFTActor
+from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
+from areal_sc.engines.local.handle import LocalGenerator
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError
 
-if TYPE_CHECKING:
-    from areal_sc.engines.fsdp.engine import FSDPEngine
-    from areal_sc.engines.local.engine import LocalEngine
-    from areal_sc.engines.sglang.engine import SGLangServerEngine
+__all__ = [
+    "FSDPPPOActor",
+    "FSDPSFTActor",
+    "LocalGenerator",
+    "SGLangEngine",
+    "handle_from_plain",
+    "make_actor",
+    "make_generator",
+]
 
+_TRAINERS = (FSDPPPOActor, FSDPSFTActor)
 
-@dataclass(frozen=True)
-class FSDPPPOActor:
-    """A policy trained with PPO by `FSDPEngine`."""
+_GENERATORS = MappingProxyType(
+    {RolloutEngine.local: LocalGenerator, RolloutEngine.sglang: SGLangEngine}
+)
 
-    config: ActorConfig
-    config_class: ClassVar[type[ActorConfig]] = ActorConfig
-    worker_class: ClassVar[str] = "areal_sc.engines.fsdp.engine:FSDPEngine"
-
-    def build(self) -> FSDPEngine:
-        """The engine of one rank, not yet initialised. Imports torch."""
-        return _load(self.worker_class)(self.config)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class FSDPSFTActor:
-    """A policy trained on given completions by `FSDPEngine`."""
-
-    config: ActorConfig
-    config_class: ClassVar[type[ActorConfig]] = ActorConfig
-    worker_class: ClassVar[str] = "areal_sc.engines.fsdp.engine:FSDPEngine"
-
-    def build(self) -> FSDPEngine:
-        """The engine of one rank, not yet initialised. Imports torch."""
-        return _load(self.worker_class)(self.config)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class LocalGenerator:
-    """Generation by the embedded `LocalEngine`."""
-
-    config: RolloutConfig
-    config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
-    worker_class: ClassVar[str] = "areal_sc.engines.local.engine:LocalEngine"
-
-    def build(self) -> LocalEngine:
-        """The engine, not yet started. Imports torch."""
-        return _load(self.worker_class)(self.config)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class SGLangEngine:
-    """Generation by SGLang servers, which a worker starts or connects to: `config.sglang`."""
-
-    config: RolloutConfig
-    config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
-    worker_class: ClassVar[str] = "areal_sc.engines.sglang.engine:SGLangServerEngine"
-
-    def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> SGLangServerEngine:
-        """The engine, not yet started. Imports torch.
-
-        Args:
-            log_folder: where the servers' logs go.
-            name: begins the names of the logs.
-        """
-        engine: SGLangServerEngine = _load(self.worker_class)(
-            self.config, log_folder=log_folder, name=name
-        )
-        return engine
-
-
-Handle = FSDPPPOActor | FSDPSFTActor | LocalGenerator | SGLangEngine
-
-_HANDLES: MappingProxyType[str, Any] = MappingProxyType(
-    {
-        handle.__name__: handle
-        for handle in (FSDPPPOActor, FSDPSFTActor, LocalGenerator, SGLangEngine)
-    }
+_HANDLES: Mapping[str, Any] = MappingProxyType(
+    {handle.__name__: handle for handle in (*_TRAINERS, *_GENERATORS.values())}
 )
 
 
-def make_generator(config: RolloutConfig) -> LocalGenerator | SGLangEngine:
+def make_actor(config: ActorConfig) -> TrainHandle:
+    """The training engine of a run's settings."""
+    return FSDPPPOActor(config)
+
+
+def make_generator(config: RolloutConfig) -> GeneratorHandle:
     """The generation engine that `rollout.engine` names."""
-    if config.engine == RolloutEngine.sglang:
-        return SGLangEngine(config)
-    return LocalGenerator(config)
+    return _GENERATORS[RolloutEngine(config.engine)](config)
 
 
-def handle_from_plain(name: str, plain: Mapping[str, Any]) -> Handle:
+def handle_from_plain(name: str, plain: Mapping[str, Any]) -> TrainHandle | GeneratorHandle:
     """The handle of this name; the names that a worker accepts are these and no others.
 
     Args:
@@ -111,10 +60,7 @@ def handle_from_plain(name: str, plain: Mapping[str, Any]) -> Handle:
     if name not in _HANDLES:
         raise ConfigError(f"no engine handle is called {name!r}; there are {', '.join(_HANDLES)}")
     handle_class = _HANDLES[name]
-    handle: Handle = handle_class(config=from_plain(handle_class.config_class, plain))
+    handle: TrainHandle | GeneratorHandle = handle_class(
+        config=from_plain(handle_class.config_class, plain)
+    )
     return handle
-
-
-def _load(worker_class: str) -> Any:
-    module, _, name = worker_class.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -22,8 +22,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 from areal_sc import interrupts, open_files
-from areal_sc.config.checks import resolved_device
-from areal_sc.config.machine import Machine, this_machine
+from areal_sc.config.machine import Machine, resolved_device, this_machine
 from areal_sc.config.placement import DevicePlacement
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import WorkerLost, WorkerStartError

@@ -21,13 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from areal_sc.config.checks import check_config, check_models
 from areal_sc.config.loader import config_text
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
 from areal_sc.log import setup_logging
+from areal_sc.preflight.checks import check_config, check_models
 from areal_sc.run_folder import Opening, RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler

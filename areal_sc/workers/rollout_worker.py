@@ -22,7 +22,7 @@ import torch
 from areal_sc.batch_wire import batch_to_wire
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.base import Completion, GenerationEngine
-from areal_sc.engines.handles import SGLangEngine
+from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.weight_group import BucketLayout, WeightGroup
 from areal_sc.errors import (
     EngineFailed,
@@ -103,10 +103,10 @@ class RolloutWorker(Worker):
         self._engine = engine
 
     def _build(self) -> GenerationEngine:
-        if isinstance(self.handle, SGLangEngine):
-            logs = self.spec.log_path
-            return self.handle.build(log_folder=logs.parent, name=logs.stem)
-        return self.handle.build()  # type: ignore[no-any-return]
+        handle, logs = self.handle, self.spec.log_path
+        assert isinstance(handle, GeneratorHandle)
+        engine: GenerationEngine = handle.build(log_folder=logs.parent, name=logs.stem)
+        return engine
 
     async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
         """Episodes of one prompt; `batch` of the reply is None when nothing was sealed.

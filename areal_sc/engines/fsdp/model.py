@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities
 from areal_sc.engines.fsdp.process_group import ProcessGroup
@@ -82,8 +83,7 @@ def load_causal_lm(folder: Path) -> Any:
 
     Raises: ModelError: no such folder, no or damaged weights, an unknown architecture.
     """
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is no model folder: it has no config.json")
+    check_model_folder(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True

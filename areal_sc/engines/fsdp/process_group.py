@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from areal_sc.config.machine import resolved_device
+from areal_sc.config.schema import Device
 from areal_sc.engines.weight_group import listening_store
 from areal_sc.errors import WorkerStartError
 
@@ -128,14 +130,13 @@ def select_device(device: str, rank: int) -> torch.device:
 
     Args:
         device: `auto`, `cpu` or `cuda`.
-    Raises: WorkerStartError: `cuda` was asked for, and there is none.
+    Raises: ConfigError: `cuda` was asked for, and there is none.
     """
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    num_devices = torch.cuda.device_count()
+    if resolved_device(Device(device), num_devices, "actor.device") == Device.cpu:
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise WorkerStartError("actor.device is cuda, but torch finds no CUDA device")
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cuda", local_rank % num_devices)
 
 
 def _connect(init_method: str, *, is_master: bool) -> TCPStore:

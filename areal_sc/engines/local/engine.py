@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from areal_sc.config.machine import resolved_device
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
 from areal_sc.engines.base import Completion
@@ -25,14 +27,13 @@ from areal_sc.engines.local.model import (
     check_context,
     load_folder,
     read_weights,
-    resolve_device,
 )
 from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import Request, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup, WeightReceiver
-from areal_sc.errors import ConfigError, EngineFailed
+from areal_sc.errors import EngineFailed
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
@@ -65,14 +66,9 @@ class LocalEngine:
         Raises: ModelError: the folder or the model cannot be used. ConfigError: an impossible
             limit or device.
         """
-        for name in ("seed",) if loaded else ("seed", "path", "dtype"):
-            if str(getattr(config, name)).startswith("${"):
-                raise ConfigError(
-                    f"rollout.{name} is {getattr(config, name)!r}: a config built in code needs a "
-                    "value here, load_config fills it in"
-                )
         if loaded is None:
-            loaded = load_folder(config.path, resolve_device(config.device), config.dtype)
+            device = resolved_device(config.device, torch.cuda.device_count(), "rollout.device")
+            loaded = load_folder(config.path, torch.device(device), config.dtype)
         model, self.tokenizer = loaded
         check_context(model.config, config.max_context_tokens)
         self.max_context_tokens = config.max_context_tokens

@@ -18,12 +18,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from areal_sc.config.schema import Device, Dtype
+from areal_sc.config.model_folder import check_model_folder
+from areal_sc.config.schema import Dtype
 from areal_sc.engines.local.attention import ATTENTION_NAME, Attention, register_attention
 from areal_sc.engines.rotary import length_dependent_rope
 from areal_sc.errors import ConfigError, ModelError
-
-_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def load_folder(
@@ -33,15 +32,8 @@ def load_folder(
 
     Raises: ModelError: something is missing or unreadable; names it and the folder.
     """
+    check_model_folder(path)
     folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"model folder {folder}: no such folder")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model folder {folder}: config.json is missing")
-    if not any(file for pattern in _WEIGHT_PATTERNS for file in folder.glob(pattern)):
-        raise ModelError(
-            f"model folder {folder}: no weights, expected {' or '.join(_WEIGHT_PATTERNS)}"
-        )
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         model, loading = load(
@@ -83,14 +75,6 @@ def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
     if not tensors:
         raise ModelError(f"{folder}: it has no safetensors files")
     return list(tensors.items())
-
-
-def resolve_device(device: Device) -> torch.device:
-    """`auto` is CUDA where there is one."""
-    if device == Device.cuda and not torch.cuda.is_available():
-        raise ConfigError("rollout.device is cuda, but this process sees no CUDA device")
-    is_cuda = device == Device.cuda or (device == Device.auto and torch.cuda.is_available())
-    return torch.device("cuda" if is_cuda else "cpu")
 
 
 class LocalModel:

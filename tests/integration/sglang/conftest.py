@@ -22,7 +22,7 @@ from areal_sc.config.schema import (
     SGLangConfig,
     WeightUpdateConfig,
 )
-from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 
 REPOSITORY = Path(__file__).parents[3]
 INSTALL = REPOSITORY / "tests" / "sglang_server" / "install.sh"
@@ -111,8 +111,8 @@ def generating(engine: SGLangServerEngine) -> Generating:
 
     async def num_running() -> int:
         loads = [
-            await replica.client._get("/v1/loads?include=core", None)
-            for replica in engine._replicas.replicas
+            await replica.client.request("GET", "/v1/loads?include=core", None, 30.0)
+            for replica in engine.replicas
         ]
         return sum(load["num_running_reqs"] for answer in loads for load in answer["loads"])
 

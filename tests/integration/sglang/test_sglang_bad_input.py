@@ -15,8 +15,8 @@ import pytest
 from integration.sglang.policies import MAX_CONTEXT, Policies
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig, SGLangConfig, WeightUpdateConfig
-from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.server import free_port
+from areal_sc.engines.servers.process import free_port
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 from areal_sc.engines.weight_group import layout_of
 from areal_sc.errors import ConfigError, ModelError, WorkerStartError
 
@@ -40,8 +40,7 @@ def make_engine(rollout_config: RolloutConfig, tmp_path: Path) -> EngineFactory:
 
 def running_servers(engine: SGLangServerEngine, num_servers: int = 1) -> SGLangConfig:
     """Settings that connect to some servers of another engine."""
-    assert engine._replicas
-    replicas = engine._replicas.replicas
+    replicas = engine.replicas
     os.environ[KEY_VARIABLE] = replicas[0].server.api_key if replicas[0].server else ""
     urls = [replica.url for replica in replicas[:num_servers]]
     return SGLangConfig(urls=urls, api_key_env=KEY_VARIABLE)

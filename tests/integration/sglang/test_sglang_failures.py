@@ -15,10 +15,14 @@ from integration.sglang.policies import Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
-from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.processes import read_process, session_members, shared_files
-from areal_sc.engines.sglang.replica import Replica
-from areal_sc.engines.sglang.server import SGLangServer
+from areal_sc.engines.servers.process import (
+    ServerProcess,
+    mapped_files,
+    read_process,
+    session_members,
+)
+from areal_sc.engines.servers.replica import Replica
+from areal_sc.engines.servers.sglang.engine import SGLang, SGLangServerEngine
 from areal_sc.engines.weight_group import NamedTensor
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
@@ -41,14 +45,14 @@ class Scene:
     before: Mapping[str, float]
     victim: Replica
     other: Replica
-    server: SGLangServer
+    server: ServerProcess
 
 
 async def set_scene(
     engine: SGLangServerEngine, until: Until, generating: Generating, victim: int = 0
 ) -> Scene:
     """Starts the answers; the server of that number is the one to fail."""
-    both = engine._replicas.replicas
+    both = engine.replicas
     tasks = await generating(
         lambda: [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
     )
@@ -97,7 +101,7 @@ async def test_a_killed_server(
 ) -> None:
     scene = await set_scene(engine, until, generating)
     processes = session_members(scene.server.pid)
-    (loads,) = shared_files(scene.server.pid)
+    (loads,) = mapped_files(scene.server.pid, SGLang.left_files)
     running = scene.victim.load.num_running
     os.kill(scene.server.pid, signal.SIGKILL)
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
@@ -164,7 +168,7 @@ async def test_a_slow_answer_is_no_failure(engine: SGLangServerEngine, until: Un
     await asyncio.sleep(
         engine._config.sglang.hung_after_s + 2 * engine._config.sglang.probe_interval_s
     )
-    assert set(engine.server_health().values()) == {"paused"}
+    assert all(replica.is_paused for replica in engine.replicas)
     await engine.resume()
     assert len((await running).token_ids) == LONG.max_new_tokens
     assert engine.stats()["lost_servers"] == lost

@@ -9,8 +9,7 @@ import pytest
 from integration.sglang.policies import MAX_CONTEXT, VOCAB_SIZE, Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.sglang.routing import Router
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 from areal_sc.errors import ConfigError, WorkflowError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -107,14 +106,9 @@ async def test_bad_requests_are_refused(engine: SGLangServerEngine) -> None:
 
 
 async def test_rows_of_a_group_share_their_prompt(
-    engine: SGLangServerEngine, monkeypatch: pytest.MonkeyPatch
+    engine: SGLangServerEngine,
 ) -> None:
     """They go to one server, and the later ones find the prompt in its cache."""
-    # servers of equal speed: from one that a busy machine slows down, rows are kept away
-    monkeypatch.setattr(Router, "observe", lambda *_: None)
-    assert engine._replicas is not None
-    for server in engine._replicas.dispatcher.router.servers:
-        server.seconds_per_token = None
     prompts = {name: [20 + i] * 200 for i, name in enumerate("abcd")}
     # one row first: rows that arrive together are prefilled together
     await asyncio.gather(
@@ -178,7 +172,8 @@ async def test_a_pause_holds_answers_and_requests(
     late = asyncio.create_task(engine.generate(prompt, tokens(5)))
     held = asyncio.create_task(engine.generate(prompt, LONG, prefix_group="held"))
     await until(lambda: engine.stats()["waiting_requests"] == 2)
-    assert set(engine.server_health().values()) == {"paused"}
+    replicas = engine.replicas
+    assert all(replica.is_paused for replica in replicas)
     engine.cancel_group("held")
     assert (await held).token_ids == []
     done, _ = await asyncio.wait({running, late}, timeout=1.0)
@@ -187,4 +182,4 @@ async def test_a_pause_holds_answers_and_requests(
     for answer in await asyncio.gather(running, late):
         policies.check(prompt, answer)
         assert answer.finish_reason == "length"
-    await until(lambda: set(engine.server_health().values()) == {"responsive"})
+    assert not any(replica.is_paused for replica in replicas)

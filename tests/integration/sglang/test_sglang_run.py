@@ -25,7 +25,7 @@ from areal_sc import (
     make_scheduler,
 )
 from areal_sc import start as start_controllers
-from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -15,7 +15,7 @@ from integration.sglang.policies import Generating, Policies, at_hand
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate
 from areal_sc.engines.base import Completion
-from areal_sc.engines.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
 from areal_sc.engines.weight_group import (
     BucketLayout,
     WeightBroadcaster,
@@ -156,8 +156,7 @@ async def test_a_refused_broadcast_leaves_nobody_waiting(
     await trainer.meet(engine)
     old, new = engine.version, policies.add()
     lost = engine.stats()["lost_servers"]
-    assert engine._replicas
-    await engine._replicas.replicas[0].client.begin_update()  # a second begin is refused
+    await engine.replicas[0].client.begin_update()  # a second begin is refused
     sending = asyncio.create_task(trainer.send(new))
     await trainer.receive(engine, new)
     assert not engine.has_whole_group("group-b")
@@ -233,13 +232,13 @@ async def test_servers_without_version_spans_are_interrupted_by_aborting(
 
 
 async def test_running_answers_may_finish_first(
-    engine: SGLangServerEngine, policies: Policies, generating: Generating
+    engine: SGLangServerEngine, policies: Policies, generating: Generating, until: Until
 ) -> None:
     old, new = engine.version, policies.add()
     with settings(engine, on_weight_update=OnWeightUpdate.finish_running):
         tasks = await generating(lambda: start_answers(engine))
         update = asyncio.create_task(engine.update_weights(new, policies.source(new)))
-        await asyncio.sleep(0.05)
+        await until(lambda: not any(replica.load.is_open for replica in engine.replicas))
         late = asyncio.create_task(engine.generate([7, 7], GenerationConfig(max_new_tokens=9)))
         answers = await asyncio.gather(*tasks)
         await update
@@ -257,7 +256,7 @@ async def test_a_rolling_update_leaves_a_server_to_generate(
 
     async def watch_places() -> None:
         while True:
-            seen.append(sum(health != "paused" for health in engine.server_health().values()))
+            seen.append(sum(not replica.is_paused for replica in engine.replicas))
             await asyncio.sleep(0.001)
 
     with settings(engine, max_unavailable=1):
@@ -290,11 +289,6 @@ async def test_weights_that_do_not_fit_change_nothing(
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match="truncated or damaged"):
         await engine.update_weights_from_disk(99, folder)
-    other = policies.save(version, tmp_path / "other")
-    config = other / "config.json"
-    config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 48'))
-    with pytest.raises(ModelError, match=r"another model.*hidden_size is 48, expected 32"):
-        await engine.update_weights_from_disk(99, other)
     with pytest.raises(ModelError, match="no such folder"):
         await engine.update_weights_from_disk(99, tmp_path / "nowhere")
     assert engine.version == version
@@ -310,7 +304,7 @@ async def test_weights_may_change_while_paused(
     tasks = await generating(lambda: start_answers(engine))
     await engine.pause()
     await engine.update_weights(new, policies.source(new))
-    assert set(engine.server_health().values()) == {"paused"}
+    assert all(replica.is_paused for replica in engine.replicas)
     done, _ = await asyncio.wait(tasks, timeout=0.5)
     assert not done
     await engine.resume()
@@ -340,11 +334,10 @@ def settings(engine: SGLangServerEngine, **changed: object) -> Iterator[None]:
 @contextmanager
 def without_spans(engine: SGLangServerEngine) -> Iterator[None]:
     """The servers count as ones that tell only one version an answer."""
-    assert engine._replicas
-    for replica in engine._replicas.replicas:
+    for replica in engine.replicas:
         replica._abilities = replace(replica.abilities, has_version_spans=False)
     try:
         yield
     finally:
-        for replica in engine._replicas.replicas:
+        for replica in engine.replicas:
             replica._abilities = replace(replica.abilities, has_version_spans=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.loader import load_config
 from areal_sc.config.schema import GRPOConfig
+from areal_sc.preflight.load import load_config
 
 MINIMAL = "run_dir: runs/test\ntotal_steps: 10\nactor: {path: no_such_model}\n"
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.checks import check_config, resolved_device
-from areal_sc.config.loader import config_text, load_config
+from areal_sc.config.loader import config_text
+from areal_sc.config.machine import resolved_device
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import ConfigError
+from areal_sc.preflight.checks import check_config
+from areal_sc.preflight.load import load_config
 
 Load = Callable[..., GRPOConfig]
 

@@ -11,9 +11,9 @@ import pytest
 
 from areal_sc.config.explain import nearest_keys
 from areal_sc.config.fields import known_keys
-from areal_sc.config.loader import load_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
+from areal_sc.preflight.load import load_config
 
 Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]

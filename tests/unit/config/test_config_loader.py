@@ -15,9 +15,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 from areal_sc.config.fields import is_section, known_keys
-from areal_sc.config.loader import compose_config, config_text, load_config
+from areal_sc.config.loader import compose_config, config_text
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
 from areal_sc.errors import ConfigError, ModelError
+from areal_sc.preflight.load import load_config
 
 Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]
@@ -46,7 +47,7 @@ def run_python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
 
 LOAD_AND_SHOW = """
 import sys
-from areal_sc.config.loader import load_config
+from areal_sc.preflight.load import load_config
 from areal_sc.config.schema import GRPOConfig
 config = load_config(sys.argv[1:], GRPOConfig)
 print(config.run_dir, config.rollout.num_workers, config.rollout.group_size)
@@ -240,7 +241,7 @@ def test_warnings_are_logged(load: Load, caplog: pytest.LogCaptureFixture) -> No
 def test_loader_imports_no_tensor_library(tmp_path: Path) -> None:
     code = """
 import sys
-import areal_sc.config.loader, areal_sc.config.plan, areal_sc.run_folder
+import areal_sc.preflight.load
 print([name for name in ("torch", "transformers", "numpy") if name in sys.modules])
 """
     done = run_python(code, cwd=tmp_path)

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.loader import load_config
 from areal_sc.config.machine import Machine
-from areal_sc.config.placement import rollout_devices
-from areal_sc.config.plan import PROCESS_BYTES, format_bytes, plan
 from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.worker_plan import PROCESS_BYTES, format_bytes
+from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError
+from areal_sc.preflight.load import load_config
+from areal_sc.preflight.plan import plan
 
 Load = Callable[..., GRPOConfig]
 NUM_PARAMETERS = 1000
@@ -206,7 +207,7 @@ def test_servers_placed_by_hand(load: Load, model: Path) -> None:
         "+sglang.args.mem-fraction-static=0.3",
         num_devices=2,
     )
-    assert rollout_devices(config.rollout) == ("auto", 2)
+    assert make_generator(config.rollout).devices == ("auto", 2)
     needed = plan(config, lambda: Machine(1 << 40, (100_000,) * 2)).needed_bytes
     assert (needed["cuda:0"], needed["cuda:1"]) == (16 * NUM_PARAMETERS, 2 * 30_000)
 
@@ -259,7 +260,7 @@ def test_running_servers_cost_this_machine_nothing(load: Load, model: Path) -> N
         "weight_update.method=disk",
         num_devices=1,
     )
-    assert rollout_devices(config.rollout) == ("cpu", 0)
+    assert make_generator(config.rollout).devices == ("cpu", 0)
     result = plan(config, lambda: Machine(1 << 40, (100_000,)))
     assert [w.role for w in result.workers] == ["train", "rollout"]
     assert result.workers[1].memory == {"host": ROW_BYTES + PROCESS_BYTES}

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.checks import check_config
-from areal_sc.config.loader import load_config
 from areal_sc.config.plain import from_plain, to_plain
 from areal_sc.config.schema import (
     ActorConfig,
@@ -25,6 +23,8 @@ from areal_sc.config.schema import (
 )
 from areal_sc.config.sharing import join_sections
 from areal_sc.errors import ConfigError
+from areal_sc.preflight.checks import check_config
+from areal_sc.preflight.load import load_config
 
 
 def values_of(section: Any) -> list[Any]:

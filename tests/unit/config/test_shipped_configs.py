@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.loader import load_config
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule
 from areal_sc.errors import ConfigError
+from areal_sc.preflight.load import load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))

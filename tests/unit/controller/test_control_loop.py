@@ -19,7 +19,7 @@ from areal_sc.config.schema import SGLangConfig
 from areal_sc.controller.control_loop import ControlLoop, Shell, start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
-from areal_sc.engines.handles import LocalGenerator
+from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
 
 
@@ -111,7 +111,7 @@ def rollout_controller(folder: Path, settings: dict[str, Any]) -> RolloutControl
     config = replace(configs(Settings())[1], **{"sglang": SGLangConfig(), **settings})
     cluster = SimulatedCluster(folder, Behavior(), seed=0)
     runtime = Runtime(transport=SimulatedTransport(cluster), new_id=cluster.new_id)
-    return RolloutController(LocalGenerator(config), cluster, runtime=runtime)
+    return RolloutController(make_generator(config), cluster, runtime=runtime)
 
 
 def num_control_threads() -> int:

@@ -15,6 +15,7 @@ from areal_sc.config.schema import OverBound, RolloutConfig, SGLangConfig, Weigh
 from areal_sc.config.store_room import max_group_bytes
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout_workers import RolloutWorkers
+from areal_sc.engines.handles import LocalGenerator
 from areal_sc.errors import ConfigError, WorkflowError
 
 PAGE_BYTES = 4096
@@ -76,7 +77,8 @@ def test_groups_of_rollout_batch_that_leave_no_rows_leave_room() -> None:
 
 def workers_with_room(config: RolloutConfig, rooms: dict[str, list[int]]) -> RolloutWorkers:
     """Workers that nothing is asked of; `rooms` has what each reports, by node."""
-    workers = RolloutWorkers(config, SimpleNamespace(), Background(10.0, lambda: ""))  # type: ignore[arg-type]
+    fleet: Any = SimpleNamespace()
+    workers = RolloutWorkers(LocalGenerator(config), fleet, Background(10.0, lambda: ""))
     reports = [
         SimpleNamespace(node=node, store_room_bytes=room)
         for node, node_rooms in rooms.items()

@@ -17,6 +17,7 @@ from areal_sc.config.schema import (
 )
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout_workers import RolloutWorkers
+from areal_sc.engines.handles import make_generator
 from areal_sc.metadata import WeightsReference
 
 NUM_WORKERS = 6
@@ -48,7 +49,7 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
         **{"sglang": SGLangConfig(), "weight_update": WeightUpdateConfig(), **settings},
     )
     fleet: Any = UpdatingFleet()
-    workers = RolloutWorkers(config, fleet, Background(10.0, lambda: ""))
+    workers = RolloutWorkers(make_generator(config), fleet, Background(10.0, lambda: ""))
     report = SimpleNamespace(node="node", store_room_bytes=0)
     workers.track(
         SimpleNamespace(name=f"rollout/{i}", worker=SimpleNamespace(report=report))  # type: ignore[misc]

@@ -10,8 +10,8 @@ import jsonl_math
 import letter_sort
 import pytest
 
-from areal_sc.config.loader import load_config
 from areal_sc.errors import ConfigError
+from areal_sc.preflight.load import load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

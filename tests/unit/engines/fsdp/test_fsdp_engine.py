@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_sc.config.schema import ActorConfig, ClipCenter, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
-from areal_sc.errors import CheckpointError, ModelError, WorkerStartError
+from areal_sc.errors import CheckpointError, ConfigError, ModelError, WorkerStartError
 from areal_sc.transport.packed_rows import PackedRows
 
 VOCABULARY = 30
@@ -343,5 +343,5 @@ def test_an_engine_that_cannot_start(model_folder: Path, tmp_path: Path) -> None
         FSDPEngine(actor_config(model_folder)).initialize(0, 2, "here")
     if not torch.cuda.is_available():
         config = replace(actor_config(model_folder), device="cuda")
-        with pytest.raises(WorkerStartError, match="finds no CUDA device"):
+        with pytest.raises(ConfigError, match=r"actor\.device: cuda, but this machine has no"):
             FSDPEngine(config).initialize(0, 1, "")

@@ -85,12 +85,12 @@ def remove_tokenizer(folder: Path) -> None:
     ("damage", "cause"),
     [
         (remove_weights, "no weights"),
-        (truncate_weights, "cannot be read"),
-        (remove_config, "config.json is missing"),
+        (truncate_weights, "truncated or damaged"),
+        (remove_config, "it has no config.json"),
         (break_config, "cannot be read"),
         (add_a_layer, r"missing or of another shape, the first is model\.layers\.2\."),
         (remove_tokenizer, "no usable tokenizer"),
-        (shutil.rmtree, "no such folder"),
+        (shutil.rmtree, "there is no such folder"),
     ],
 )
 def test_an_unusable_folder_is_named_with_its_cause(

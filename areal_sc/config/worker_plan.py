@@ -1,0 +1,126 @@
+"""The workers that a run would start, and about how much memory each needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from areal_sc.config.schema import Dtype
+
+HOST = "host"
+
+PROCESS_BYTES = 256 << 20
+"""Host memory of a worker that has imported torch and transformers: measured 246 MiB, of which a
+process forked after the imports shares more than half."""
+
+DTYPE_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One process and its estimated memory, in bytes.
+
+    Attributes:
+        role: `train`, `rollout`, or `server` for one rank of an inference server.
+        device: `cpu`, or `cuda:<n>`, numbered as this process sees them.
+        parameter_bytes: parameters, and their gradients where they are trained.
+        optimizer_bytes: optimizer state.
+        kv_bytes: KV cache when every slot is filled to the longest context; of a server
+            all that it takes for it beforehand.
+        store_bytes: most that the worker's tensor store holds; always in host memory.
+    """
+
+    role: str
+    index: int
+    device: str
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    kv_bytes: int = 0
+    store_bytes: int = 0
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes needed by place: `host`, or the name of a CUDA device."""
+        place = HOST if self.device == "cpu" else self.device
+        needed = Counter({HOST: self.store_bytes + PROCESS_BYTES})
+        needed[place] += self.parameter_bytes + self.optimizer_bytes + self.kv_bytes
+        return dict(needed)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The workers of a run and the memory that they are going to share.
+
+    Attributes:
+        available_bytes: memory of each place; None where it is unknown.
+        is_model_known: False when there is no model at `actor.path` yet, so that parameters and
+            KV cache are counted as 0.
+    """
+
+    workers: tuple[WorkerPlan, ...]
+    available_bytes: dict[str, int | None]
+    is_model_known: bool
+
+    @property
+    def needed_bytes(self) -> dict[str, int]:
+        """Bytes needed by place, all workers together."""
+        needed: Counter[str] = Counter()
+        for worker in self.workers:
+            needed.update(worker.memory)
+        return dict(needed)
+
+    @property
+    def fits(self) -> bool:
+        return not self.short_places
+
+    @property
+    def short_places(self) -> list[str]:
+        """Places whose known memory is less than what is needed."""
+        short = []
+        for place, needed in self.needed_bytes.items():
+            available = self.available_bytes.get(place)
+            if available is not None and needed > available:
+                short.append(place)
+        return short
+
+    def lines(self) -> list[str]:
+        """The plan as text, one line a worker and one a place."""
+        header = ("worker", "device", "parameters", "optimizer", "KV cache", "store up to")
+        table = [
+            (
+                f"{worker.role}/{worker.index}",
+                worker.device,
+                *map(
+                    format_bytes,
+                    (
+                        worker.parameter_bytes,
+                        worker.optimizer_bytes,
+                        worker.kv_bytes,
+                        worker.store_bytes,
+                    ),
+                ),
+            )
+            for worker in self.workers
+        ]
+        lines = [
+            f"{row[0]:<12}{row[1]:<8}" + "".join(f"{cell:>13}" for cell in row[2:])
+            for row in [header, *table]
+        ]
+        for place, needed in sorted(self.needed_bytes.items()):
+            available = self.available_bytes.get(place)
+            of = "an unknown amount" if available is None else format_bytes(available)
+            short = " TOO LITTLE" if place in self.short_places else ""
+            lines.append(f"{place}: needs about {format_bytes(needed)} of {of}{short}")
+        lines.append("not counted: activations, and what CUDA and libraries take for themselves")
+        if not self.is_model_known:
+            lines.append("not counted: the model, which is not there yet")
+        return lines
+
+
+def format_bytes(count: int) -> str:
+    """`1.5 GiB`, in the largest unit that leaves at least 1."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"

@@ -1,0 +1,1 @@
+"""Generation by inference servers, of whatever kind: started, watched, fed with weights, asked."""

@@ -1,0 +1,284 @@
+"""Takes requests to servers until they are complete.
+
+A request may need several servers, or one several times: when its answer was aborted for a weight
+update it goes on from what was sampled, and when its server was lost it does so elsewhere. Only
+what a server has answered counts, so no token is sampled twice or lost in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
+from areal_sc.engines.servers.dispatch import Work
+from areal_sc.engines.servers.kind import ABORTED, AnswerPart, PartRequest
+from areal_sc.engines.servers.replica import Replica
+from areal_sc.engines.servers.replicas import ReplicaSet
+from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, ServerBusy
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 4
+"""Attempts of one request that may bring nothing: it could be what brings its servers down."""
+
+_BUSY_WAIT_S = 0.2
+_LONGEST_BUSY_WAIT_S = 5.0
+_MAX_BUSY_S = 600.0
+_ABANDONED_TIMEOUT_S = 30.0
+
+
+@dataclass(eq=False)
+class CompletionRequest:
+    """One `generate` call, and what is known of its answer.
+
+    Attributes:
+        prompt: [P] token ids.
+        max_new_tokens: that its length or the context allows.
+        length_reason: `length` or `context`, whichever of the two is the limit.
+        stop_token_ids: all that end it.
+        is_truncated: the distribution that is sampled from is not the whole one.
+        cancelled: done when its group is cancelled.
+        token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
+        num_losses: attempts that brought nothing, as a server was lost.
+        busy_since_s: since when servers have refused it as they are full; None: they have not.
+    """
+
+    prompt: list[int]
+    sampling: GenerationConfig
+    max_new_tokens: int
+    length_reason: str
+    stop_token_ids: tuple[int, ...]
+    prefix_group: str | None
+    is_truncated: bool
+    cancelled: asyncio.Future[None]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_losses: int = 0
+    busy_since_s: float | None = None
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return self.max_new_tokens - len(self.token_ids)
+
+    def work(self) -> Work:
+        """It goes on only under weights as new as its last."""
+        num_tokens = len(self.prompt) + self.max_new_tokens
+        return Work(num_tokens, self.prefix_group, max(self.versions, default=0))
+
+    def extend(self, part: AnswerPart) -> None:
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+
+    def completion(self, finish_reason: str) -> Completion:
+        return Completion(
+            self.token_ids, self.logprobs, self.versions, finish_reason, self.sampling.temperature
+        )
+
+
+@dataclass
+class Counters:
+    """Since the start; the names are those of the engine's `stats`.
+
+    Attributes:
+        prefill_tokens: prompt tokens that servers computed.
+        shared_prompt_tokens: and those that their caches had.
+        cancelled_tokens: sampled for requests that nobody waits for any more.
+        lost_requests: attempts that ended with the loss of their server.
+        continued_requests: attempts that went on from an aborted answer.
+    """
+
+    generated_tokens: float = 0
+    prefill_tokens: float = 0
+    shared_prompt_tokens: float = 0
+    finished_requests: float = 0
+    cancelled_requests: float = 0
+    cancelled_tokens: float = 0
+    lost_requests: float = 0
+    continued_requests: float = 0
+
+
+class Completer:
+    """Runs requests; any number at a time."""
+
+    def __init__(self, replicas: ReplicaSet, vocab_size: int) -> None:
+        self.counters = Counters()
+        self._replicas = replicas
+        self._vocab_size = vocab_size
+        self._running: set[CompletionRequest] = set()
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are on a server or wait for one."""
+        return len(self._running)
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """Raises: EngineFailed: it could not be completed, whatever the server."""
+        self._running.add(request)
+        try:
+            completion = await self._complete(request)
+        except asyncio.CancelledError:
+            self._count_cancelled(request)
+            raise
+        finally:
+            self._running.discard(request)
+        if completion.finish_reason == "cancelled":
+            self._count_cancelled(request)
+        else:
+            self.counters.finished_requests += 1
+        return completion
+
+    def cancel_group(self, prefix_group: str) -> None:
+        """Ends the group's requests; each returns what it has."""
+        for request in self._running:
+            if request.prefix_group == prefix_group and not request.cancelled.done():
+                request.cancelled.set_result(None)
+
+    async def close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def _complete(self, request: CompletionRequest) -> Completion:
+        dispatcher = self._replicas.dispatcher
+        while True:
+            work, server = request.work(), None
+            if not request.cancelled.done():
+                server = await dispatcher.enter(work, request.cancelled)
+            if server is None:
+                return request.completion("cancelled")
+            replica = self._replicas.replica(server)
+            num_pauses = replica.num_pauses
+            try:
+                part = await self._ask(replica, work, request)
+            except PeerLost as error:
+                self._note_loss(request, error)
+                continue
+            except ServerBusy as error:
+                await self._wait_while_busy(request, error)
+                continue
+            request.busy_since_s = None
+            request.extend(part)
+            if part.finish == "stop":
+                return request.completion("stop")
+            if request.num_missing_tokens <= 0:
+                return request.completion(request.length_reason)
+            if request.cancelled.done():
+                return request.completion("cancelled")
+            if part.finish != ABORTED:
+                raise EngineFailed(
+                    f"{server.name} ended an answer {request.num_missing_tokens} tokens "
+                    "before its limit: its context or its KV cache is too small for "
+                    "rollout.max_context_tokens"
+                )
+            self.counters.continued_requests += 1
+            if not part.token_ids and replica.num_pauses == num_pauses:
+                self._note_loss(request, EngineFailed(f"it was aborted: {part.reason}"))
+
+    async def _ask(self, replica: Replica, work: Work, request: CompletionRequest) -> AnswerPart:
+        """One attempt; the place is given back when the server is done with it."""
+        with ExitStack() as taken:
+            taken.callback(self._replicas.dispatcher.leave, replica.load, work)
+            asked = PartRequest(
+                uuid.uuid4().hex,
+                [*request.prompt, *request.token_ids],
+                request.sampling,
+                request.num_missing_tokens,
+                request.stop_token_ids,
+                self._max_support(replica, request) if request.is_truncated else None,
+            )
+            flight = asyncio.create_task(replica.generate(asked))
+            ends: list[asyncio.Future[Any]] = [flight, request.cancelled]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if not flight.done():
+                    await replica.abort(asked.request_id)
+                part = await asyncio.shield(flight)
+            except asyncio.CancelledError:
+                taken.pop_all()  # `_abandon` gives it back, once the server has ended the request
+                self._in_background(self._abandon(replica, asked.request_id, flight, work))
+                raise
+        self.counters.generated_tokens += len(part.token_ids)
+        self.counters.shared_prompt_tokens += part.num_cached_tokens
+        self.counters.prefill_tokens += part.num_prompt_tokens - part.num_cached_tokens
+        return part
+
+    async def _abandon(
+        self, replica: Replica, request_id: str, flight: asyncio.Task[AnswerPart], work: Work
+    ) -> None:
+        """Ends a request that nobody waits for; until then it takes its place."""
+        try:
+            async with asyncio.timeout(_ABANDONED_TIMEOUT_S):
+                await replica.abort(request_id)
+                part = await flight
+            self.counters.generated_tokens += len(part.token_ids)
+            self.counters.cancelled_tokens += len(part.token_ids)
+        except (ArealError, TimeoutError) as error:
+            logger.info("abandoned request=%s %s", request_id, error)
+        finally:
+            flight.cancel()
+            flight.add_done_callback(_forget)
+            self._replicas.dispatcher.leave(replica.load, work)
+
+    def _max_support(self, replica: Replica, request: CompletionRequest) -> int:
+        """Largest number of tokens that a truncated distribution of this request may have."""
+        limit = min(replica.abilities.max_support, self._vocab_size)
+        if limit == 0:
+            raise ConfigError(
+                f"{replica.url} gives no log-probabilities under top_p and top_k: set "
+                "generation.top_p to 1 and generation.top_k to 0, or use newer servers"
+            )
+        if request.sampling.top_k > limit:
+            raise ConfigError(
+                f"generation.top_k is {request.sampling.top_k}, but {replica.url} has a limit of "
+                f"{limit}: lower it, or give the servers a higher limit"
+            )
+        return limit
+
+    async def _wait_while_busy(self, request: CompletionRequest, error: ServerBusy) -> None:
+        """A server that is full for the moment, or a router before it, has lost nothing.
+
+        Raises: EngineFailed: servers have been busy for too long.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if request.busy_since_s is None:
+            request.busy_since_s = now_s
+        busy_s = now_s - request.busy_since_s
+        if busy_s > _MAX_BUSY_S:
+            raise EngineFailed(
+                f"servers have refused a request for {busy_s:.0f} s, the last time as: {error}; "
+                "give them fewer requests (rollout.max_running_sequences)"
+            ) from error
+        await asyncio.sleep(min(_BUSY_WAIT_S + busy_s, _LONGEST_BUSY_WAIT_S))
+
+    def _note_loss(self, request: CompletionRequest, error: ArealError) -> None:
+        request.num_losses += 1
+        self.counters.lost_requests += 1
+        if request.num_losses > MAX_LOSSES:
+            raise EngineFailed(
+                f"a request failed on {request.num_losses} attempts, the last time as {error}"
+            ) from error
+
+    def _count_cancelled(self, request: CompletionRequest) -> None:
+        self.counters.cancelled_requests += 1
+        self.counters.cancelled_tokens += len(request.token_ids)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _forget(flight: asyncio.Task[Any]) -> None:
+    """Nobody waits for it any more, so nobody else would ask for its error."""
+    if not flight.cancelled():
+        flight.exception()

@@ -1,0 +1,188 @@
+"""Which server a request goes to, and who waits for one. No I/O, no clock.
+
+A request counts as many tokens as it has and may still get. It goes to the server with the fewest
+tokens outstanding. Requests of one group have their prompt in common: they go to the server whose
+cache has it, their home, unless that is further behind than about one group.
+
+consumes     requests, and what the servers tell: open, closed, one request less
+waits for    a server with room
+unblocked by `changed`, called by whatever makes room; `fail`, when no server is left
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from areal_sc.errors import ArealError
+
+HOME_LEAD_REQUESTS = 8
+"""Requests of work that a group's home may have more than the least loaded server."""
+
+MAX_REMEMBERED_HOMES = 4096
+
+
+@dataclass(eq=False)
+class ServerLoad:
+    """What the dispatcher knows of one server.
+
+    Attributes:
+        name: for messages.
+        max_running: requests that it may have at one time; more would queue inside it.
+        is_open: it takes requests now.
+        version: policy version of its weights.
+        num_running: requests that it has.
+        outstanding_tokens: of these requests.
+    """
+
+    name: str
+    max_running: int
+    is_open: bool = False
+    version: int = 0
+    num_running: int = 0
+    outstanding_tokens: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.is_open and self.num_running < self.max_running
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is known of a request beforehand.
+
+    Attributes:
+        num_tokens: prompt, what was sampled before, and what may still be sampled.
+        prefix_group: requests that share their prompt, or None.
+        min_version: of the server's weights.
+    """
+
+    num_tokens: int
+    prefix_group: str | None = None
+    min_version: int = 0
+
+
+@dataclass(eq=False)
+class _Waiting:
+    work: Work
+    placed: asyncio.Future[ServerLoad | None]
+
+    def give_up(self, cancelled: asyncio.Future[None]) -> None:
+        if not self.placed.done():
+            self.placed.set_result(None)
+
+
+class Dispatcher:
+    """First come, first served, over all servers.
+
+    Args:
+        servers: in a fixed order; the first of equals is taken.
+
+    Attributes:
+        failure: why no request can be placed any more, or None.
+    """
+
+    def __init__(self, servers: Sequence[ServerLoad]) -> None:
+        self.failure: ArealError | None = None
+        self._servers = servers
+        self._homes: OrderedDict[str, ServerLoad] = OrderedDict()
+        self._waiting: deque[_Waiting] = deque()
+        self._awaiting_empty: dict[ServerLoad, list[asyncio.Future[None]]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def enter(self, work: Work, cancelled: asyncio.Future[None]) -> ServerLoad | None:
+        """Waits for a server and takes a place on it, to be given back with `leave`.
+
+        Returns: None when `cancelled` was set before.
+        Raises: what `fail` was given.
+        """
+        if self.failure is not None:
+            raise self.failure
+        waiting = _Waiting(work, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self.changed()
+        cancelled.add_done_callback(waiting.give_up)
+        try:
+            return await waiting.placed
+        except asyncio.CancelledError:
+            if waiting.placed.cancelled():
+                with suppress(ValueError):  # left out already
+                    self._waiting.remove(waiting)
+            elif waiting.placed.exception() is None and (server := waiting.placed.result()):
+                self.leave(server, work)  # it was placed in the same turn of the loop
+            raise
+        finally:
+            cancelled.remove_done_callback(waiting.give_up)
+
+    def leave(self, server: ServerLoad, work: Work) -> None:
+        """Takes a request off its server, however it ended."""
+        server.num_running -= 1
+        server.outstanding_tokens -= work.num_tokens
+        if server.num_running == 0:
+            for waiting in self._awaiting_empty.pop(server, []):
+                if not waiting.done():
+                    waiting.set_result(None)
+        self.changed()
+
+    async def until_empty(self, server: ServerLoad) -> None:
+        """Returns when the server has no request; it should be closed, or more may come."""
+        if server.num_running:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._awaiting_empty.setdefault(server, []).append(waiting)
+            await waiting
+
+    def changed(self) -> None:
+        """Places those who wait, as far as there is room now."""
+        still: deque[_Waiting] = deque()
+        while self._waiting and any(server.has_room for server in self._servers):
+            waiting = self._waiting.popleft()
+            if waiting.placed.done():
+                continue
+            server = self.choose(waiting.work)
+            if server is None:
+                still.append(waiting)
+            else:
+                self._place(server, waiting.work)
+                waiting.placed.set_result(server)
+        still.extend(self._waiting)
+        self._waiting = still
+
+    def fail(self, error: ArealError) -> None:
+        """Ends all waiting, and every later `enter`, with this error."""
+        self.failure = error
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.placed.done():
+                waiting.placed.set_exception(error)
+
+    def forget_homes(self, server: ServerLoad) -> None:
+        """The server starts anew: its cache is empty."""
+        for group in [group for group, home in self._homes.items() if home is server]:
+            del self._homes[group]
+
+    def choose(self, work: Work) -> ServerLoad | None:
+        """The server for a request, or None: every one that may take it is full or closed."""
+        free = [s for s in self._servers if s.has_room and s.version >= work.min_version]
+        if not free:
+            return None
+        best = min(free, key=lambda server: server.outstanding_tokens)
+        home = self._homes.get(work.prefix_group or "")
+        if home is None or home not in free:
+            return best
+        lead = home.outstanding_tokens - best.outstanding_tokens
+        return home if lead <= HOME_LEAD_REQUESTS * work.num_tokens else best
+
+    def _place(self, server: ServerLoad, work: Work) -> None:
+        server.num_running += 1
+        server.outstanding_tokens += work.num_tokens
+        if work.prefix_group is not None:
+            self._homes[work.prefix_group] = server
+            self._homes.move_to_end(work.prefix_group)
+            if len(self._homes) > MAX_REMEMBERED_HOMES:
+                self._homes.popitem(last=False)

@@ -1,0 +1,245 @@
+"""Generation by servers: started and owned by this engine, or running already.
+
+    generate ──► Completer ──► Dispatcher ──► Replica ──► server (HTTP)
+                               waits for room   watched, replaced when it fails
+    publish ───► ReplicaSet: hold, pause, load, name the version, go on; wave by wave
+
+Consumes: `generate`, weights, `pause`, `resume`. Waits for: a server with room, its answer, its
+start. Unblocked by: answers, servers that come back, and the failure of the last one.
+
+Every token has the log-probability of the distribution that it was sampled from (temperature,
+top-k and top-p applied; at temperature 0 that of temperature 1) and the version of the weights
+that sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from areal_sc.config.machine import resolved_device
+from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
+from areal_sc.engines.base import Completion
+from areal_sc.engines.request_checks import check_prompt, check_sampling
+from areal_sc.engines.servers.completion import Completer, CompletionRequest
+from areal_sc.engines.servers.handle import ServersHandle
+from areal_sc.engines.servers.kind import ServerKind
+from areal_sc.engines.servers.model import (
+    ServedModel,
+    as_shaped,
+    check_shapes,
+    check_weights_folder,
+)
+from areal_sc.engines.servers.replica import ReplicaSettings
+from areal_sc.engines.servers.replicas import ReplicaSet
+from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
+from areal_sc.engines.servers.weights import (
+    CollectiveWeights,
+    DiskWeights,
+    Weights,
+    WrittenWeights,
+)
+from areal_sc.engines.weight_group import BucketLayout, NamedTensor
+from areal_sc.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from areal_sc.engines.base import TensorSource
+
+
+class ServerEngine(ReplicaSet):
+    """`GenerationEngine` over one or several servers of a kind.
+
+    Args:
+        handle: the settings; the servers share `max_running_sequences`.
+        log_folder: where the logs of servers that are started go.
+        name: of the worker, in the logs' names.
+
+    Attributes:
+        tokenizer: the model's.
+        max_context_tokens: limit of prompt and completion together.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def __init__(
+        self, kind: ServerKind, handle: ServersHandle, *, log_folder: Path, name: str
+    ) -> None:
+        """Reads the model folder; starts nothing.
+
+        Raises: ConfigError: an impossible setting. ModelError: the folder cannot be used.
+        """
+        handle.check_servers()
+        config = handle.config
+        self._model = ServedModel.read(config.path)
+        is_disk = config.weight_update.method == WeightUpdateMethod.disk
+        if self._model.is_stored_by_other_names and not is_disk:
+            other = min(self._model.parameters.keys() - self._model.stored.keys())
+            raise ConfigError(
+                f"weight_update.method: the files of {config.path} do not name the weights as they "
+                f"are named in memory, e.g. {other}, and servers know the files' names: choose disk"
+            )
+        self.tokenizer = self._model.tokenizer
+        self.max_context_tokens = config.max_context_tokens
+        self._config = config
+        self._buckets = SharedBuckets()
+        self._completer = Completer(self, self._model.vocab_size)
+        is_cuda = _serves_on_cuda(handle)
+        super().__init__(ReplicaSettings(kind, handle, log_folder, name, is_cuda=is_cuda))
+
+    async def close(self) -> None:
+        """Ends the servers that were started; pending and later calls raise WorkerError."""
+        await super().close()
+        await self._completer.close()
+        self._buckets.close()
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig,
+        *,
+        prefix_group: str | None = None,
+    ) -> Completion:
+        """Samples one completion. Cancelling the task ends it on its server.
+
+        Args:
+            input_ids: the prompt, at least one token.
+            sampling: completions end at its stop tokens, at the tokenizer's EOS and at those of
+                the model's generation config; the stop token is part of the completion. With
+                top_p below 1, at most as many tokens are kept as the server's limit for
+                truncated distributions allows (4096, unless set).
+            prefix_group: requests of one group stay together, where their prompt is cached.
+        Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
+            outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: all
+            servers are lost, or the engine is closed.
+        """
+        request = self._make_request(input_ids, sampling, prefix_group)
+        return await self._completer.complete(request)
+
+    def cancel_group(self, prefix_group: str) -> None:
+        """Ends the group's requests; each returns its partial answer as `cancelled`."""
+        self._completer.cancel_group(prefix_group)
+
+    async def update_weights(self, version: int, source: TensorSource) -> None:
+        """Replaces all weights by tensors; running requests go on as `on_weight_update` says.
+
+        Args:
+            source: asked again for servers that start before the next publication.
+        Raises: ModelError: names or sizes do not fit; the old weights and version stay.
+            ConfigError: the servers were not started here. EngineFailed: no server is left.
+        """
+        if self._settings.servers.urls:
+            raise ConfigError(
+                "weights go as tensors only to servers that this worker has started, and "
+                f"{self._settings.kind.section}.urls names others: set weight_update.method to "
+                "disk or collective"
+            )
+        await self.publish(self._tensor_weights(version, source))
+
+    async def update_weights_from_disk(self, version: int, folder: Path) -> None:
+        """Replaces all weights by those of a Hugging Face folder that the servers see.
+
+        The folder has to stay until the next publication is done.
+        Raises: ModelError: it is of another model, or incomplete; nothing has changed then.
+            EngineFailed: no server is left.
+        """
+        check_weights_folder(str(folder), self._model.shapes_in_folders)
+        await self.publish(DiskWeights(version, str(folder)))
+
+    async def update_weights_from_group(
+        self,
+        version: int,
+        group_name: str,
+        buckets: Sequence[BucketLayout],
+        *,
+        again: TensorSource,
+        give_up: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Receives all weights from rank 0 of a group, which broadcasts them at the same time.
+
+        Args:
+            buckets: in the order of the broadcasts.
+            again: for servers that are not in the group or restart; servers of others get them by
+                a folder in `weight_update.folder`.
+            give_up: tells rank 0 that not all ranks will take part.
+        Raises: ModelError: the buckets are not the model's parameters; nothing has changed then.
+            EngineFailed: no server is left.
+        """
+        given = {
+            name: shape
+            for bucket in buckets
+            for name, shape in zip(bucket.names, bucket.shapes, strict=True)
+        }
+        try:
+            check_shapes(given, self._model.parameters, "the broadcast weights")
+        except ModelError:
+            await give_up()
+            raise
+        late: Weights = self._tensor_weights(version, again)
+        if self._settings.servers.urls:
+            folder = Path(self._config.weight_update.folder) / f"{self._settings.owner}-{version}"
+            late = WrittenWeights(version, self._shaped(again), folder, Path(self._config.path))
+        num_members = self._group_sizes.get(group_name, 0)
+        await self.publish(
+            CollectiveWeights(version, group_name, num_members, buckets, late, give_up)
+        )
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since start, and the requests and servers of now."""
+        num_waiting = self.dispatcher.num_waiting
+        return {
+            **asdict(self._completer.counters),
+            **asdict(self.times),
+            "weight_updates": self.num_updates,
+            "running_requests": self._completer.num_running - num_waiting,
+            "waiting_requests": num_waiting,
+            "occupied_places": sum(replica.load.num_running for replica in self.replicas),
+            "serving_servers": len(self._serving),
+            "lost_servers": self.num_losses,
+            "server_restarts": sum(max(0, replica.num_starts - 1) for replica in self.replicas),
+        }
+
+    def _make_request(
+        self, input_ids: Sequence[int], sampling: GenerationConfig, prefix_group: str | None
+    ) -> CompletionRequest:
+        prompt, model = [int(token) for token in input_ids], self._model
+        check_prompt(
+            prompt, vocab_size=model.vocab_size, max_context_tokens=self.max_context_tokens
+        )
+        check_sampling(sampling)
+        room = self.max_context_tokens - len(prompt)
+        keeps_few = sampling.top_p < 1 or 0 < sampling.top_k < model.vocab_size
+        return CompletionRequest(
+            prompt=prompt,
+            sampling=sampling,
+            max_new_tokens=min(sampling.max_new_tokens, room),
+            length_reason="length" if sampling.max_new_tokens <= room else "context",
+            stop_token_ids=tuple(dict.fromkeys((*model.end_token_ids, *sampling.stop_token_ids))),
+            prefix_group=prefix_group,
+            is_truncated=sampling.temperature > 0 and keeps_few,
+            cancelled=asyncio.get_running_loop().create_future(),
+        )
+
+    def _tensor_weights(self, version: int, source: TensorSource) -> TensorWeights:
+        bucket_bytes = self._config.weight_update.bucket_bytes
+        return TensorWeights(version, self._shaped(source), self._buckets, bucket_bytes)
+
+    def _shaped(self, source: TensorSource) -> TensorSource:
+        async def shaped() -> Iterable[NamedTensor]:
+            return as_shaped(await source(), self._model.parameters)
+
+        return shaped
+
+
+def _serves_on_cuda(handle: ServersHandle) -> bool:
+    """Whether the servers compute on GPUs; of others' servers only the setting tells."""
+    device = handle.config.device
+    if handle.servers.urls:
+        return device == Device.cuda
+    return resolved_device(device, torch.cuda.device_count(), "rollout.device") == Device.cuda

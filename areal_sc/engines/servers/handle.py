@@ -1,0 +1,187 @@
+"""What is known of an engine with servers before anything is started, whatever their kind."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from areal_sc.config.machine import Machine, count_cuda_devices, resolved_device
+from areal_sc.config.model_folder import ModelShape
+from areal_sc.config.schema import (
+    Device,
+    GRPOConfig,
+    RolloutConfig,
+    ServersConfig,
+    WeightUpdateMethod,
+)
+from areal_sc.config.worker_plan import WorkerPlan
+from areal_sc.engines.handle_base import GeneratorHandle, load_class
+from areal_sc.errors import ConfigError
+
+_MAX_PORT = 65535
+
+
+@dataclass(frozen=True)
+class ServersHandle(GeneratorHandle):
+    """Generation by servers, which a worker starts or connects to.
+
+    Attributes:
+        section: name of the servers' settings, in the run's and in `rollout`.
+    """
+
+    section: ClassVar[str]
+
+    def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:
+        return load_class(self.worker_class)(self.config, log_folder=log_folder, name=name)
+
+    @property
+    def servers(self) -> ServersConfig:
+        """The settings of the servers of this config's worker, or of all workers together."""
+        servers: ServersConfig = getattr(self.config, self.section)
+        return servers
+
+    @property
+    def devices(self) -> tuple[Device, int]:
+        if self.servers.urls:
+            return Device.cpu, 0
+        if not self.servers.devices:
+            return self.config.device, self.servers.num_servers * self.servers.tp_size
+        return self.config.device, max(self.servers.devices) + 1
+
+    @property
+    def takes_free_memory(self) -> bool:
+        device, num_devices = self.devices
+        return num_devices > 0 and resolved_device(device, count_cuda_devices()) == Device.cuda
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.servers.urls) or self.servers.num_servers
+
+    @property
+    def start_timeout_s(self) -> float:
+        return self.servers.start_timeout_s
+
+    @property
+    def restart_timeout_s(self) -> float:
+        return self.servers.max_restarts * self.servers.start_timeout_s
+
+    def of_worker(self, index: int) -> RolloutConfig:
+        """The servers in `urls` are dealt out to the workers.
+
+        Raises: ConfigError: they cannot be, or all workers would listen on the same ports.
+        """
+        config, servers = super().of_worker(index), self.servers
+        num_workers = config.num_workers
+        if num_workers == 1:
+            return config
+        if servers.ports:
+            raise ConfigError(
+                f"{self.section}.ports cannot be given for rollout.num_workers={num_workers}: "
+                "leave it empty for free ports"
+            )
+        if 0 < len(servers.urls) < num_workers:
+            raise ConfigError(
+                f"{self.section}.urls names {len(servers.urls)} servers for "
+                f"rollout.num_workers={num_workers}: every worker needs one at least"
+            )
+        dealt = replace(servers, urls=servers.urls[index::num_workers])
+        setattr(config, self.section, dealt)
+        return config
+
+    def check(self, run: GRPOConfig) -> None:
+        stop_s, shutdown_s = self.servers.stop_timeout_s, run.scheduler.shutdown_timeout_s
+        if not self.servers.urls and shutdown_s <= 2 * stop_s:
+            raise ConfigError(
+                f"scheduler.shutdown_timeout_s: expected more than twice {self.section}."
+                f"stop_timeout_s={stop_s:g}, so that a worker can end its servers before it is "
+                f"killed itself, got {shutdown_s:g}"
+            )
+        self.check_servers()
+        self.of_worker(0)
+        if self.servers.urls and run.weight_update.method == WeightUpdateMethod.pull:
+            raise ConfigError(
+                f"weight_update.method: expected disk or collective with {self.section}.urls "
+                "(pulled weights go as pickles, and only to servers that the run itself has "
+                "started), got pull"
+            )
+
+    def check_servers(self) -> None:
+        """Raises ConfigError for settings of servers that cannot be; starts nothing."""
+        if self.servers.urls:
+            self._check_urls()
+        else:
+            self._check_ports()
+            self._check_devices()
+
+    def _check_urls(self) -> None:
+        urls = self.servers.urls
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(url):
+                raise ConfigError(f"{self.section}.urls: expected http://host:port, got {url!r}")
+        if len({url.rstrip("/") for url in urls}) != len(urls):
+            raise ConfigError(f"{self.section}.urls names a server twice: {', '.join(urls)}")
+
+    def _check_ports(self) -> None:
+        servers, key = self.servers, f"{self.section}.ports"
+        if servers.python and shutil.which(servers.python) is None:
+            raise ConfigError(
+                f"{self.section}.python: {servers.python!r} is no program; name the interpreter of "
+                "the environment that the servers' program is installed in"
+            )
+        if servers.ports and len(servers.ports) != servers.num_servers:
+            raise ConfigError(
+                f"{key} has {len(servers.ports)} ports for {servers.num_servers} servers; give "
+                "one a server, or none for free ones"
+            )
+        for port in servers.ports:
+            if not 0 < port <= _MAX_PORT:
+                raise ConfigError(f"{key}: expected 1 to {_MAX_PORT}, got {port}")
+        if len(set(servers.ports)) != len(servers.ports):
+            raise ConfigError(f"{key} names a port twice: {servers.ports}")
+
+    def _check_devices(self) -> None:
+        servers, key = self.servers, f"{self.section}.devices"
+        devices, tp_size = servers.devices, servers.tp_size
+        if min(devices, default=0) < 0:
+            raise ConfigError(f"{key}: expected indices of at least 0, got {devices}")
+        if devices and len(devices) != servers.num_servers * tp_size:
+            raise ConfigError(
+                f"{key} has {len(devices)} devices; {servers.num_servers} servers of "
+                f"tp_size {tp_size} need {servers.num_servers * tp_size}"
+            )
+        for first in range(0, len(devices), tp_size):
+            own = devices[first : first + tp_size]
+            if len(set(own)) != len(own):
+                raise ConfigError(f"{key} gives one server the same device twice: {own}")
+
+    def plan_worker(
+        self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
+    ) -> list[WorkerPlan]:
+        # with servers, the worker itself computes nothing
+        worker = self.plan_process(index, "cpu")
+        if self.servers.urls:
+            return [worker]
+        num_ranks = self.servers.num_servers * self.servers.tp_size
+        ranks = []
+        for rank, place in enumerate(self.servers.devices or range(num_ranks)):
+            device = "cpu" if devices[0] == "cpu" else devices[place]
+            rank_plan = self.plan_rank(shape, device, machine)
+            ranks.append(replace(rank_plan, index=index * num_ranks + rank))
+        return [worker, *ranks]
+
+    def plan_rank(self, shape: ModelShape, device: str, machine: Machine) -> WorkerPlan:
+        """The memory of one rank of a server; its index is put in by the caller."""
+        raise NotImplementedError
+
+
+def _has_port(url: str) -> bool:
+    """Whether the port of a URL is one; none is the scheme's."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False

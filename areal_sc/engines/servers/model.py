@@ -1,0 +1,154 @@
+"""What the engine reads of model folders: tokenizer, ends of sequences, shapes; and compares."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
+
+from areal_sc.config.model_folder import check_model_folder, read_model_config, read_stored_shapes
+from areal_sc.errors import ModelError
+
+if TYPE_CHECKING:
+    from areal_sc.engines.weight_group import NamedTensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that the servers serve.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        end_token_ids: that end a sequence: the tokenizer's, and those of the generation config.
+        parameters: name and shape of each, tied ones once, as the trainers publish them; {} when
+            the architecture cannot be built here.
+        stored: the same of the tensors in the folder's safetensors files; {} when there are none.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    parameters: dict[str, tuple[int, ...]]
+    stored: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def read(cls, path: str) -> ServedModel:
+        """Raises ModelError: something is missing or unreadable; names it and the folder."""
+        check_model_folder(path)
+        config = read_model_config(Path(path))
+        if not config or not isinstance(config.get("vocab_size"), int):
+            raise ModelError(f"model folder {path}: config.json does not tell vocab_size")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"model folder {path}: no usable tokenizer: {error}") from error
+        if len(tokenizer) <= 1:  # what transformers makes up where the files are missing
+            raise ModelError(f"model folder {path}: no usable tokenizer: it has no vocabulary")
+        return cls(
+            tokenizer,
+            config["vocab_size"],
+            _end_token_ids(tokenizer, path),
+            _read_parameters(path),
+            read_stored_shapes(Path(path)),
+        )
+
+    @property
+    def is_stored_by_other_names(self) -> bool:
+        """Whether files name the weights otherwise than memory does, as with fused experts."""
+        return bool(self.stored) and not self.parameters.keys() <= self.stored.keys()
+
+    @property
+    def shapes_in_folders(self) -> dict[str, tuple[int, ...]]:
+        """What a published folder has to hold at least."""
+        return self.stored if self.is_stored_by_other_names else self.parameters
+
+
+def _read_parameters(path: str) -> dict[str, tuple[int, ...]]:
+    """Of the model without its values."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model.tie_weights()
+    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        logger.warning("path=%s its parameters are not known: %s", path, error)
+        return {}
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _end_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ...]:
+    ends: list[int] = []
+    sources = [tokenizer.eos_token_id]
+    if (Path(path) / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    for source in sources:
+        if source is not None:
+            ends += [source] if isinstance(source, int) else source
+    return tuple(dict.fromkeys(ends))
+
+
+def check_weights_folder(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares a folder that is to be published with the model that is served.
+
+    Args:
+        shapes: of what it has to hold at least; when empty, nothing is compared.
+    Raises: ModelError: it holds no model, another one, or a weight file that was cut off.
+    """
+    check_model_folder(folder)
+    if stored := read_stored_shapes(Path(folder)):
+        given = {name: shape for name, shape in stored.items() if name in shapes}
+        check_shapes(given, shapes, f"the weights in {folder}")
+
+
+def check_shapes(
+    given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], whose: str
+) -> None:
+    """Compares parameters by name and number of elements; a server would load what it knows.
+
+    Args:
+        expected: of the model; when empty, nothing is known or compared.
+        whose: for the message.
+    Raises: ModelError: a parameter is missing, unknown, or of another size.
+    """
+    if not expected:
+        return
+    if given.keys() != expected.keys():
+        missing, unknown = sorted(expected.keys() - given), sorted(given.keys() - expected)
+        raise ModelError(
+            f"{whose} do not fit the model: {len(missing)} parameters are missing "
+            f"({', '.join(missing[:3])}), {len(unknown)} unknown ({', '.join(unknown[:3])})"
+        )
+    for name, shape in given.items():
+        if prod(shape) != prod(expected[name]):
+            raise ModelError(
+                f"{whose} do not fit the model: {name} has {prod(shape)} elements, expected shape "
+                f"{expected[name]}"
+            )
+
+
+def as_shaped(
+    named_tensors: Iterable[NamedTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> list[NamedTensor]:
+    """Views of tensors that may be flat, in the shapes of the model.
+
+    Raises: ModelError: a parameter is missing, unknown, or of another size.
+    """
+    given = dict(named_tensors)
+    check_shapes({name: tuple(t.shape) for name, t in given.items()}, shapes, "the weights")
+    return [
+        (name, tensor.reshape(shapes.get(name, tensor.shape))) for name, tensor in given.items()
+    ]

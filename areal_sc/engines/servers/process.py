@@ -1,0 +1,338 @@
+"""A server process: started in a session of its own, awaited, and ended with all its children.
+
+Its HTTP process leads the session, the schedulers compute. Whether a scheduler still does anything
+can be seen in /proc when it does not answer.
+
+    consumes     nothing; its requests go over HTTP
+    waits for    readiness, bounded by `start_timeout_s`; its end, bounded by `stop_timeout_s`
+    unblocked by its health, the process's exit, or the clock
+
+It cannot outlive this process: the kernel kills it with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+
+from areal_sc.config.model_folder import check_model_folder
+from areal_sc.config.schema import RolloutConfig, ServersConfig
+from areal_sc.engines.servers import launcher
+from areal_sc.engines.servers.kind import ServerClient, ServerKind, ServerPlace
+from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
+
+logger = logging.getLogger(__name__)
+
+LOG_TAIL_LINES = 30
+_READY_POLL_S = 0.25
+_HEALTH_TIMEOUT_S = 30.0
+_PORT_IN_USE = "address already in use"
+_PROC = Path("/proc")
+_STOPPED_STATES = ("T", "t")  # by a signal, by a debugger
+_ENDED_STATES = ("Z", "X")
+
+
+class ServerProcess:
+    """One running server.
+
+    Attributes:
+        url: that it serves.
+        api_key: that its clients must show.
+        pid: of its HTTP process, which leads its session.
+        schedulers: process ids of those that compute; known once it is ready.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        kind: ServerKind,
+        servers: ServersConfig,
+        place: ServerPlace,
+        log_path: Path,
+    ) -> None:
+        self.url = f"http://{reachable_host(servers.host)}:{place.port}"
+        self.api_key = place.api_key
+        self.pid = process.pid
+        self.schedulers: list[int] = []
+        self._kind = kind
+        self._log_path = log_path
+        self._process = process
+        self._python = servers.python or sys.executable
+        self._left_files: set[Path] = set()
+        self._stop_timeout_s = servers.stop_timeout_s
+
+    @classmethod
+    async def start(
+        cls,
+        kind: ServerKind,
+        config: RolloutConfig,
+        servers: ServersConfig,
+        place: ServerPlace,
+        log_path: Path,
+    ) -> ServerProcess:
+        """Starts the process; `wait_ready` tells when it serves.
+
+        Must be called in a thread that lives as long as the server shall.
+        Raises: ModelError, ConfigError: the folder, the port or an argument cannot be.
+        """
+        check_model_folder(config.path)
+        check_port(servers.host, place.port, kind.section)
+        start = {
+            "parent_pid": os.getpid(),
+            "module": kind.module,
+            "arguments": kind.arguments(config, servers, place),
+        }
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Its owner's alone: servers print their arguments, the key among them.
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                servers.python or sys.executable,
+                str(Path(launcher.__file__)),
+                stdin=PIPE,
+                stdout=log,
+                stderr=STDOUT,
+                start_new_session=True,
+                env=server_environment(kind, servers, place),
+            )
+        except OSError as error:
+            raise ConfigError(f"{kind.section}.python cannot be run: {error}") from error
+        finally:
+            os.close(log)
+        assert process.stdin
+        process.stdin.write(json.dumps(start).encode())
+        process.stdin.close()
+        server = cls(process, kind, servers, place, log_path)
+        logger.info("server=%s pid=%d log=%s", server.url, server.pid, log_path)
+        return server
+
+    async def wait_ready(self, client: ServerClient, timeout_s: float) -> None:
+        """Returns when the server generates.
+
+        Raises: ConfigError, WorkerStartError: it ended, or was not ready in time; with the end of
+            its log.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self._process.returncode is None:
+            if loop.time() >= deadline:
+                raise self._start_error(f"was not ready within {timeout_s:g} s")
+            try:
+                await client.check_health(timeout_s=_HEALTH_TIMEOUT_S)
+            except (PeerLost, RpcTimeout, ServerBusy):  # not listening yet, or still loading
+                await asyncio.sleep(_READY_POLL_S)
+            else:
+                self.schedulers = find_by_title(self.pid, self._kind.scheduler_title)
+                self._left_files = mapped_files(self.pid, self._kind.left_files)
+                return
+        code = self._process.returncode
+        raise self._start_error(f"ended with exit code {code} before it was ready")
+
+    async def wait(self) -> int:
+        """The exit code, once the HTTP process has ended."""
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Asks it to end, and kills what is left of its session after `stop_timeout_s`."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                async with asyncio.timeout(self._stop_timeout_s):
+                    await self._process.wait()
+            except TimeoutError:
+                logger.info("server=%s killed: it did not end by itself", self.url)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Kills the whole session, and deletes what is left of it in shared memory.
+
+        Returns when its leader is reaped.
+        """
+        left = self._left_files | mapped_files(self.pid, self._kind.left_files)
+        kill_session(self.pid)
+        await self._process.wait()
+        for path in left:
+            path.unlink(missing_ok=True)
+
+    def _start_error(self, what: str) -> WorkerStartError | ConfigError:
+        with self._log_path.open(errors="replace") as log:
+            last = deque(log, LOG_TAIL_LINES)
+        # without its key, which is among its arguments
+        tail = [line.rstrip("\n").replace(self.api_key, "***") for line in last]
+        section = self._kind.section
+        if self._process.returncode == launcher.NOT_INSTALLED:
+            return ConfigError(
+                f"{self._kind.name} is not installed for {section}.python={self._python!r}: "
+                "install it there, or name the interpreter of the environment that has it"
+            )
+        if any(_PORT_IN_USE in line.lower() for line in tail):
+            return ConfigError(_port_message(self.url.removeprefix("http://"), section))
+        return WorkerStartError(
+            f"the {self._kind.name} server at {self.url} {what}; its log "
+            f"{self._log_path} ends with:\n" + "\n".join(tail),
+            log_path=str(self._log_path),
+            log_tail=tail,
+        )
+
+
+def server_environment(
+    kind: ServerKind, servers: ServersConfig, place: ServerPlace
+) -> dict[str, str]:
+    """This process's environment, with what the server needs and what the user added."""
+    environment = os.environ | kind.environment(place)
+    if place.is_cuda:
+        environment["CUDA_VISIBLE_DEVICES"] = _devices(kind, servers, place, environment)
+    else:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment | servers.environment
+
+
+def _devices(
+    kind: ServerKind, servers: ServersConfig, place: ServerPlace, environment: Mapping[str, str]
+) -> str:
+    """The server's GPUs; indices count the devices that this process sees."""
+    first = place.index * servers.tp_size
+    indices = servers.devices or list(range(servers.num_servers * servers.tp_size))
+    seen = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    own = indices[first : first + servers.tp_size]
+    if seen and max(own) >= len(seen):
+        raise ConfigError(
+            f"{kind.section}: server {place.index} needs GPUs {own}, but this worker sees "
+            f"{len(seen)} (CUDA_VISIBLE_DEVICES={','.join(seen)})"
+        )
+    return ",".join(seen[index] if seen else str(index) for index in own)
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens on at this moment."""
+    with _bound_socket(host, 0) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_port(host: str, port: int, section: str) -> None:
+    """Raises ConfigError: something listens there, or the interface is not this machine's."""
+    try:
+        _bound_socket(host, port).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(_port_message(f"{host}:{port}", section)) from error
+        raise ConfigError(f"{section}.host: cannot listen on {host}: {error}") from error
+
+
+def reachable_host(host: str) -> str:
+    """Where this process reaches a server that listens on `host`."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    probe = socket.socket(family)
+    try:
+        # as the server itself does, so that a restart finds its port free at once
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+    except OSError:
+        probe.close()
+        raise
+    return probe
+
+
+def _port_message(address: str, section: str) -> str:
+    return (
+        f"{section}.ports: {address} is in use by another process; choose another port, or leave "
+        "it empty for free ones"
+    )
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """One look at one process.
+
+    Attributes:
+        session: process id of the session's leader.
+        cpu_ticks: user and system time that it has used.
+        is_stopped: it was stopped by a signal.
+    """
+
+    session: int
+    cpu_ticks: int
+    is_stopped: bool
+
+
+def read_process(pid: int) -> ProcessState | None:
+    """The process's state now, or None when there is none, or only what its parent must reap."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # the name stands in parentheses and may hold anything
+    fields = stat.rpartition(")")[2].split()
+    if fields[0] in _ENDED_STATES:
+        return None
+    return ProcessState(
+        session=int(fields[3]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        is_stopped=fields[0] in _STOPPED_STATES,
+    )
+
+
+def session_members(session: int) -> list[int]:
+    """Process ids of a session; those that ended and are not reaped are left out."""
+    found = []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            state = read_process(int(entry.name))
+            if state is not None and state.session == session:
+                found.append(int(entry.name))
+    return found
+
+
+def find_by_title(session: int, part: str) -> list[int]:
+    """The members of a session whose command line has this in it."""
+    return [pid for pid in session_members(session) if part in _title(pid)]
+
+
+def mapped_files(session: int, pattern: re.Pattern[str]) -> set[Path]:
+    """Files that members of a session map; `pattern` finds their paths in a memory map."""
+    found = set()
+    for pid in session_members(session):
+        try:
+            maps = (_PROC / str(pid) / "maps").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        found |= {Path(name) for name in pattern.findall(maps)}
+    return found
+
+
+def kill_session(session: int) -> None:
+    """Kills all members of a session; nothing when there is none left.
+
+    The leader first: it would take the end of the others for an accident.
+    """
+    members = sorted(session_members(session), key=lambda pid: pid != session)
+    for pid in members:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _title(pid: int) -> str:
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

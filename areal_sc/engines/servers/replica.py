@@ -1,0 +1,314 @@
+"""One server as the engine sees it: brought up, watched, replaced when it fails.
+
+    consumes     requests that were placed on it, and updates of its weights
+    waits for    its scheduler's answers, asked for every `probe_interval_s`
+    unblocked by an answer, the end of its process, a request that lost its connection, or time
+
+    down ── start, ask, load the current weights ──► serving ── failure ──► down ── …
+                                                                   └─ max_restarts ──► given up
+
+While it is down or its weights are replaced, the dispatcher places nothing on it. A failure ends
+all requests that it has with PeerLost, and whoever waits for them asks another server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_sc.config.schema import RolloutConfig, ServersConfig, WeightUpdateMethod
+from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.handle import ServersHandle
+from areal_sc.engines.servers.kind import (
+    AnswerPart,
+    PartRequest,
+    ServerAbilities,
+    ServerClient,
+    ServerKind,
+    ServerPlace,
+)
+from areal_sc.engines.servers.process import ServerProcess, free_port
+from areal_sc.engines.servers.watch import Watch
+from areal_sc.engines.servers.weights import PausedServer
+from areal_sc.errors import ArealError, EngineFailed, PeerLost, RpcTimeout
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_VERSION = -1
+"""Of weights that are not those of the model folder, nor any that this run has published."""
+
+_RECONNECT_POLL_S = 1.0
+_KEY_BYTES = 24
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """What all servers of an engine have in common.
+
+    Attributes:
+        log_folder: where the servers' logs go.
+        owner: name of the worker, in the logs' names.
+        is_cuda: servers compute on GPUs.
+        api_key: of the servers that are started; random.
+    """
+
+    kind: ServerKind
+    handle: ServersHandle
+    log_folder: Path
+    owner: str
+    is_cuda: bool
+    api_key: str = field(default_factory=lambda: secrets.token_hex(_KEY_BYTES), repr=False)
+
+    @property
+    def config(self) -> RolloutConfig:
+        return self.handle.config
+
+    @property
+    def servers(self) -> ServersConfig:
+        return self.handle.servers
+
+
+class Replica:
+    """Made down; `bring_up` makes it serve.
+
+    Attributes:
+        load: the dispatcher's account of it; says whether it is open, and which version it has.
+        num_starts: how often it was brought up.
+        num_pauses: how often its requests were interrupted.
+        is_paused: it generates nothing until `resume`.
+        groups: weight groups that the running server is in.
+    """
+
+    def __init__(self, index: int, settings: ReplicaSettings, dispatcher: Dispatcher) -> None:
+        urls = settings.servers.urls
+        slots = -(-settings.config.max_running_sequences // settings.handle.num_servers)
+        self.index = index
+        self.url = urls[index] if urls else ""
+        self.load = ServerLoad(f"{settings.owner}/server-{index}", slots)
+        self.num_starts = 0
+        self.num_pauses = 0
+        self.is_paused = False
+        self.groups: set[str] = set()
+        self.server: ServerProcess | None = None
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._client: ServerClient | None = None
+        self._abilities: ServerAbilities | None = None
+        self._watch: Watch | None = None
+        self._flights: set[asyncio.Task[AnswerPart]] = set()
+        self._failure = "it has not been started"
+        self._is_held = True
+
+    @property
+    def is_own(self) -> bool:
+        """This process starts and ends the server."""
+        return not self._settings.servers.urls
+
+    @property
+    def client(self) -> ServerClient:
+        if self._client is None:
+            raise PeerLost(f"{self.load.name} is down: {self._failure}")
+        return self._client
+
+    @property
+    def abilities(self) -> ServerAbilities:
+        if self._abilities is None:
+            raise PeerLost(f"{self.load.name} is down: {self._failure}")
+        return self._abilities
+
+    @property
+    def is_up(self) -> bool:
+        """It runs and its abilities are known; it may be paused or not open yet."""
+        return self._abilities is not None
+
+    def as_paused(self) -> PausedServer:
+        return PausedServer(self.client, self.is_own, frozenset(self.groups))
+
+    async def bring_up(self) -> None:
+        """Starts the server, or connects to it, and finds out what it can do.
+
+        Its `load.version` is known then; it is closed to requests until `open`.
+        Raises: ConfigError, ModelError, WorkerStartError, TransportError: what is wrong with it;
+            nothing of it is left running then.
+        """
+        settings, servers = self._settings, self._settings.servers
+        try:
+            if self.is_own:
+                await self._start_server()
+            else:
+                key = os.environ.get(servers.api_key_env, "") if servers.api_key_env else ""
+                self._connect(key)
+                await self.client.resume()  # an earlier run may have left it paused
+            abilities = await self.client.ask_abilities(timeout_s=servers.control_timeout_s)
+            abilities.check(self.url, settings.config.path, settings.config.max_context_tokens)
+            self.load.version = 0 if self.is_own else await self._find_version()
+        except BaseException as error:  # raised again: no start that is broken off leaves a server
+            await self.take_down(f"it did not start: {error!r}")
+            raise
+        self._abilities = abilities
+        self.is_paused = False
+        self.num_starts += 1
+        self._watch = Watch(self.client, self.server, servers, self._reopen)
+        logger.info(
+            "server=%s url=%s version=%s abilities=%s",
+            *(self.load.name, self.url, self.load.version, abilities),
+        )
+
+    async def reconnect(self, timeout_s: float) -> None:
+        """`bring_up`, for a server of somebody else's: tries until it is there again."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            try:
+                await self.bring_up()
+                return
+            except (PeerLost, RpcTimeout):
+                if loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(_RECONNECT_POLL_S)
+
+    def open(self) -> None:
+        """Lets the dispatcher place requests on it."""
+        self._is_held = False
+        self._reopen()
+
+    def hold(self) -> None:
+        """The dispatcher places nothing on it until `open`; what it has goes on."""
+        self._is_held = True
+        self.load.is_open = False
+
+    async def watch(self) -> str:
+        """Returns why the server has to be replaced."""
+        assert self._watch, "watched when it is up"
+        return await self._watch.run()
+
+    def fail(self, reason: str) -> None:
+        """Gives the server up; `watch` returns."""
+        self.hold()
+        if self._watch is not None:
+            self._watch.fail(reason)
+
+    async def take_down(self, reason: str, *, is_gentle: bool = False) -> None:
+        """Ends all requests with PeerLost, and the server if it is ours.
+
+        Args:
+            is_gentle: the server is asked to end before it is killed.
+        """
+        self.hold()
+        self._failure = reason
+        self._abilities = None
+        self._watch = None
+        self.groups.clear()
+        self._dispatcher.forget_homes(self.load)
+        for flight in self._flights:
+            flight.cancel()
+        if self.server is not None:
+            server, self.server = self.server, None
+            await (server.stop() if is_gentle else server.kill())
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.close()
+
+    async def generate(self, request: PartRequest) -> AnswerPart:
+        """The server's answer to one request.
+
+        Raises: PeerLost: the server is lost, and the request with it. Else as `ServerClient`.
+        """
+        flight = asyncio.create_task(self.client.generate(request))
+        self._flights.add(flight)
+        try:
+            return await asyncio.shield(flight)
+        except asyncio.CancelledError:
+            if flight.cancelled():
+                raise PeerLost(f"{self.load.name} was lost: {self._failure}") from None
+            flight.cancel()
+            raise
+        except PeerLost:
+            if self._watch is not None:  # nothing is placed there before it has answered
+                self.load.is_open = False
+                self._watch.suspect()
+            raise
+        finally:
+            self._flights.discard(flight)
+
+    async def abort(self, request_id: str) -> None:
+        """Asks the server to end a request; one that is lost has ended it already."""
+        with suppress(ArealError):
+            await self.client.abort(request_id)
+
+    async def pause(self) -> None:
+        """Returns when the server generates nothing; it is held.
+
+        Running requests are held where the server tells which weights sampled which token.
+        """
+        self.hold()
+        if not self.is_paused:
+            self.num_pauses += 1
+            await self.client.pause(holds_requests=self.abilities.has_version_spans)
+            self.is_paused = True
+
+    async def resume(self) -> None:
+        """Running requests go on; `open` lets new ones in."""
+        if self.is_paused:
+            await self.client.resume()
+            self.is_paused = False
+
+    def set_updating(self, is_updating: bool) -> None:
+        """While it loads weights it may be silent for longer."""
+        if self._watch is not None:
+            self._watch.set_updating(is_updating)
+
+    async def finish_update(self, version: int) -> None:
+        """Names the weights that the server has loaded, and checks that it took the name.
+
+        Raises: EngineFailed: it did not.
+        """
+        await self.client.set_version(version)
+        told, _ = await self.client.served_weights()
+        if told != version:
+            raise EngineFailed(f"{self.url} says its weights are {told}, expected {version}")
+        self.load.version = version
+
+    async def _start_server(self) -> None:
+        settings, servers = self._settings, self._settings.servers
+        port = servers.ports[self.index] if servers.ports else free_port(servers.host)
+        place = ServerPlace(self.index, port, settings.api_key, is_cuda=settings.is_cuda)
+        kind = settings.kind
+        log_path = settings.log_folder / f"{settings.owner}-{kind.section}-{self.index}.log"
+        self.server = await ServerProcess.start(kind, settings.config, servers, place, log_path)
+        self.url = self.server.url
+        self._connect(settings.api_key)
+        await self.server.wait_ready(self.client, servers.start_timeout_s)
+
+    def _connect(self, api_key: str) -> None:
+        timeout_s = self._settings.servers.control_timeout_s
+        self._client = self._settings.kind.connect(self.url, api_key, timeout_s)
+
+    async def _find_version(self) -> int:
+        """Of a server that somebody else has started: 0 when it has the model folder's weights."""
+        version, served = await self.client.served_weights()
+        if version != 0:
+            return UNKNOWN_VERSION
+        config = self._settings.config
+        if not _is_same_folder(served, config.path):
+            if config.weight_update.method == WeightUpdateMethod.disk:
+                return UNKNOWN_VERSION  # it sees the model folder, and loads it
+            logger.warning(
+                "server=%s serves %s: it has to hold the weights of %s",
+                *(self.url, served, config.path),
+            )
+        await self.client.set_version(0)
+        return 0
+
+    def _reopen(self) -> None:
+        self.load.is_open = self.is_up and not self._is_held
+        self._dispatcher.changed()
+
+
+def _is_same_folder(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,372 @@
+"""All servers of an engine: brought up, kept at the current weights, replaced when they fail.
+
+    consumes     weights to publish, pause, resume, close
+    waits for    servers that start, load or drain, each wait bounded by its setting
+    unblocked by their answers; one task a server watches it and starts it again
+
+A server *serves* from the moment that it has the current weights. It becomes current and serving
+without giving up the event loop in between, so that a publication either finds it serving and
+updates it, or is found by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+
+from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.replica import Replica, ReplicaSettings
+from areal_sc.engines.servers.updates import UpdateTimes, update_wave
+from areal_sc.engines.servers.weights import DiskWeights, LoadableWeights, Weights
+from areal_sc.engines.weight_group import WeightGroup
+from areal_sc.errors import (
+    ArealError,
+    ConfigError,
+    EngineFailed,
+    PeerLost,
+    ProtocolError,
+    RpcTimeout,
+    ShardGone,
+    WaitTimeout,
+    WorkerError,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_BACKOFF_S = 30.0
+
+
+class ReplicaSet:
+    """The servers, the weights that they shall have, and whether they shall generate.
+
+    Attributes:
+        dispatcher: places requests on them; its failure is why nothing can be done.
+        version: policy version of the oldest weights that a request may meet.
+        times: sums over weight updates.
+        num_updates: weight updates that were done.
+        num_losses: servers that failed while they served.
+    """
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        loads: list[ServerLoad] = []
+        self.dispatcher = Dispatcher(loads)
+        num_servers = settings.handle.num_servers
+        self.replicas = [Replica(i, settings, self.dispatcher) for i in range(num_servers)]
+        loads.extend(replica.load for replica in self.replicas)
+        self.dispatcher.fail(self._failure("has not been started"))
+        self.version = 0
+        self.times = UpdateTimes()
+        self.num_updates = 0
+        self.num_losses = 0
+        self._by_load = {replica.load: replica for replica in self.replicas}
+        self._weights: Weights = DiskWeights(0, settings.config.path)
+        self._serving: set[Replica] = set()
+        self._given_up: set[Replica] = set()
+        self._changed = asyncio.Event()
+        self._control = asyncio.Lock()  # one update, pause or resume at a time
+        self._group_sizes: dict[str, int] = {}
+        self._is_paused = False
+        self._is_closed = False
+        self._starts: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
+
+    def replica(self, load: ServerLoad) -> Replica:
+        return self._by_load[load]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the servers compute on GPUs."""
+        return self._settings.is_cuda
+
+    async def start(self) -> None:
+        """Starts the servers, or connects to them, and returns when all of them serve.
+
+        To be called in the thread whose end shall end the servers.
+        Raises: ConfigError, ModelError, WorkerStartError: what is wrong, and what to change; none
+            is left running then.
+        """
+        self._starts = [asyncio.create_task(self._start_one(r)) for r in self.replicas]
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            try:
+                await asyncio.gather(*self._starts)
+            except asyncio.CancelledError:
+                self._require_open()
+                raise
+            self._require_open()
+            undo.pop_all()
+        self.dispatcher.failure = None
+        for replica in self.replicas:
+            task = asyncio.create_task(self._supervise(replica))
+            task.add_done_callback(self._note_end)
+            self._supervisors.append(task)
+
+    async def close(self) -> None:
+        """Ends the servers that were started here; those of others generate again if paused.
+
+        Pending and later calls raise WorkerError.
+        """
+        self._is_closed = True
+        self.dispatcher.fail(self._failure("is closed"))
+        self._changed.set()
+        tasks = [*self._starts, *self._supervisors]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._serving.clear()
+        for replica in self.replicas:
+            if not replica.is_own and replica.is_up:
+                with suppress(ArealError):
+                    await replica.resume()
+        ends = (r.take_down("the engine is closed", is_gentle=True) for r in self.replicas)
+        await asyncio.gather(*ends)
+
+    async def publish(self, weights: Weights) -> None:
+        """Gives all serving servers these weights, wave by wave.
+
+        Returns when at least one serves them, and every other one does, or is being restarted.
+        Raises: EngineFailed: no server is left. What getting the weights raises; nothing has
+            changed then.
+        """
+        if self.dispatcher.failure is not None:
+            raise self.dispatcher.failure
+        config = self._settings.config
+        async with self._control:
+            started = time.perf_counter()
+            async with weights.opened() as loadable:
+                self.times.update_open_s += time.perf_counter() - started
+                self._weights = weights
+                self._changed.set()
+                serving = self._in_order()
+                size = config.max_unavailable or max(1, len(serving))
+                for start in range(0, len(serving), size):
+                    still = [r for r in serving[start : start + size] if r in self._serving]
+                    if still:
+                        await self._update(still, weights.version, loadable)
+            await self._until_current()
+            self.version = min(replica.load.version for replica in self._serving)
+            self.num_updates += 1
+
+    async def pause(self) -> None:
+        """Returns when no server generates; running requests are held."""
+        async with self._control:
+            self._is_paused = True
+            await self._tell_serving(Replica.pause)
+
+    async def resume(self) -> None:
+        async with self._control:
+            self._is_paused = False
+            await self._tell_serving(Replica.resume)
+            for replica in self._serving:
+                replica.open()
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        """The serving servers become ranks of a weight group, from `first_rank` on.
+
+        Waits for all ranks of the group, so the others must join at the same time.
+        Raises: EngineFailed, TransportError: a server did not join; the group is of no use then.
+        """
+        members = self._in_order()
+        timeout_s = self._settings.config.weight_update.step_timeout_s
+        rank = first_rank
+        joins = []
+        for replica in members:
+            joins.append(replica.client.join_group(group, rank, timeout_s=timeout_s))
+            rank += replica.abilities.tp_size
+        outcomes = await asyncio.gather(*joins, return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+        for replica in members:
+            replica.groups.add(group.name)
+        self._group_sizes = {group.name: len(members)}  # one group at a time
+
+    async def leave_group(self, name: str) -> None:
+        """Ends a weight group on the servers that are in it."""
+        for replica in [r for r in self._serving if name in r.groups]:
+            replica.groups.discard(name)
+            try:
+                await replica.client.leave_group(name)
+            except (EngineFailed, PeerLost, RpcTimeout) as error:
+                logger.warning("server=%s group=%s %s", replica.load.name, name, error)
+
+    def has_whole_group(self, name: str) -> bool:
+        """Whether every serving server is in the weight group, and nobody has left it."""
+        members = [replica for replica in self._serving if name in replica.groups]
+        return len(self._serving) == len(members) == self._group_sizes.get(name, 0) > 0
+
+    def count_ranks(self) -> int:
+        """Ranks of the serving servers."""
+        return sum(replica.abilities.tp_size for replica in self._serving)
+
+    def _in_order(self) -> list[Replica]:
+        """Those that serve."""
+        return [replica for replica in self.replicas if replica in self._serving]
+
+    async def _start_one(self, replica: Replica) -> None:
+        try:
+            await replica.bring_up()
+        except (PeerLost, RpcTimeout, ProtocolError, EngineFailed) as error:
+            if not replica.is_own:
+                section, name = self._settings.kind.section, self._settings.kind.name
+                raise ConfigError(
+                    f"{section}.urls: no {name} server answers at {replica.url} as one does "
+                    f"({error}); start it, or correct the URL"
+                ) from error
+            raise
+        await self._become_serving(replica)
+
+    async def _supervise(self, replica: Replica) -> None:
+        while True:
+            reason = await replica.watch()
+            self._serving.discard(replica)
+            self.num_losses += 1
+            logger.warning("server=%s lost: %s", replica.load.name, reason)
+            await replica.take_down(reason)
+            if not await self._bring_back(replica):
+                self._give_up(replica)
+                return
+            logger.info("server=%s is back version=%d", replica.load.name, replica.load.version)
+
+    def _note_end(self, supervisor: asyncio.Task[None]) -> None:
+        """A supervisor that raises leaves its server alone: nothing may rely on it any more."""
+        if not supervisor.cancelled() and (error := supervisor.exception()):
+            logger.error("a server is watched no more", exc_info=error)
+            self.dispatcher.fail(EngineFailed(f"watching a server failed: {error!r}"))
+            self._changed.set()
+
+    async def _bring_back(self, replica: Replica) -> bool:
+        """Whether the server serves again."""
+        servers = self._settings.servers
+        for attempt in range(servers.max_restarts):
+            try:
+                if replica.is_own:
+                    await replica.bring_up()
+                else:
+                    await replica.reconnect(servers.start_timeout_s)
+                await self._become_serving(replica)
+                return True
+            except ArealError as error:
+                logger.warning(
+                    "server=%s attempt=%d of %d failed: %s",
+                    *(replica.load.name, attempt + 1, servers.max_restarts, error),
+                )
+                await replica.take_down(str(error))
+                await asyncio.sleep(min(2.0**attempt, _MAX_BACKOFF_S))
+        return False
+
+    async def _become_serving(self, replica: Replica) -> None:
+        """Gives the server what has changed since it started, until nothing has."""
+        while True:
+            weights = self._weights
+            if replica.load.version != weights.version:
+                try:
+                    async with weights.again.opened() as loadable:
+                        errors, _ = await update_wave(
+                            [replica],
+                            weights.version,
+                            loadable,
+                            self.dispatcher,
+                            self._settings.config,
+                            stays_paused=True,
+                        )
+                except ShardGone:  # the trainers have newer ones, which will be published
+                    await self._until_newer(weights)
+                    continue
+                if errors[0] is not None:
+                    raise errors[0]
+            elif self._is_paused and not replica.is_paused:
+                await replica.pause()
+            elif replica.is_paused and not self._is_paused:
+                await replica.resume()
+            else:
+                break
+        # from here on without an await: see the top of the file
+        self._serving.add(replica)
+        if not self._is_paused:
+            replica.open()
+        self._changed.set()
+
+    def _failure(self, state: str) -> WorkerError:
+        return WorkerError(f"the {self._settings.kind.name} engine {state}")
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise self._failure("is closed")
+
+    def _give_up(self, replica: Replica) -> None:
+        self._given_up.add(replica)
+        left = len(self.replicas) - len(self._given_up)
+        logger.error("server=%s is given up; %d are left", replica.load.name, left)
+        if left == 0:
+            self.dispatcher.fail(
+                EngineFailed(
+                    f"all {len(self.replicas)} {self._settings.kind.name} servers are lost, the "
+                    f"last one after {self._settings.servers.max_restarts} failed starts; see "
+                    f"{self._settings.log_folder}"
+                )
+            )
+        self._changed.set()
+
+    async def _update(
+        self, wave: Sequence[Replica], version: int, weights: LoadableWeights
+    ) -> None:
+        lives = [replica.num_starts for replica in wave]
+        errors, times = await update_wave(
+            wave,
+            version,
+            weights,
+            self.dispatcher,
+            self._settings.config,
+            stays_paused=self._is_paused,
+        )
+        self.times.add(times)
+        for replica, error, life in zip(wave, errors, lives, strict=True):
+            if replica.num_starts != life:
+                continue  # it has started again meanwhile, and has found the weights by itself
+            if error is not None:
+                self._serving.discard(replica)
+                replica.fail(f"its weight update to version {version} failed: {error}")
+            elif not self._is_paused:
+                replica.open()
+
+    async def _until_current(self) -> None:
+        """Waits until a server has the newest weights; those that restart load them by themselves.
+
+        Bounded by the limits of a start.
+        """
+        while not any(r.load.version == self._weights.version for r in self._serving):
+            if self.dispatcher.failure is not None:
+                raise self.dispatcher.failure
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _until_newer(self, weights: Weights) -> None:
+        """Waits for the next publication.
+
+        Raises: WaitTimeout: there was none for longer than a group may take.
+        """
+        try:
+            async with asyncio.timeout(self._settings.config.group_timeout_s):
+                while self._weights is weights:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise WaitTimeout(
+                f"version {weights.version} is not to be had any more, and no newer one came"
+            ) from error
+
+    async def _tell_serving(self, action: Callable[[Replica], Awaitable[None]]) -> None:
+        """A server that does not do it is given up."""
+
+        async def tell(replica: Replica) -> None:
+            try:
+                await action(replica)
+            except ArealError as error:
+                replica.fail(f"it did not pause or resume: {error}")
+
+        await asyncio.gather(*map(tell, list(self._serving)))

@@ -1,0 +1,255 @@
+"""SGLang's HTTP interface."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import pickle
+import re
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import (
+    rebuild_storage_filename,
+    rebuild_tensor,
+    rebuild_typed_storage,
+)
+
+from areal_sc.engines.servers.http_client import HttpClient, reason_of
+from areal_sc.engines.servers.kind import AnswerPart, PartRequest, ServerAbilities
+from areal_sc.engines.servers.sglang.answers import read_answer, request_body
+from areal_sc.engines.servers.sglang.arguments import check_version
+from areal_sc.errors import EngineFailed, ProtocolError
+
+if TYPE_CHECKING:
+    from areal_sc.engines.weight_group import BucketLayout, WeightGroup
+
+logger = logging.getLogger(__name__)
+
+_METHOD_NOT_ALLOWED = 405
+_PROBE_TOKEN = 0
+_NO_TOKEN = 1 << 31  # outside every vocabulary
+_VOCABULARY_RANGE = re.compile(r"in \[0, (\d+)\]")
+_INITIAL_VERSIONS = {"default": 0}
+"""Names of weights that a server has before any were given to it."""
+
+
+class SGLangClient(HttpClient):
+    """`ServerClient` of an SGLang server.
+
+    Args:
+        control_timeout_s: for answers that do not wait for tokens or weights.
+    """
+
+    def __init__(self, url: str, api_key: str = "", control_timeout_s: float = 60.0) -> None:
+        super().__init__(url, api_key, "sglang.api_key_env")
+        self._control_timeout_s = control_timeout_s
+        self._has_update_session = True
+        self._tp_size = 1
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        await self.request("GET", "/health", None, timeout_s)
+
+    async def probe(self, *, timeout_s: float) -> None:
+        await self._server_info(timeout_s)
+
+    async def ask_abilities(self, *, timeout_s: float) -> ServerAbilities:
+        """Generates two tokens. Raises: ConfigError: the server is too old."""
+        info = await self._server_info(self._control_timeout_s)
+        version = str(info.get("version", ""))
+        check_version(version, self.url)
+        model = await self._model_info()
+        plain = await self._generate(_probe(), timeout_s)
+        route = "/begin_weight_update"  # takes POST alone, so it is not called here
+        status, _ = await self.send("GET", route, None, self._control_timeout_s)
+        self._has_update_session = status == _METHOD_NOT_ALLOWED
+        try:
+            self._tp_size = int(info["tp_size"])
+            return ServerAbilities(
+                version=version,
+                model_type=str(model.get("model_type") or ""),
+                architectures=tuple(model.get("architectures") or ()),
+                vocab_size=await self._ask_vocab_size(timeout_s),
+                max_context_tokens=int(info["max_req_input_len"]),
+                tp_size=self._tp_size,
+                max_support=await self._ask_max_support(info, timeout_s),
+                has_version_spans="weight_versions" in plain["meta_info"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error
+
+    async def served_weights(self) -> tuple[int | None, str]:
+        info = await self._model_info()
+        name = str(info.get("weight_version"))
+        version = int(name) if name.isdecimal() else _INITIAL_VERSIONS.get(name)
+        return version, str(info.get("model_path"))
+
+    async def generate(self, request: PartRequest) -> AnswerPart:
+        answer = await self._generate(request_body(request), None)
+        return read_answer(answer, is_truncated=request.max_support is not None)
+
+    async def abort(self, request_id: str) -> None:
+        await self._post("/abort_request", {"rid": request_id})
+
+    async def pause(self, *, holds_requests: bool) -> None:
+        # retract drops the KV cache of held requests, so that it is recomputed
+        await self._post("/pause_generation", {"mode": "retract" if holds_requests else "abort"})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def set_version(self, version: int) -> None:
+        # by default it would abort all requests
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._update("/update_weight_version", body, self._control_timeout_s)
+
+    async def load_from_disk(self, folder: str, *, timeout_s: float) -> None:
+        body = {"model_path": folder, "load_format": "auto", "flush_cache": True}
+        await self._update("/update_weights_from_disk", body, timeout_s)
+
+    async def begin_update(self) -> None:
+        if self._has_update_session:
+            await self._update("/begin_weight_update", {}, self._control_timeout_s)
+
+    async def end_update(self, *, timeout_s: float) -> None:
+        if self._has_update_session:
+            await self._update("/end_weight_update", {}, timeout_s)
+
+    async def load_tensors(
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+    ) -> None:
+        body = {
+            "serialized_named_tensors": [_pickle(flat, layout, self._tp_size)] * self._tp_size,
+            "load_format": "flattened_bucket",
+            "flush_cache": drops_cache,
+        }
+        await self._update("/update_weights_from_tensor", body, timeout_s)
+
+    async def join_group(self, group: WeightGroup, first_rank: int, *, timeout_s: float) -> None:
+        body = {
+            "group_name": group.name,
+            "master_address": group.master_address,
+            "master_port": group.master_port,
+            "world_size": group.world_size,
+            "rank_offset": first_rank,
+            "backend": group.backend,
+        }
+        await self._update("/init_weights_update_group", body, timeout_s)
+
+    async def leave_group(self, name: str) -> None:
+        body = {"group_name": name}
+        await self._update("/destroy_weights_update_group", body, self._control_timeout_s)
+
+    async def receive_broadcast(
+        self, group_name: str, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+    ) -> None:
+        body = {
+            "load_format": "flattened_bucket",
+            "group_name": group_name,
+            "names": list(layout.names),
+            "dtypes": list(layout.dtypes),
+            "shapes": [list(shape) for shape in layout.shapes],
+            "flush_cache": drops_cache,
+        }
+        await self._update("/update_weights_from_distributed", body, timeout_s)
+
+    async def _server_info(self, timeout_s: float) -> dict[str, Any]:
+        """The server's arguments and limits. Its scheduler answers this, also while paused."""
+        return await self.request("GET", "/server_info", None, timeout_s)
+
+    async def _model_info(self) -> dict[str, Any]:
+        return await self.request("GET", "/model_info", None, self._control_timeout_s)
+
+    async def _generate(self, body: Mapping[str, Any], timeout_s: float | None) -> dict[str, Any]:
+        return await self.request("POST", "/generate", body, timeout_s)
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        await self.request("POST", path, body, self._control_timeout_s)
+
+    async def _update(self, path: str, body: Mapping[str, Any], timeout_s: float) -> None:
+        answer = await self.request("POST", path, body, timeout_s)
+        if answer.get("success") is not True:
+            raise EngineFailed(f"{self.url}{path} did not succeed: {reason_of(answer)}")
+
+    async def _ask_vocab_size(self, timeout_s: float) -> int | None:
+        """From the refusal of a token that no vocabulary has; it never reaches the model."""
+        body = _probe(sampling_params={"logit_bias": {str(_NO_TOKEN): 0.0}})
+        try:
+            await self._generate(body, timeout_s)
+        except EngineFailed as refusal:
+            if found := _VOCABULARY_RANGE.search(str(refusal)):
+                return int(found[1]) + 1
+        logger.warning("server=%s does not tell its vocabulary: it is not checked", self.url)
+        return None
+
+    async def _ask_max_support(self, info: Mapping[str, Any], timeout_s: float) -> int:
+        body = _probe(
+            sampling_params={"top_k": 2},
+            return_sampling_mask=True,
+            sampling_logprobs_mode="selected",
+        )
+        try:
+            answer = await self._generate(body, timeout_s)
+        except EngineFailed as refusal:
+            logger.info("server=%s no truncated log-probabilities: %s", self.url, refusal)
+            return 0
+        if "output_token_sampling_logprobs" not in answer["meta_info"]:
+            return 0
+        return int(info["sampling_mask_max_tokens"])
+
+
+def _probe(**more: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": 1, "temperature": 1.0, **more.pop("sampling_params", {})}
+    return {
+        "input_ids": [_PROBE_TOKEN],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        **more,
+    }
+
+
+class _SharedPickler(pickle.Pickler):
+    """Names the shared memory of a tensor instead of copying it.
+
+    As torch's own with the sharing strategy `file_system`, which is a setting of the whole process
+    and would change what others do. Every reader gives back one count of references.
+    """
+
+    def __init__(self, file: io.BytesIO, num_readers: int) -> None:
+        super().__init__(file, protocol=4)
+        self._num_readers = num_readers
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            place = (value.storage_offset(), tuple(value.shape), value.stride(), False)
+            return rebuild_tensor, (torch.Tensor, _typed_storage(value), place)
+        if isinstance(value, torch.TypedStorage):
+            return rebuild_typed_storage, (value._untyped_storage, value.dtype)
+        if isinstance(value, torch.UntypedStorage):
+            for _ in range(self._num_readers):
+                value._shared_incref()  # type: ignore[no-untyped-call]
+            shared = value._share_filename_cpu_()
+            return rebuild_storage_filename, (torch.UntypedStorage, *shared)
+        return NotImplemented
+
+
+def _pickle(flat: torch.Tensor, layout: BucketLayout, num_readers: int) -> str:
+    """The form that SGLang loads buckets in, base64: it names the memory and what lies where."""
+    parts, start = [], 0
+    for name, dtype_name, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
+        dtype = getattr(torch, dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        part = {"name": name, "shape": shape, "dtype": dtype, "numel": size}  # of bytes
+        parts.append(SimpleNamespace(**part, start_idx=start, end_idx=start + size))
+        start += size
+    file = io.BytesIO()
+    _SharedPickler(file, num_readers).dump({"flattened_tensor": flat, "metadata": parts})
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _typed_storage(tensor: torch.Tensor) -> Any:
+    return tensor._typed_storage()  # type: ignore[no-untyped-call]

@@ -1,0 +1,201 @@
+"""Watches one server until it has to be replaced: whether its silence is work, or the end.
+
+consumes     nothing
+waits for    the scheduler's answer to a question that is asked every `probe_interval_s`
+unblocked by an answer, the end of the process, `suspect`, `fail`, or the clock
+
+The question goes to the scheduler, which answers between two steps, also while it is paused. The
+HTTP process alone proves nothing: it goes on answering for a scheduler that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_sc.config.schema import ServersConfig
+from areal_sc.engines.servers.kind import ServerClient
+from areal_sc.engines.servers.process import ProcessState, ServerProcess, read_process
+from areal_sc.errors import ArealError, RpcTimeout
+
+_MAX_REFUSALS = 2
+"""Connections in a row that fail while the process lives: one may have been closing just then."""
+
+_REFUSED_POLL_S = 0.25
+
+
+@dataclass
+class Activity:
+    """What the processes of a server did since its last answer.
+
+    Attributes:
+        main: the HTTP process; None when the server runs on another machine.
+        schedulers: those that compute.
+    """
+
+    main: int | None = None
+    schedulers: Sequence[int] = ()
+    _ticks_at_answer: dict[int, int] = field(default_factory=dict)
+
+    def note_answer(self) -> None:
+        """Counts from here."""
+        self._ticks_at_answer = {pid: s.cpu_ticks for pid, s in _states(self.schedulers)}
+
+    def ended(self) -> list[int]:
+        """Processes that are there no more."""
+        return [pid for pid in self._all() if read_process(pid) is None]
+
+    def stopped(self) -> list[int]:
+        """Processes that a signal has stopped."""
+        return [pid for pid, state in _states(self._all()) if state.is_stopped]
+
+    def idle(self) -> list[int]:
+        """Schedulers that have computed nothing since the answer."""
+        before = self._ticks_at_answer
+        return [pid for pid, state in _states(before) if state.cpu_ticks <= before[pid]]
+
+    def _all(self) -> list[int]:
+        return [] if self.main is None else [self.main, *self.schedulers]
+
+
+def why_replace(
+    silent_s: float, activity: Activity, servers: ServersConfig, *, is_updating: bool
+) -> str | None:
+    """Why a server has to be replaced; None: it may answer yet.
+
+    Args:
+        silent_s: time since its scheduler's last answer.
+        is_updating: it may be silent while it loads weights; that has a limit of its own, and a
+            member of a collective operation waits without computing.
+    """
+    if gone := activity.ended():
+        return f"dead: its process {gone[0]} has ended"
+    if silent_s < servers.hung_after_s:
+        return None
+    silence = f"hung: it has not answered for {silent_s:.1f} s"
+    if stopped := activity.stopped():
+        return f"{silence}, and its process {stopped[0]} is stopped"
+    if is_updating:
+        return None
+    if idle := activity.idle():
+        return f"{silence}, and its process {idle[0]} has computed nothing"
+    if activity.main is None:
+        return silence
+    if silent_s >= servers.busy_limit_s:
+        return f"{silence}, though it computes"
+    return None
+
+
+class Watch:
+    """One life of a server.
+
+    Args:
+        server: its process, when it is ours.
+        on_answer: called when it has answered.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        server: ServerProcess | None,
+        servers: ServersConfig,
+        on_answer: Callable[[], None],
+    ) -> None:
+        self.is_updating = False
+        self._client = client
+        self._server = server
+        self._activity = Activity(server.pid, server.schedulers) if server else Activity()
+        self._servers = servers
+        self._on_answer = on_answer
+        self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[str] = self._loop.create_future()
+        self._ask_now = asyncio.Event()
+        self._answered_at = self._loop.time()
+        self._activity.note_answer()
+
+    def fail(self, reason: str) -> None:
+        """The server is given up: `run` returns."""
+        if not self._failed.done():
+            self._failed.set_result(reason)
+
+    def set_updating(self, is_updating: bool) -> None:
+        """While it loads weights it may be silent; its time starts anew when it has loaded them."""
+        if self.is_updating and not is_updating:
+            self._note_answer()
+        self.is_updating = is_updating
+
+    def suspect(self) -> None:
+        """Asks the server at once."""
+        self._ask_now.set()
+
+    async def run(self) -> str:
+        """Returns why the server has to be replaced."""
+        steps = [self._ask_repeatedly(), self._judge_repeatedly()]
+        if self._server is not None:
+            steps.append(self._await_end(self._server))
+        tasks = [asyncio.create_task(step) for step in steps]
+        try:
+            ends: list[asyncio.Future[Any]] = [self._failed, *tasks]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return await self._failed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _await_end(self, server: ServerProcess) -> None:
+        self.fail(f"its process ended with exit code {await server.wait()}")
+
+    async def _ask_repeatedly(self) -> None:
+        num_refusals = 0
+        while num_refusals < _MAX_REFUSALS:
+            self._ask_now.clear()
+            wait_s = self._servers.probe_interval_s
+            try:
+                await self._client.probe(timeout_s=self._servers.busy_limit_s)
+            except RpcTimeout:
+                pass  # judged by its silence
+            except ArealError as error:
+                num_refusals += 1
+                reason = f"it does not answer: {error}"
+                wait_s = min(wait_s, _REFUSED_POLL_S)
+            else:
+                num_refusals = 0
+                self._note_answer()
+                self._on_answer()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._ask_now.wait()
+        self.fail(reason)
+
+    async def _judge_repeatedly(self) -> None:
+        interval_s = self._servers.probe_interval_s
+        while True:
+            slept_at = self._loop.time()
+            await asyncio.sleep(interval_s)
+            late_s = self._loop.time() - slept_at - interval_s
+            if late_s > interval_s:  # nobody was there to hear an answer
+                self._answered_at += late_s
+            silent_s = self._loop.time() - self._answered_at
+            reason = why_replace(
+                silent_s, self._activity, self._servers, is_updating=self.is_updating
+            )
+            if reason is not None:
+                self.fail(reason)
+
+    def _note_answer(self) -> None:
+        self._answered_at = self._loop.time()
+        self._activity.note_answer()
+
+
+def _states(pids: Iterable[int]) -> Iterator[tuple[int, ProcessState]]:
+    for pid in pids:
+        state = read_process(pid)
+        if state is not None:
+            yield pid, state

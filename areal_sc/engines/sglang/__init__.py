@@ -1,1 +1,0 @@
-"""Generation by SGLang servers. The engine is `areal_sc.engines.sglang.engine.SGLangEngine`."""

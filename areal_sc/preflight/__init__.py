@@ -1,0 +1,1 @@
+"""What is found out about a run before a worker is started: wrong settings, placement, memory."""

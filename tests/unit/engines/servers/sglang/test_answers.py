@@ -1,0 +1,180 @@
+"""Requests to SGLang, and what its answers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_sc.config.schema import (
+    Device,
+    GenerationConfig,
+    RolloutConfig,
+)
+from areal_sc.engines.servers.completion import CompletionRequest
+from areal_sc.engines.servers.kind import PartRequest
+from areal_sc.engines.servers.sglang.answers import read_answer, read_versions, request_body
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.errors import ConfigError, EngineFailed, ProtocolError, WorkflowError
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    return {
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 3},
+            "output_token_logprobs": [[-0.5, 7, None], [-1.5, 8, None], [-2.5, 9, None]],
+            "weight_version": "2",
+            "weight_versions": [
+                {"version": "1", "start": 0, "end": 2},
+                {"version": "2", "start": 2, "end": 3},
+            ],
+            "prompt_tokens": 10,
+            "cached_tokens": 4,
+            **meta,
+        }
+    }
+
+
+def test_an_answer_is_read() -> None:
+    part = read_answer(answer(), is_truncated=False)
+    assert part.token_ids == [7, 8, 9]
+    assert part.logprobs == [-0.5, -1.5, -2.5]
+    assert part.versions == [1, 1, 2]
+    assert (part.finish, part.num_prompt_tokens, part.num_cached_tokens) == (
+        "length",
+        10,
+        4,
+    )
+
+
+def test_truncated_logprobs_are_taken_where_they_were_asked_for() -> None:
+    reply = answer(output_token_sampling_logprobs=[-0.1, -0.2, -0.3])
+    assert read_answer(reply, is_truncated=True).logprobs == [-0.1, -0.2, -0.3]
+    assert read_answer(reply, is_truncated=False).logprobs == [-0.5, -1.5, -2.5]
+
+
+def test_an_aborted_answer_may_be_empty() -> None:
+    reply = {
+        "meta_info": {
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "weight_version": "default",
+        }
+    }
+    part = read_answer(reply, is_truncated=False)
+    assert (part.token_ids, part.finish) == ([], "abort")
+    assert part.reason == "Abort in waiting queue"
+
+
+def test_a_server_without_spans_tells_one_version() -> None:
+    assert read_versions({"weight_version": "5"}, 3) == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"finish_reason": {"type": "gone"}}, "unknown reason: 'gone'"),
+        ({"finish_reason": None}, "cannot be read"),
+        ({"output_token_logprobs": [[-0.5]]}, "cannot be read"),
+        ({"output_token_logprobs": 3}, "cannot be read"),
+        ({"weight_versions": [{"version": "1", "start": 0, "end": 2}]}, "cover not 3 tokens"),
+        ({"weight_versions": [{"version": "1", "start": 1, "end": 3}]}, "do not join"),
+        ({"weight_versions": None, "weight_version": "default"}, "cannot be read"),
+    ],
+)
+def test_answers_that_no_server_gives(meta: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        read_answer(answer(**meta), is_truncated=False)
+    with pytest.raises(ProtocolError):
+        read_answer({}, is_truncated=False)
+    with pytest.raises(ProtocolError, match="3 tokens and 0 log-probabilities"):
+        read_answer(answer(), is_truncated=True)
+
+
+def test_a_logprob_that_is_not_finite_is_the_engine_s_failure() -> None:
+    reply = answer(output_token_logprobs=[[-0.5, 7, None], [None, 8, None], [-1.0, 9, None]])
+    with pytest.raises(EngineFailed, match="policy version 2 gave a log-probability"):
+        read_answer(reply, is_truncated=False)
+
+
+def body(sampling: GenerationConfig, max_support: int | None) -> dict[str, Any]:
+    return request_body(PartRequest("id", [1, 2], sampling, 5, (9,), max_support))
+
+
+def test_the_whole_distribution_is_asked_for_without_filters() -> None:
+    asked = body(GenerationConfig(temperature=0.7), None)
+    assert asked["sampling_params"] == {
+        "max_new_tokens": 5,
+        "temperature": 0.7,
+        "stop_token_ids": [9],
+        "skip_special_tokens": False,
+    }
+    assert (asked["rid"], asked["input_ids"], asked["return_logprob"]) == ("id", [1, 2], True)
+
+
+def test_a_truncated_distribution_has_a_bound_that_the_server_can_tell() -> None:
+    asked = body(GenerationConfig(top_p=0.9), 64)
+    assert asked["sampling_params"]["top_p"] == 0.9
+    assert asked["sampling_params"]["top_k"] == 64
+    assert asked["return_sampling_mask"] is True
+    assert body(GenerationConfig(top_k=5), 64)["sampling_params"]["top_k"] == 5
+
+
+@pytest.fixture(scope="module")
+def make_request(
+    tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., CompletionRequest]:
+    """What an engine that takes 8 tokens makes of a call of `generate`."""
+    config = RolloutConfig(path=str(tiny_model_folder), device=Device.cpu, max_context_tokens=8)
+    engine = SGLangServerEngine(config, log_folder=tmp_path_factory.mktemp("logs"), name="rollout")
+
+    def make(prompt: list[int], **sampling: Any) -> CompletionRequest:
+        return engine._make_request(prompt, GenerationConfig(**sampling), None)
+
+    return make
+
+
+async def test_the_limit_of_an_answer_and_its_name(
+    make_request: Callable[..., CompletionRequest],
+) -> None:
+    def limit(max_new_tokens: int) -> tuple[int, str]:
+        request = make_request([1, 2, 3], max_new_tokens=max_new_tokens, stop_token_ids=[5, 5])
+        assert request.stop_token_ids[-1] == 5
+        assert len(set(request.stop_token_ids)) == len(request.stop_token_ids)
+        return request.max_new_tokens, request.length_reason
+
+    assert limit(4) == (4, "length")
+    assert limit(5) == (5, "length")
+    assert limit(6) == (5, "context")
+
+
+async def test_which_distributions_are_truncated(
+    make_request: Callable[..., CompletionRequest],
+) -> None:
+    for settings in ({}, {"top_k": 39}, {"temperature": 0.0, "top_p": 0.5, "top_k": 3}):
+        assert not make_request([1], **settings).is_truncated
+    for settings in ({"top_p": 0.99}, {"top_k": 38}):
+        assert make_request([1], **settings).is_truncated
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error"),
+    [
+        ([], {}, WorkflowError),
+        ([1] * 8, {}, WorkflowError),
+        ([39], {}, WorkflowError),
+        ([-1], {}, WorkflowError),
+        ([1], {"temperature": float("nan")}, ConfigError),
+        ([1], {"top_k": -1}, ConfigError),
+        ([1], {"max_new_tokens": 0}, ConfigError),
+    ],
+)
+async def test_requests_that_cannot_be(
+    prompt: list[int],
+    sampling: dict[str, Any],
+    error: type[Exception],
+    make_request: Callable[..., CompletionRequest],
+) -> None:
+    with pytest.raises(error):
+        make_request(prompt, **sampling)

@@ -1,0 +1,209 @@
+"""The HTTP client against a server that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from areal_sc.engines.servers import http_client
+from areal_sc.engines.servers.process import free_port
+from areal_sc.engines.servers.sglang.client import SGLangClient
+from areal_sc.errors import (
+    ConfigError,
+    EngineFailed,
+    PeerLost,
+    ProtocolError,
+    RpcTimeout,
+    ServerBusy,
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[SGLangClient]:
+    """A client of a server whose every path is answered by `handler`."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port("127.0.0.1")
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    client = SGLangClient(f"http://127.0.0.1:{port}/", "secret", control_timeout_s=5.0)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+def answering(status: int, content: Any) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if isinstance(content, bytes):
+            return web.Response(status=status, body=content)
+        return web.json_response(content, status=status)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "error", "message"),
+    [
+        (401, {"error": "Unauthorized"}, ConfigError, "refused the API key"),
+        (403, {}, ConfigError, "name it in sglang.api_key_env"),
+        (429, {}, ServerBusy, "no request now"),
+        (503, b"", ServerBusy, "HTTP 503"),
+        (400, {"error": {"message": "too long"}}, EngineFailed, "too long"),
+        (400, {"object": "error", "message": "no field"}, EngineFailed, "no field"),
+        (400, {"success": False, "message": "no folder"}, EngineFailed, "no folder"),
+        (500, b"Internal Server Error", EngineFailed, "Internal Server Error"),
+        (200, b"<html>", ProtocolError, "did not answer with JSON"),
+        (200, [1], ProtocolError, "answered with a list"),
+    ],
+)
+async def test_answers_that_are_none(
+    status: int, content: Any, error: type[Exception], message: str
+) -> None:
+    async with serving(answering(status, content)) as client:
+        with pytest.raises(error, match=message):
+            await client.probe(timeout_s=5.0)
+
+
+async def test_an_update_has_to_say_that_it_succeeded() -> None:
+    for content in ({"success": False, "message": "shape"}, {}, {"success": "yes"}):
+        async with serving(answering(200, content)) as client:
+            with pytest.raises(EngineFailed, match="did not succeed"):
+                await client.begin_update()
+    async with serving(answering(200, {"success": True})) as client:
+        await client.begin_update()
+
+
+async def test_no_server() -> None:
+    client = SGLangClient(f"http://127.0.0.1:{free_port('127.0.0.1')}")
+    with pytest.raises(PeerLost, match="no answer from"):
+        await client.probe(timeout_s=5.0)
+    await client.close()
+
+
+async def test_a_connection_that_ends() -> None:
+    async def hang_up(request: web.Request) -> web.StreamResponse:
+        assert request.transport
+        request.transport.abort()
+        return web.Response()
+
+    async def hang_up_midway(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.content_length = 100
+        await response.prepare(request)
+        await response.write(b"{")
+        assert request.transport
+        request.transport.abort()
+        return response
+
+    for handler in (hang_up, hang_up_midway):
+        async with serving(handler) as client:
+            with pytest.raises(PeerLost):
+                await client.probe(timeout_s=5.0)
+
+
+async def test_a_client_that_was_closed() -> None:
+    async with serving(answering(200, {})) as client:
+        await client.close()
+        with pytest.raises(PeerLost, match="was given up"):
+            await client.probe(timeout_s=5.0)
+
+
+async def test_nobody_there_to_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "_CONNECT_TIMEOUT_S", 0.05)
+    with socket.socket() as full:  # a queue that is full drops further connections silently
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(address)
+            client = SGLangClient(f"http://127.0.0.1:{address[1]}")
+            with pytest.raises(PeerLost, match=r"not connected within 0\.05 s"):
+                await client.probe(timeout_s=5.0)
+            await client.close()
+
+
+async def test_no_answer_in_time() -> None:
+    over = asyncio.Event()
+
+    async def wait(request: web.Request) -> web.StreamResponse:
+        await over.wait()
+        return web.Response()
+
+    async with serving(wait) as client:
+        with pytest.raises(RpcTimeout, match=r"did not answer within 0\.05 s"):
+            await client.probe(timeout_s=0.05)
+        over.set()
+
+
+async def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1000)
+    async with serving(answering(200, b"x" * 2000)) as client:
+        with pytest.raises(ProtocolError, match="over 1000 bytes"):
+            await client.probe(timeout_s=5.0)
+
+
+async def test_what_is_sent() -> None:
+    seen: list[tuple[str, str, Any, str | None]] = []
+
+    async def note(request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else None
+        seen.append((request.method, request.path, body, request.headers.get("Authorization")))
+        return web.json_response({"success": True})
+
+    async with serving(note) as client:
+        await client.set_version(7)
+        await client.pause(holds_requests=True)
+        await client.abort("r1")
+        await client.load_from_disk("/weights", timeout_s=1.0)
+    version = {"new_version": "7", "abort_all_requests": False}
+    assert seen[0] == ("POST", "/update_weight_version", version, "Bearer secret")
+    assert seen[1][1:3] == ("/pause_generation", {"mode": "retract"})
+    assert seen[2][1:3] == ("/abort_request", {"rid": "r1"})
+    assert seen[3][2]["model_path"] == "/weights"
+
+
+async def test_a_server_that_is_too_old() -> None:
+    async with serving(answering(200, {"version": "0.5.10"})) as client:
+        with pytest.raises(ConfigError, match=r"SGLang 0\.5\.10: 0\.5\.11 or newer is needed"):
+            await client.ask_abilities(timeout_s=5.0)
+    async with serving(answering(200, {"hello": "world"})) as client:
+        with pytest.raises(ConfigError, match="of an unknown version"):
+            await client.ask_abilities(timeout_s=5.0)
+
+
+OLD_SERVER: dict[str, Any] = {
+    "/server_info": {"version": "0.5.12", "max_req_input_len": 50, "tp_size": 2},
+    "/model_info": {"model_path": "/m"},
+    "/generate": {"meta_info": {"weight_version": "default"}},
+}
+
+
+async def test_a_server_that_can_less() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path not in OLD_SERVER:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response(OLD_SERVER[request.path])
+
+    async with serving(answer) as client:
+        abilities = await client.ask_abilities(timeout_s=5.0)
+        await client.begin_update()  # it has no such route, and is not asked
+    assert not abilities.has_version_spans
+    assert abilities.max_support == 0
+    assert abilities.vocab_size is None
+    assert (abilities.tp_size, abilities.max_context_tokens) == (2, 50)
+    assert abilities.architectures == ()

@@ -1,0 +1,149 @@
+"""The settings of SGLang servers, and the command line that they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_sc.config.schema import Dtype, RolloutConfig, SGLangConfig
+from areal_sc.engines.servers.kind import ServerAbilities, ServerPlace
+from areal_sc.engines.servers.process import server_environment
+from areal_sc.engines.servers.sglang.arguments import (
+    as_command_line,
+    check_version,
+    server_arguments,
+)
+from areal_sc.engines.servers.sglang.engine import SGLang
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
+from areal_sc.errors import ConfigError, ModelError
+
+PLACE = ServerPlace(index=1, port=4000, api_key="secret", is_cuda=False)
+ON_GPU = ServerPlace(index=1, port=4000, api_key="secret", is_cuda=True)
+
+
+def rollout(**settings: Any) -> RolloutConfig:
+    plain = {"path": "/model", "dtype": Dtype.bfloat16, "seed": 7, "max_context_tokens": 100}
+    return RolloutConfig(**{**plain, "max_running_sequences": 10, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"python": "/no/such/python"}, r"sglang\.python: '/no/such/python' is no program"),
+        ({"ports": [1, 2]}, r"sglang\.ports has 2 ports for 1 servers"),
+        ({"ports": [70000]}, r"sglang\.ports: expected 1 to 65535, got 70000"),
+        ({"ports": [9, 9], "num_servers": 2}, "names a port twice"),
+        ({"devices": [0], "tp_size": 2}, r"servers of tp_size 2 need 2"),
+        ({"urls": ["localhost:30000"]}, r"sglang\.urls: expected http://host:port, got"),
+        ({"urls": ["http://a:1", "http://a:1/"]}, r"sglang\.urls names a server twice"),
+        ({"urls": ["http://a:99999"]}, r"sglang\.urls: expected http://host:port, got"),
+        ({"devices": [1, 1], "tp_size": 2}, r"gives one server the same device twice: \[1, 1\]"),
+        ({"devices": [-1]}, r"sglang\.devices: expected indices of at least 0, got \[-1\]"),
+    ],
+)
+def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SGLangEngine(rollout(sglang=SGLangConfig(**settings))).check_servers()
+
+
+def test_possible_settings() -> None:
+    for servers in (SGLangConfig(), SGLangConfig(urls=["https://host"], python="/no/such/python")):
+        SGLangEngine(rollout(sglang=servers)).check_servers()
+
+
+def test_a_command_line() -> None:
+    given = {"tp_size": 2, "flag": True, "off": False, "none": None, "list": [1, "b"], "key": "-x"}
+    assert as_command_line(given) == ["--tp-size=2", "--flag", "--list", "1", "b", "--key=-x"]
+
+
+def test_settings_reach_the_server() -> None:
+    arguments = server_arguments(rollout(), SGLangConfig(num_servers=3, tp_size=2), PLACE)
+    assert {
+        "--model-path=/model",
+        "--dtype=bfloat16",
+        "--port=4000",
+        "--tp-size=2",
+        "--random-seed=8",  # servers do not sample the same
+        "--context-length=108",
+        "--max-running-requests=4",
+        "--max-total-tokens=432",
+        "--api-key=secret",
+        "--device=cpu",
+    } <= set(arguments)
+
+
+def test_arguments_of_the_user_come_first() -> None:
+    sglang = SGLangConfig(
+        args={"--max-running-requests": 99, "attention_backend": None, "enable_metrics": True}
+    )
+    arguments = server_arguments(rollout(), sglang, PLACE)
+    assert "--max-running-requests=99" in arguments
+    assert "--enable-metrics" in arguments
+    assert not any(argument.startswith("--attention-backend") for argument in arguments)
+    for name, setting in (("port", "ports"), ("tp", "tp_size"), ("dp_size", "num_servers")):
+        with pytest.raises(ConfigError, match=rf"\.{name}: set sglang\.{setting} instead"):
+            server_arguments(rollout(), SGLangConfig(args={name: 1}), PLACE)
+
+
+def test_cpu_defaults_are_not_given_to_gpus() -> None:
+    arguments = server_arguments(rollout(), SGLangConfig(), ON_GPU)
+    assert not any(a.startswith(("--device", "--max-total-tokens")) for a in arguments)
+
+
+@pytest.mark.parametrize(
+    ("devices", "seen", "expected"),
+    [([], None, "2,3"), ([4, 5, 6, 7], None, "6,7"), ([], "8,9,10,11", "10,11")],
+)
+def test_devices(
+    devices: list[int], seen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    sglang = SGLangConfig(num_servers=2, tp_size=2, devices=devices, environment={"NCCL_X": "1"})
+    environment = server_environment(SGLang(), sglang, ON_GPU)
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected
+    assert environment["NCCL_X"] == "1"
+
+
+def test_devices_that_this_worker_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match=r"server 1 needs GPUs \[2, 3\], but this worker sees 2"):
+        server_environment(SGLang(), SGLangConfig(num_servers=2, tp_size=2), ON_GPU)
+
+
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.15.post1", "0.5.23", "0.6.0rc1", "1.0"])
+def test_versions_that_are_new_enough(version: str) -> None:
+    check_version(version, "it")
+
+
+@pytest.mark.parametrize("version", ["0.5.10.post1", "0.4.9", ""])
+def test_versions_that_are_too_old(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"it is SGLang .*: 0\.5\.11 or newer is needed"):
+        check_version(version, "it")
+
+
+def test_a_server_of_the_same_model(tiny_model_folder: Any) -> None:
+    abilities = ServerAbilities(
+        version="0.5.21",
+        model_type="qwen2",
+        architectures=("Qwen2ForCausalLM",),
+        vocab_size=39,
+        max_context_tokens=200,
+        tp_size=1,
+        max_support=0,
+        has_version_spans=True,
+    )
+    abilities.check("url", str(tiny_model_folder), 200)
+    with pytest.raises(ConfigError, match=r"takes 200 tokens, but rollout\.max_context_tokens"):
+        abilities.check("url", str(tiny_model_folder), 201)
+    for name, value in (
+        ("model_type", "llama"),
+        ("architectures", ("LlamaForCausalLM",)),
+        ("vocab_size", 40),
+    ):
+        changed = ServerAbilities(**{**abilities.__dict__, name: value})
+        with pytest.raises(ModelError, match=f"another model than .*: {name} is"):
+            changed.check("url", str(tiny_model_folder), 200)

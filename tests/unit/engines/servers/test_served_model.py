@@ -1,0 +1,87 @@
+"""What the engine knows of a model before any server is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from areal_sc.config.schema import (
+    Device,
+    Dtype,
+    RolloutConfig,
+    SGLangConfig,
+    WeightUpdateConfig,
+    WeightUpdateMethod,
+)
+from areal_sc.engines.servers.model import ServedModel, check_weights_folder
+from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.errors import ConfigError
+
+MakeEngine = Callable[..., SGLangServerEngine]
+
+
+@pytest.fixture
+def folder(tiny_model_folder: Path, tmp_path: Path) -> Path:
+    """A copy whose files a test may change."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in tiny_model_folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def make_engine(folder: Path, method: WeightUpdateMethod) -> SGLangServerEngine:
+    config = RolloutConfig(
+        path=str(folder),
+        dtype=Dtype.float32,
+        device=Device.cpu,
+        seed=0,
+        sglang=SGLangConfig(),
+        weight_update=WeightUpdateConfig(method=method),
+    )
+    return SGLangServerEngine(config, log_folder=folder.parent, name="rollout")
+
+
+def test_parameters_are_those_that_trainers_publish(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    served = ServedModel.read(str(folder))
+    assert served.parameters == expected
+    assert served.parameters.keys() <= served.stored.keys()
+    assert not served.is_stored_by_other_names
+
+
+def test_a_folder_without_safetensors(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    expected = ServedModel.read(str(folder)).parameters
+    weights.unlink()
+    served = ServedModel.read(str(folder))
+    assert served.parameters == served.shapes_in_folders == expected
+    assert served.stored == {}
+
+
+def test_tensors_that_are_no_parameters_are_of_no_concern(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.rotary_emb.inv_freq": torch.ones(4)}, path, {"format": "pt"})
+    served = ServedModel.read(str(folder))
+    assert not served.is_stored_by_other_names
+    check_weights_folder(str(folder), served.shapes_in_folders)
+
+
+def test_names_that_servers_do_not_know(folder: Path) -> None:
+    """As with experts, which are fused in memory."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.other.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, path, {"format": "pt"})
+    for method in (WeightUpdateMethod.pull, WeightUpdateMethod.collective):
+        with pytest.raises(ConfigError, match=r"e\.g\. model\.norm\.weight, .*: choose disk"):
+            make_engine(folder, method)
+    make_engine(folder, WeightUpdateMethod.disk)
