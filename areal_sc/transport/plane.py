@@ -7,7 +7,7 @@ without            shards lie in the process's own memory; everybody pulls over 
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Any, Final
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.transport.arena.backend import ArenaBackend
@@ -19,7 +19,8 @@ from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.pull import Puller
-from areal_sc.transport.rpc.transport import Handler, Transport
+from areal_sc.transport.rpc.method import Handler
+from areal_sc.transport.rpc.transport import Transport
 from areal_sc.transport.tensor_store import TensorStore
 
 ROOM_SHARE: Final = 0.8
@@ -89,7 +90,7 @@ class DataPlane:
             idle_buffer_bytes=idle_buffer_bytes,
         )
 
-    async def start(self) -> dict[str, Handler]:
+    async def start(self) -> dict[str, Handler[Any, Any]]:
         """Binds the bulk socket; returns the RPC methods by which peers get to it.
 
         Raises: TransportError: the interface cannot be bound.

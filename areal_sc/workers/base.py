@@ -27,7 +27,8 @@ from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.plane import DataPlane
-from areal_sc.transport.rpc.server import Handler, RpcServer
+from areal_sc.transport.rpc.method import Handler
+from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.workers.run_memory import OFF, beats_folder
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
@@ -82,7 +83,7 @@ class Worker:
 
     async def serve(self) -> None:
         """Binds the sockets, reports, and serves until the end."""
-        handlers: dict[str, Handler] = {**self.methods(), **await self.plane.start()}
+        handlers: dict[str, Handler[Any, Any]] = {**self.methods(), **await self.plane.start()}
         server = self._server = RpcServer(
             handlers,
             node_id=self.spec.name,

@@ -91,7 +91,9 @@ async def request_grant(transport: Transport, owner: Owner, options: BulkOptions
     timeout_s = options.stalled_timeout_s
     control = transport.connect(owner.node_addr, owner.node_id, ANY_INCARNATION)
     try:
-        reply = await control.call(OPEN_SESSION, {"puller": options.puller}, timeout_s=timeout_s)
+        reply: Any = await control.call(
+            OPEN_SESSION, {"puller": options.puller}, timeout_s=timeout_s
+        )
     except RpcTimeout as error:
         raise PeerSilent(
             f"{owner.node_id} at {owner.node_addr} gives no sign of life: its control socket did "

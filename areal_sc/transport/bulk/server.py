@@ -27,7 +27,7 @@ from areal_sc.transport.bulk.session import PullerSession
 from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.interface import LOOPBACK, Interface
 from areal_sc.transport.refusals import Refusals
-from areal_sc.transport.rpc.transport import Handler
+from areal_sc.transport.rpc.method import Handler
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class BulkServer:
         self._watching = asyncio.create_task(self._watch(), name=f"pullers of {self._node_id}")
         return self._address
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> dict[str, Handler[Any, Any]]:
         """The RPC method by which members of the run get a session."""
 
         def open_session(args: dict[str, Any]) -> list[Any]:
