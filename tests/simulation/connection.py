@@ -21,7 +21,7 @@ from areal_sc.transport.rpc.codec import (
     decode,
     encode,
 )
-from areal_sc.transport.rpc.method import A, Method, R, pack, untyped
+from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.rpc.remote_errors import error_of, failure_of
 
 if TYPE_CHECKING:
@@ -61,14 +61,12 @@ class SimulatedConnection:
 
     async def call(
         self,
-        method: Method[A, R] | str,
+        method: Method[A, R],
         args: A,
         *,
         timeout_s: float,
         request_id: str | None = None,
     ) -> R:
-        if isinstance(method, str):
-            method = untyped(method)
         request_id = request_id or f"{next(self._ids):032x}"
         wire = encode(Request(request_id, self._incarnation, method.name, pack(args)), LIMITS)
         if self._worker.exit_status is not None and not self._keeps_trying:
@@ -133,10 +131,9 @@ class SimulatedConnection:
             await asyncio.get_running_loop().create_future()
         reply: Reply | Failure
         try:
-            methods = {"beat": worker.beats_of_node} if self._is_heartbeat else worker.methods
-            handler = methods[request.method]
-            args = untyped(request.method).read_args(request.args)
-            reply = Reply(request.request_id, pack(await handler(args)))
+            served = (worker.beat_served if self._is_heartbeat else worker.served)[request.method]
+            args = served.method.read_args(request.args)
+            reply = Reply(request.request_id, pack(await served.handler(args)))
         except Exception as error:
             reply = failure_of(error, request.request_id)
         frame = encode(reply, LIMITS)

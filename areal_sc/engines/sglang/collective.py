@@ -22,8 +22,8 @@ from areal_sc.engines.sglang.weights import (
     end_update,
     for_each,
 )
-from areal_sc.engines.weight_group import BucketLayout, WeightGroup
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout
+from areal_sc.weights import BucketLayout, WeightGroup
 
 GRACE_S = 10.0
 """For the other servers to end a broadcast that one of them did not take part in."""

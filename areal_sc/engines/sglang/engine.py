@@ -45,8 +45,9 @@ from areal_sc.engines.sglang.weights import (
     check_shapes,
     check_weights_folder,
 )
-from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup
+from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ArealError, ConfigError, ModelError, WorkerError
+from areal_sc.weights import BucketLayout, WeightGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

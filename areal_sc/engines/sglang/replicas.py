@@ -27,7 +27,6 @@ from areal_sc.engines.sglang.routing import Router, ServerLoad
 from areal_sc.engines.sglang.server import installed_version
 from areal_sc.engines.sglang.updates import UpdateTimes, WaveSettings, update_wave, waves
 from areal_sc.engines.sglang.weights import DiskWeights, LoadableWeights, Weights
-from areal_sc.engines.weight_group import WeightGroup
 from areal_sc.errors import (
     ArealError,
     EngineFailed,
@@ -37,6 +36,7 @@ from areal_sc.errors import (
     ShardGone,
     WaitTimeout,
 )
+from areal_sc.weights import WeightGroup
 
 logger = logging.getLogger(__name__)
 
