@@ -6,6 +6,8 @@ of some fields, packed without padding, immutable once sealed. `BatchMetadata` s
 holds which part of the table, and carries per row the few numbers that a controller decides with
 (`RowMetadata`). All operations are pure; none touches a tensor.
 
+These types travel as they are, as compact msgpack lists: a row takes some 40 bytes.
+
     rows     0   1   2   3   4
     ids     [shard a   ][shard b]     offset 0, 3
     logp    [shard a   ][shard b]
@@ -16,9 +18,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from areal_sc.errors import MetadataError
 
@@ -35,63 +39,7 @@ FIELD_ALIGNMENT_BYTES = 64
 """Each field of a shard takes whole cache lines: any dtype may be viewed in place."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightBroadcast:
-    """Weights that a rank of the trainer broadcasts to a process group while they are published.
-
-    Attributes:
-        group: name of the group.
-        root: (node_id, node_addr, incarnation) of the worker that broadcasts.
-        buckets: names, dtypes and shapes of each broadcast, in their order.
-    """
-
-    group: str
-    root: tuple[str, str, str]
-    buckets: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsReference:
-    """Where the weights of one policy version are.
-
-    Attributes:
-        version: the policy version.
-        shards: (node_id, node_addr, shard_id) of each rank's sealed part; () when `folder` is set.
-        folder: a Hugging Face folder that holds them; empty when they are sealed.
-        broadcast: how they come to the ranks of a group; None: they are pulled.
-    """
-
-    version: int
-    shards: tuple[tuple[str, str, str], ...] = ()
-    folder: str = ""
-    broadcast: WeightBroadcast | None = None
-
-    def to_wire(self) -> dict[str, Any]:
-        """msgpack-able; `from_wire` is its inverse."""
-        sent = self.broadcast
-        return {
-            "version": self.version,
-            "shards": [list(shard) for shard in self.shards],
-            "folder": self.folder,
-            "broadcast": sent and [sent.group, list(sent.root), list(sent.buckets)],
-        }
-
-    @classmethod
-    def from_wire(cls, plain: Mapping[str, Any]) -> WeightsReference:
-        sent = plain["broadcast"]
-        return cls(
-            version=int(plain["version"]),
-            shards=tuple((str(n), str(a), str(s)) for n, a, s in plain["shards"]),
-            folder=str(plain["folder"]),
-            broadcast=sent
-            and WeightBroadcast(
-                str(sent[0]), (str(sent[1][0]), str(sent[1][1]), str(sent[1][2])), tuple(sent[2])
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReference:
+class PromptReference(Struct, frozen=True, array_like=True):
     """A prompt by name: row `index` of registered dataset `dataset`, sampled with `seed`."""
 
     dataset: int
@@ -99,17 +47,7 @@ class PromptReference:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMetadata:
-    """Shape, dtype name (`float32`, `bfloat16`, ...) and device of one sealed, packed field."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class RowMetadata:
+class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
     """What a controller knows of one trajectory.
 
     Attributes:
@@ -139,87 +77,109 @@ class RowMetadata:
         return sum(count for span_version, count in self.version_spans if span_version >= version)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardMetadata:
-    """Some rows of one sealed shard, placed at consecutive rows of a batch.
+class Run(NamedTuple):
+    """Consecutive rows of a shard at consecutive rows of a batch.
+
+    Attributes:
+        offset: first of the rows within the batch.
+        first: the same row within the shard.
+        num_rows: at least 1.
+    """
+
+    offset: int
+    first: int
+    num_rows: int
+
+
+class ShardMetadata(Struct, frozen=True, array_like=True):
+    """A sealed shard, and where its rows stand in a batch.
 
     Attributes:
         node_id: name of the worker whose store owns the shard, e.g. `rollout/0`.
         node_addr: ZMQ endpoint of that worker.
         shard_id: names the shard within the owner; it contains the owner's incarnation.
-        batch_size: number of rows of this piece.
-        offset: first row of this piece within the batch.
-        fields: the fields held, with the metadata of the whole sealed (packed) field.
-        shard_rows: rows of the sealed shard, in batch order; length `batch_size`.
+        runs: its rows that are in the batch, ascending in the batch.
     """
 
     node_id: str
     node_addr: str
     shard_id: str
-    batch_size: int
-    offset: int
-    fields: Mapping[str, TensorMetadata]
-    shard_rows: tuple[int, ...]
+    runs: tuple[Run, ...]
 
-    def __post_init__(self) -> None:
-        if len(self.shard_rows) != self.batch_size:
-            raise MetadataError(
-                f"shard {self.shard_id} on {self.node_id}: batch_size is {self.batch_size}, "
-                f"but shard_rows names {len(self.shard_rows)} rows"
-            )
+    def moved(self, by: int) -> ShardMetadata:
+        """The same rows, so many rows further on in the batch."""
+        return replace(self, runs=tuple(Run(run.offset + by, *run[1:]) for run in self.runs))
+
+
+class Columns(Struct, frozen=True, array_like=True):
+    """Fields of a batch whose values lie together, in the same shards.
+
+    Attributes:
+        dtypes: field -> dtype name (`float32`, `bfloat16`, ...).
+        shards: their runs cover every row of the batch exactly once.
+    """
+
+    dtypes: dict[str, str]
+    shards: tuple[ShardMetadata, ...]
 
 
 Balance = Literal["tokens", "rows"]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchMetadata:
+class BatchMetadata(Struct, frozen=True, array_like=True):
     """The shards that together make one batch.
 
     Attributes:
         batch_id: unique within the run.
         global_step: the training step that the batch was formed for.
-        total_batch_size: number of rows.
-        shards: pieces; for each field they cover every row exactly once.
-        rows: per-row metadata, length `total_batch_size`.
+        columns: the fields, and where their values are; each field is in one of them.
+        rows: per-row metadata.
         min_token_version: tokens sampled by an earlier version are not trained; None trains all.
     """
 
     batch_id: str
     global_step: int
-    total_batch_size: int
-    shards: tuple[ShardMetadata, ...]
+    columns: tuple[Columns, ...]
     rows: tuple[RowMetadata, ...]
     min_token_version: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.rows) != self.total_batch_size:
-            raise MetadataError(
-                f"batch {self.batch_id}: total_batch_size is {self.total_batch_size}, "
-                f"but there is metadata of {len(self.rows)} rows"
-            )
-        for name in self.fields:
-            pieces = sorted(
-                (shard.offset, shard.batch_size) for shard in self.shards if name in shard.fields
-            )
+        if sum(len(columns.dtypes) for columns in self.columns) != len(self.fields):
+            raise MetadataError(f"batch {self.batch_id}: a field is named twice")
+        for columns in self.columns:
             next_row = 0
-            for offset, size in pieces:
-                if offset != next_row:
+            for offset, first, count in sorted(run for s in columns.shards for run in s.runs):
+                if offset != next_row or first < 0 or count < 1:
                     raise MetadataError(
-                        f"batch {self.batch_id}, field {name!r}: expected a shard at row "
-                        f"{next_row}, got one at row {offset}"
+                        f"batch {self.batch_id}, fields {list(columns.dtypes)}: expected rows of a "
+                        f"shard at row {next_row}, got {count} from row {first} at row {offset}"
                     )
-                next_row += size
+                next_row += count
             if next_row != self.total_batch_size:
                 raise MetadataError(
-                    f"batch {self.batch_id}, field {name!r}: shards hold {next_row} rows, "
-                    f"the batch has {self.total_batch_size}"
+                    f"batch {self.batch_id}, fields {list(columns.dtypes)}: shards hold {next_row} "
+                    f"rows, the batch has {self.total_batch_size}"
                 )
 
     @property
+    def shards(self) -> tuple[ShardMetadata, ...]:
+        """Those of all columns."""
+        return tuple(shard for columns in self.columns for shard in columns.shards)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Field -> dtype name."""
+        return {name: dtype for columns in self.columns for name, dtype in columns.dtypes.items()}
+
+    @property
+    def total_batch_size(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields, in the order in which shards first name them."""
-        return tuple(dict.fromkeys(name for shard in self.shards for name in shard.fields))
+        """Names of the fields."""
+        return tuple(self.dtypes)
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
@@ -245,11 +205,11 @@ class BatchMetadata:
                 f"batch {self.batch_id} has fields {list(self.fields)}, not {missing}"
             )
         kept = []
-        for shard in self.shards:
-            shard_fields = {name: shard.fields[name] for name in fields if name in shard.fields}
-            if shard_fields:
-                kept.append(replace(shard, fields=shard_fields))
-        return replace(self, shards=tuple(kept))
+        for columns in self.columns:
+            dtypes = {name: columns.dtypes[name] for name in fields if name in columns.dtypes}
+            if dtypes:
+                kept.append(Columns(dtypes, columns.shards))
+        return replace(self, columns=tuple(kept))
 
     def take(self, rows: Sequence[int]) -> BatchMetadata:
         """The named rows, in the given order.
@@ -268,33 +228,19 @@ class BatchMetadata:
         # ascending, so that a shard finds its own: one row of a large batch costs little
         taken = sorted((row, position) for position, row in enumerate(rows))
         taken_rows = [row for row, _ in taken]
-        shards = []
-        for shard in self.shards:
-            first = bisect_left(taken_rows, shard.offset)
-            stop = bisect_left(taken_rows, shard.offset + shard.batch_size)
-            # (row in the new batch, row of the sealed shard), ascending in the new batch
-            moved = sorted(
-                (position, shard.shard_rows[row - shard.offset])
-                for row, position in taken[first:stop]
-            )
-            # a run of consecutive new rows has a constant difference to its rank
-            for _, run in itertools.groupby(enumerate(moved), lambda item: item[1][0] - item[0]):
-                pieces = [item for _, item in run]
-                shards.append(
-                    replace(
-                        shard,
-                        batch_size=len(pieces),
-                        offset=pieces[0][0],
-                        shard_rows=tuple(shard_row for _, shard_row in pieces),
-                    )
-                )
-        shards.sort(key=lambda shard: shard.offset)
-        return replace(
-            self,
-            total_batch_size=len(rows),
-            shards=tuple(shards),
-            rows=tuple(self.rows[row] for row in rows),
-        )
+        kept = []
+        for columns in self.columns if rows else ():
+            shards = []
+            for shard in columns.shards:
+                moved = []  # (row in the new batch, row of the sealed shard)
+                for offset, first, count in shard.runs:
+                    start = bisect_left(taken_rows, offset)
+                    stop = bisect_left(taken_rows, offset + count, start)
+                    moved += [(new, first + row - offset) for row, new in taken[start:stop]]
+                if moved:
+                    shards.append(replace(shard, runs=_runs(moved)))
+            kept.append(Columns(columns.dtypes, tuple(shards)))
+        return replace(self, columns=tuple(kept), rows=tuple(self.rows[row] for row in rows))
 
     def union(self, other: BatchMetadata) -> BatchMetadata:
         """These rows with the fields of both batches.
@@ -317,7 +263,7 @@ class BatchMetadata:
             raise MetadataError(
                 f"union: batches {self.batch_id} and {other.batch_id} both hold {twice}"
             )
-        return replace(self, shards=self.shards + other.shards)
+        return replace(self, columns=self.columns + other.columns)
 
     def with_advantages(self, advantages: Sequence[float]) -> BatchMetadata:
         """The same batch with one advantage per row.
@@ -378,19 +324,30 @@ def concat(
         raise MetadataError("concat needs at least one batch, got 0")
     filled = [batch for batch in batches if batch.total_batch_size]
     for batch in filled[1:]:
-        if set(batch.fields) != set(filled[0].fields):
+        if [c.dtypes for c in batch.columns] != [c.dtypes for c in filled[0].columns]:
             raise MetadataError(
-                f"concat: batch {filled[0].batch_id} has fields {sorted(filled[0].fields)}, "
-                f"batch {batch.batch_id} has {sorted(batch.fields)}"
+                f"concat: batch {filled[0].batch_id} has fields {filled[0].dtypes}, "
+                f"batch {batch.batch_id} has {batch.dtypes}"
             )
-    shards: list[ShardMetadata] = []
-    rows: list[RowMetadata] = []
-    for batch in filled:
-        shards += [replace(shard, offset=shard.offset + len(rows)) for shard in batch.shards]
-        rows += batch.rows
-    return BatchMetadata(
-        batch_id, global_step, len(rows), tuple(shards), tuple(rows), min_token_version
-    )
+    starts = itertools.accumulate((batch.total_batch_size for batch in filled), initial=0)
+    moves = list(zip(starts, filled, strict=False))  # the last one is the end of all
+    columns = []
+    for i, of_first in enumerate(filled[0].columns if filled else ()):
+        shards = (shard.moved(by) for by, batch in moves for shard in batch.columns[i].shards)
+        columns.append(Columns(of_first.dtypes, tuple(shards)))
+    rows = tuple(row for batch in filled for row in batch.rows)
+    return BatchMetadata(batch_id, global_step, tuple(columns), rows, min_token_version)
+
+
+def _runs(moved: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+    """The runs of (row in the batch, row of the shard)."""
+    runs = []
+    # in a run both numbers grow as the place in the sorted list does
+    places = enumerate(sorted(moved))
+    for _, run in itertools.groupby(places, lambda at: (at[1][0] - at[0], at[1][1] - at[0])):
+        pairs = [pair for _, pair in run]
+        runs.append(Run(*pairs[0], len(pairs)))
+    return tuple(runs)
 
 
 def _identity(row: RowMetadata) -> tuple[int, int, int]:

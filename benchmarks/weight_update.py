@@ -56,8 +56,8 @@ from token_streams import TokenStreams, token_streams
 
 from areal_sc.config.schema import Device, Dtype, RolloutConfig, SGLangConfig, WeightUpdateConfig
 from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
-from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup
-from areal_sc.metadata import WeightsReference
+from areal_sc.engines.weight_group import NamedTensor
+from areal_sc.weights import BucketLayout, WeightGroup, WeightsReference
 
 METHODS = ("pull", "disk", "collective")
 PHASES = ("open", "pause", "load", "resume")

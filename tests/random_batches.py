@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
 
 Cell = tuple[str, str, int]  # (owner, shard, row of the shard)
 
@@ -17,18 +17,20 @@ def table(batch: BatchMetadata) -> dict[str, list[Cell]]:
     columns: dict[str, list[Cell]] = {}
     for name in batch.fields:
         cells: dict[int, Cell] = {}
-        for shard in batch.shards:
-            if name in shard.fields:
-                for i, shard_row in enumerate(shard.shard_rows):
-                    assert shard.offset + i not in cells
-                    cells[shard.offset + i] = (shard.node_id, shard.shard_id, shard_row)
+        (columns,) = [columns for columns in batch.columns if name in columns.dtypes]
+        for shard in columns.shards:
+            for offset, first, num_rows in shard.runs:
+                for i in range(num_rows):
+                    assert offset + i not in cells
+                    cells[offset + i] = (shard.node_id, shard.shard_id, first + i)
         columns[name] = [cells[row] for row in range(batch.total_batch_size)]
     return columns
 
 
-def shards_of(
+def columns_of(
     sizes: Sequence[int], owner: str, fields: Sequence[str], prefix: str = "life"
-) -> tuple[ShardMetadata, ...]:
+) -> tuple[Columns, ...]:
+    """Columns whose shards have so many rows each."""
     shards = []
     offset = 0
     for i, size in enumerate(sizes):
@@ -37,14 +39,11 @@ def shards_of(
                 node_id=f"{owner}/{i % 3}",
                 node_addr=f"tcp://127.0.0.1:{5000 + i % 3}",
                 shard_id=f"{prefix}.{i}",
-                batch_size=size,
-                offset=offset,
-                fields={name: TensorMetadata((size * 10,), "float32") for name in fields},
-                shard_rows=tuple(range(size)),
+                runs=(Run(offset, 0, size),),
             )
         )
         offset += size
-    return tuple(shards)
+    return (Columns(dict.fromkeys(fields, "float32"), tuple(shards)),) if shards else ()
 
 
 @st.composite
@@ -65,9 +64,9 @@ def batches(draw: st.DrawFn, min_rows: int = 0) -> BatchMetadata:
         )
         for _ in range(num_rows)
     )
-    shards = shards_of(sizes, "rollout", ["input_ids", "loss_mask"])
+    columns = columns_of(sizes, "rollout", ["input_ids", "loss_mask"])
     min_token_version = draw(st.none() | st.integers(0, 9))
-    return BatchMetadata("b", 3, num_rows, shards, rows, min_token_version)
+    return BatchMetadata("b", 3, columns, rows, min_token_version)
 
 
 @st.composite

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from areal_sc.errors import WorkflowError
+from areal_sc.workers.calls import EvaluationReply
 
 MetricSums = Mapping[str, tuple[float, int]]
 """Metric -> (sum, number of rows)."""
@@ -30,26 +30,26 @@ class EvaluationOutcome:
     rejection_example: str = ""
 
     @classmethod
-    def of(cls, replies: Sequence[Mapping[str, Any]]) -> EvaluationOutcome:
+    def of(cls, replies: Sequence[EvaluationReply]) -> EvaluationOutcome:
         """The means over the workers' replies, one a prompt.
 
         Raises: WorkflowError: every prompt was rejected, so there is no mean.
         """
-        done = [reply for reply in replies if reply["reward"] is not None]
-        examples = [str(reply["rejected"]) for reply in replies if reply["reward"] is None]
+        done = [reply for reply in replies if reply.reward is not None]
+        examples = [reply.rejection for reply in replies if reply.reward is None]
         if not done:
             raise WorkflowError(
                 f"all {len(replies)} evaluation prompts were rejected; for example: "
                 f"{examples[0] if examples else 'there was none'}"
             )
-        rewards = [float(reply["reward"]) for reply in done]
-        versions = [version for reply in done for version in reply["versions"]]
+        rewards = [reply.reward for reply in replies if reply.reward is not None]
+        versions = [version for reply in done for version in reply.versions]
         return cls(
             num_prompts=len(done),
             num_rejected=len(replies) - len(done),
             reward=sum(rewards) / max(1, len(rewards)),
             metrics=mean_metrics(
-                [{name: (value, 1) for name, value in reply["metrics"].items()} for reply in done]
+                [{name: (value, 1) for name, value in reply.metrics.items()} for reply in done]
             ),
             versions=(min(versions), max(versions)),
             rejection_example=examples[0] if examples else "",

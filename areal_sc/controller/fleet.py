@@ -23,7 +23,9 @@ from areal_sc.controller.heartbeats import Heartbeats
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ArealError, WorkerLost
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker, Scheduler, log_tail
+from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Connection
+from areal_sc.workers.calls import SHUTDOWN
 
 logger = logging.getLogger(__name__)
 
@@ -106,48 +108,54 @@ class Fleet:
             self._lose_unwatched(member, self._watch_error)
 
     async def call(
-        self, member: Member, method: str, args: dict[str, Any], *, timeout_s: float | None = None
-    ) -> Any:
+        self, member: Member, method: Method[A, R], args: A, *, timeout_s: float | None = None
+    ) -> R:
         """Reply of one worker.
 
+        Args:
+            timeout_s: None: as the method's declaration says.
         Raises: WorkerLost: the worker is, or gets, lost. Typed errors of the method.
         """
         if member.failure:
             raise member.failure
-        if timeout_s is None:
-            timeout_s = self.config.transport.call_timeout_s
+        timeout_s = timeout_s or self._deadline_s(method)
         return await member.connection.call(method, args, timeout_s=timeout_s)
 
     async def call_all(
-        self,
-        method: str,
-        args: dict[str, Any] | Sequence[dict[str, Any]],
-        *,
-        timeout_s: float | None = None,
-    ) -> list[Any]:
+        self, method: Method[A, R], args: A, *, timeout_s: float | None = None
+    ) -> list[R]:
+        """Replies of all workers to the same call; see `call_each`."""
+        return await self.call_each(method, [args] * len(self.members), timeout_s=timeout_s)
+
+    async def call_each(
+        self, method: Method[A, R], args: Sequence[A], *, timeout_s: float | None = None
+    ) -> list[R]:
         """Replies of all workers, in order of their index; the first error cancels the others.
 
         Args:
-            args: of each worker's call, in the same order; or the same for all.
+            args: of each worker's call, in the same order.
         Raises: as `call`.
         """
         for member in self.members:
             if member.failure:
                 raise member.failure
-        if timeout_s is None:
-            timeout_s = self.config.transport.call_timeout_s
         connections = [member.connection for member in self.members]
-        each = [args] * len(connections) if isinstance(args, dict) else args
         outcomes = await self._runtime.transport.call_all(
-            list(zip(connections, each, strict=True)),
+            list(zip(connections, args, strict=True)),
             method,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s or self._deadline_s(method),
             stops_at_error=True,
         )
+        replies = []
         for outcome in outcomes:
             if isinstance(outcome, ArealError):
                 raise outcome
-        return outcomes
+            replies.append(outcome)
+        return replies
+
+    def _deadline_s(self, method: Method[Any, Any]) -> float:
+        declared_s = method.deadline_s
+        return self.config.transport.call_timeout_s if declared_s is None else declared_s
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections."""
@@ -157,7 +165,7 @@ class Fleet:
         await self._heartbeats.close()
         alive = [member for member in self.members if not member.failure]
         await asyncio.gather(
-            *(member.connection.call("shutdown", {}, timeout_s=2.0) for member in alive),
+            *(self.call(member, SHUTDOWN, None) for member in alive),
             return_exceptions=True,  # a worker that does not answer is ended below
         )
         await self._scheduler.stop([member.worker for member in self.members])

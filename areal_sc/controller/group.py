@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from areal_sc.metadata import BatchMetadata, PromptReference
 
@@ -16,8 +17,7 @@ class GroupState(StrEnum):
     rejected = "rejected"
 
 
-@dataclass(slots=True)
-class Group:
+class Group(Struct, array_like=True):
     """One admitted prompt. Only the ledger that admitted it changes it.
 
     Attributes:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from areal_sc.batch_wire import batch_from_wire
 from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import MetricSums
 from areal_sc.controller.group import Group
@@ -25,8 +24,17 @@ from areal_sc.controller.rollout_workers import RolloutWorkers, RolloutWorkerSta
 from areal_sc.controller.worker_store import GroupRun, ShardOwner
 from areal_sc.errors import ArealError
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.workers.calls import (
+    GIVE_UP_GROUP,
+    RUN_GROUP,
+    GroupAttempt,
+    GroupReply,
+    RunGroup,
+)
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,13 +65,10 @@ class GroupResult:
     metrics: MetricSums
 
     @classmethod
-    def from_reply(cls, reply: Mapping[str, Any]) -> GroupResult:
-        rejected, batch = reply["rejected"], reply["batch"]
-        return cls(
-            batch=None if batch is None else batch_from_wire(batch),
-            cause=max(rejected, key=lambda cause: int(rejected[cause][0]), default="empty"),
-            metrics={name: (total, count) for name, (total, count) in reply["metrics"].items()},
-        )
+    def of(cls, reply: GroupReply) -> GroupResult:
+        rejected = reply.rejected
+        cause = max(rejected, key=lambda cause: rejected[cause][0], default="empty")
+        return cls(reply.batch, cause, reply.metrics)
 
 
 class GroupRunner:
@@ -103,16 +108,15 @@ class GroupRunner:
         call = self._spawn(
             self._workers.call(
                 worker,
-                "run_group",
-                {
-                    "group_id": group.group_id,
-                    "attempt": group.attempt,
-                    "admitted_version": group.admitted_version,
-                    "dataset": group.prompt.dataset,
-                    "index": group.prompt.index,
-                    "workflow": source.workflow,
-                    "group_size": self._group_size,
-                },
+                RUN_GROUP,
+                RunGroup(
+                    group.group_id,
+                    group.attempt,
+                    group.admitted_version,
+                    group.prompt,
+                    source.workflow,
+                    self._group_size,
+                ),
             )
         )
         try:
@@ -123,18 +127,18 @@ class GroupRunner:
         except ArealError:
             self._workers.end_run(worker, run, None)
             raise
-        result = GroupResult.from_reply(reply)
+        result = GroupResult.of(reply)
         self._workers.end_run(worker, run, result.batch)
-        self._rejections.add_group(reply["rejected"], self._group_size)
+        self._rejections.add_group(reply.rejected, self._group_size)
         return result
 
     async def _give_up(
-        self, worker: RolloutWorkerState, run: GroupRun, call: asyncio.Task[Any]
+        self, worker: RolloutWorkerState, run: GroupRun, call: asyncio.Task[GroupReply]
     ) -> None:
         """Has the worker end the run, and waits until it has; what it sealed is swept."""
-        order = {"group_id": run.group_id, "attempt": run.attempt}
+        attempt = GroupAttempt(run.group_id, run.attempt)
         outcomes = await asyncio.gather(
-            self._workers.call(worker, "give_up_group", order), call, return_exceptions=True
+            self._workers.call(worker, GIVE_UP_GROUP, attempt), call, return_exceptions=True
         )
         batch = None
         for outcome in outcomes:
@@ -143,12 +147,12 @@ class GroupRunner:
             elif isinstance(outcome, BaseException):
                 raise outcome
             elif outcome is not None:
-                batch = GroupResult.from_reply(outcome).batch
+                batch = outcome.batch
         self._workers.end_run(worker, run, batch)
         self._workers.sweep_one(worker)
         self._workers.on_room()
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import TransportError
 from areal_sc.schedulers.base import RunningWorker
-from areal_sc.transport.beat_board import BLOCKED_WARNING_S, Beat, beats_from_wire
+from areal_sc.transport.beat_board import BEAT, BLOCKED_WARNING_S, Beat
 from areal_sc.transport.rpc.transport import Connection, Transport
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class Heartbeats:
                 try:
                     connection = await self._connection_to(node, speaker.worker)
                     timeout_s = self._interval_s / ATTEMPTS_AN_INTERVAL
-                    beats = beats_from_wire(await connection.call("beat", {}, timeout_s=timeout_s))
+                    beats = await connection.call(BEAT, None, timeout_s=timeout_s)
                 except TransportError as error:
                     logger.warning("worker=%s gives no heartbeat: %s", node.speaker, error)
                     node.silent.add(node.speaker)
@@ -213,7 +213,7 @@ class Heartbeats:
             self._closed_bytes += connection.bytes_sent + connection.bytes_received
             await connection.close()
 
-    def _note(self, node: _Node, beats: list[Beat]) -> None:
+    def _note(self, node: _Node, beats: Sequence[Beat]) -> None:
         now_s = asyncio.get_running_loop().time()
         for beat in beats:
             watched = node.members.get(beat.name)

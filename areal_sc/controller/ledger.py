@@ -10,24 +10,33 @@ again. An infrastructure failure is no result: `requeue` starts a new *attempt* 
 under the same admission version, and what an earlier attempt still sends is ignored.
 
 Pure state: nothing here waits, reads a clock or touches a file. Every change is first handed to
-the injected `journal`, as a msgpack-able record, and made only when that returns; `replay` makes
-the same changes from the records. Consumed and rejected groups leave nothing but counts, so that
-the ledger's size is that of the groups in flight, however long the run.
+the injected `journal`, as a record, and made only when that returns; `replay` makes the same
+changes from the records. Consumed and rejected groups leave nothing but counts, so that the
+ledger's size is that of the groups in flight, however long the run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
-from areal_sc.batch_wire import batch_from_wire, batch_to_wire
 from areal_sc.controller.group import Group, GroupState
+from areal_sc.controller.ledger_records import (
+    Admit,
+    Consume,
+    Finish,
+    LedgerState,
+    Record,
+    Reject,
+    Requeue,
+    RequeueAll,
+    Start,
+    Trained,
+)
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
-
-Record = dict[str, Any]
-"""One change of the ledger: `op` and its arguments, msgpack-able."""
 
 
 class Ledger:
@@ -90,12 +99,7 @@ class Ledger:
     def admit(self, prompt: PromptReference, version: int) -> Group:
         """A new group, queued, admitted under policy `version`."""
         group = Group(self._next_id, prompt, version)
-        self._write(
-            op="admit",
-            group_id=group.group_id,
-            prompt=[prompt.dataset, prompt.index, prompt.seed],
-            version=version,
-        )
+        self._write(Admit(group.group_id, prompt, version))
         self._next_id += 1
         self._insert(group)
         return group
@@ -103,7 +107,7 @@ class Ledger:
     def start(self, group_id: int, worker: str) -> int:
         """queued -> running on `worker`; returns the attempt that its result must name."""
         group = self._expect(group_id, "start", GroupState.running, GroupState.queued)
-        self._write(op="start", group_id=group_id, worker=worker)
+        self._write(Start(group_id, worker))
         self._move(group, GroupState.running)
         group.worker = worker
         return group.attempt
@@ -133,7 +137,7 @@ class Ledger:
                     f"finish: batch {batch.batch_id} holds a row of (group, attempt, admitted "
                     f"version) {got}, expected {expected}"
                 )
-        self._write(op="finish", group_id=group_id, attempt=attempt, batch=batch_to_wire(batch))
+        self._write(Finish(group_id, attempt, batch))
         self._move(group, GroupState.finished)
         group.batch = batch
         return True
@@ -146,13 +150,13 @@ class Ledger:
         group = self._expect(
             group_id, "requeue", GroupState.queued, GroupState.running, GroupState.finished
         )
-        self._write(op="requeue", group_id=group_id)
+        self._write(Requeue(group_id))
         self._requeue(group)
         return group.attempt
 
     def requeue_all(self) -> None:
         """Every unconsumed group -> queued with a new attempt: no worker of before is left."""
-        self._write(op="requeue_all")
+        self._write(RequeueAll())
         for group in self.unconsumed():
             self._requeue(group)
 
@@ -165,7 +169,7 @@ class Ledger:
                 distinct one is kept for the whole run.
         """
         group = self._expect(group_id, "reject", GroupState.rejected, *self._by_state)
-        self._write(op="reject", group_id=group_id, reason=reason)
+        self._write(Reject(group_id, reason))
         self._remove(group, GroupState.rejected)
         group.reject_reason = reason
         self._rejected[reason] += 1
@@ -187,7 +191,7 @@ class Ledger:
             )
             for group_id in group_ids
         ]
-        self._write(op="consume", group_ids=list(group_ids), step=step)
+        self._write(Consume(tuple(group_ids), step))
         batches = []
         for group in groups:
             assert group.batch is not None
@@ -219,7 +223,7 @@ class Ledger:
                     f"trained on group {group_id}: expected consumed, "
                     f"it is {self._state_of(group_id)}"
                 )
-        self._write(op="trained", num_rows=[[g, n] for g, n in num_rows.items()])
+        self._write(Trained(dict(num_rows)))
         for group_id, count in num_rows.items():
             self._rows_trained += count
             if group_id not in self._untrained:
@@ -248,61 +252,39 @@ class Ledger:
         assert self._next_id == num_known, f"groups were lost: {account}"
         return account
 
-    def snapshot(self) -> dict[str, Any]:
-        """The whole ledger, msgpack-able; `restore` is its inverse."""
-        return {
-            "next_id": self._next_id,
-            "unconsumed": [
-                [
-                    group.group_id,
-                    [group.prompt.dataset, group.prompt.index, group.prompt.seed],
-                    group.admitted_version,
-                    group.attempt,
-                    group.state.value,
-                    group.worker,
-                    None if group.batch is None else batch_to_wire(group.batch),
-                ]
-                for group in self.unconsumed()
-            ],
-            "num_consumed": self._num_consumed,
-            "rejected": dict(self._rejected),
-            "rows": [self._rows_consumed, self._rows_trained, self._rows_trained_twice],
-            "untrained": [self._untrained_step, sorted(self._untrained)],
-        }
+    def snapshot(self) -> LedgerState:
+        """The whole ledger; `restore` is its inverse."""
+        return LedgerState(
+            self._next_id,
+            tuple(copy(group) for group in self.unconsumed()),
+            self._num_consumed,
+            dict(self._rejected),
+            self._rows_consumed,
+            self._rows_trained,
+            self._rows_trained_twice,
+            self._untrained_step,
+            tuple(sorted(self._untrained)),
+        )
 
     @classmethod
-    def restore(
-        cls, snapshot: Mapping[str, Any], journal: Callable[[Record], None] | None = None
-    ) -> Ledger:
-        """The ledger that `snapshot` was taken of, exactly; nothing is journalled.
+    def restore(cls, state: LedgerState, journal: Callable[[Record], None] | None = None) -> Ledger:
+        """The ledger that `state` was taken of, exactly; nothing is journalled.
 
         Records journalled after the snapshot can be replayed on it. Where the workers of then are
         gone, `requeue_all` follows: unconsumed groups keep id and admission version, and are
         generated again as new attempts, so that "trained once" holds across restarts.
         """
-        ledger = cls()
-        for group_id, prompt, version, attempt, state, worker, batch in snapshot["unconsumed"]:
-            ledger._insert(
-                Group(
-                    group_id=group_id,
-                    prompt=PromptReference(*prompt),
-                    admitted_version=version,
-                    attempt=attempt,
-                    state=GroupState(state),
-                    worker=worker,
-                    batch=None if batch is None else batch_from_wire(batch),
-                )
-            )
-        ledger._next_id = snapshot["next_id"]
-        ledger._num_consumed = snapshot["num_consumed"]
-        ledger._rejected = Counter(snapshot["rejected"])
-        rows_consumed, rows_trained, rows_trained_twice = snapshot["rows"]
-        ledger._rows_consumed = rows_consumed
-        ledger._rows_trained = rows_trained
-        ledger._rows_trained_twice = rows_trained_twice
-        ledger._untrained_step, untrained = snapshot["untrained"]
-        ledger._untrained = set(untrained)
-        ledger._journal = journal
+        ledger = cls(journal)
+        for group in state.unconsumed:
+            ledger._insert(copy(group))
+        ledger._next_id = state.next_id
+        ledger._num_consumed = state.num_consumed
+        ledger._rejected = Counter(state.rejected)
+        ledger._rows_consumed = state.rows_consumed
+        ledger._rows_trained = state.rows_trained
+        ledger._rows_trained_twice = state.rows_trained_twice
+        ledger._untrained_step = state.untrained_step
+        ledger._untrained = set(state.untrained)
         return ledger
 
     def replay(self, records: Iterable[Record]) -> None:
@@ -313,33 +295,39 @@ class Ledger:
         journal, self._journal = self._journal, None
         try:
             for record in records:
-                self._replay_one(**record)
+                self._replay_one(record)
         finally:
             self._journal = journal
 
-    def _replay_one(self, op: str, **arguments: Any) -> None:
-        if op == "admit":
-            if arguments["group_id"] != self._next_id:
-                raise LedgerError(
-                    f"replay: expected the admission of group {self._next_id}, "
-                    f"got group {arguments['group_id']}; records are missing or repeated"
-                )
-            self.admit(PromptReference(*arguments["prompt"]), arguments["version"])
-        elif op == "finish":
-            batch = batch_from_wire(arguments["batch"])
-            if not self.finish(arguments["group_id"], arguments["attempt"], batch):
-                raise LedgerError(
-                    f"replay: group {arguments['group_id']} does not run "
-                    f"attempt {arguments['attempt']}; records are missing or repeated"
-                )
-        elif op == "trained":
-            self._record_trained(dict(arguments["num_rows"]))
-        elif op in ("start", "requeue", "requeue_all", "reject", "consume"):
-            getattr(self, op)(**arguments)
-        else:
-            raise LedgerError(f"replay: unknown record {op!r}")
+    def _replay_one(self, record: Record) -> None:
+        match record:
+            case Admit(group_id, prompt, version):
+                if group_id != self._next_id:
+                    raise LedgerError(
+                        f"replay: expected the admission of group {self._next_id}, got group "
+                        f"{group_id}; records are missing or repeated"
+                    )
+                self.admit(prompt, version)
+            case Start(group_id, worker):
+                self.start(group_id, worker)
+            case Finish(group_id, attempt, batch):
+                if not self.finish(group_id, attempt, batch):
+                    raise LedgerError(
+                        f"replay: group {group_id} does not run attempt {attempt}; records are "
+                        "missing or repeated"
+                    )
+            case Requeue(group_id):
+                self.requeue(group_id)
+            case RequeueAll():
+                self.requeue_all()
+            case Reject(group_id, reason):
+                self.reject(group_id, reason)
+            case Consume(group_ids, step):
+                self.consume(group_ids, step)
+            case Trained(num_rows):
+                self._record_trained(num_rows)
 
-    def _write(self, **record: Any) -> None:
+    def _write(self, record: Record) -> None:
         if self._journal is not None:
             self._journal(record)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.evaluation import EvaluationOutcome
@@ -19,6 +19,9 @@ from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
+from areal_sc.workers.calls import RUN_EVALUATION, RunEvaluation
+
+T = TypeVar("T")
 
 
 class OutsideGroups:
@@ -99,13 +102,10 @@ class OutsideGroups:
                 [
                     self._workers.call(
                         worker,
-                        "run_evaluation",
-                        {
-                            "dataset": source.dataset,
-                            "index": index,
-                            "workflow": source.workflow,
-                            "evaluation": {"temperature": temperature},
-                        },
+                        RUN_EVALUATION,
+                        RunEvaluation(
+                            source.reference(index, self._config.seed), source.workflow, temperature
+                        ),
                     )
                     for index in range(num_prompts)
                 ]
@@ -120,11 +120,11 @@ class OutsideGroups:
             self._workers.on_room()
         return result.batch
 
-    async def _gather(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    async def _gather(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Results in order, at most `max_concurrent_groups` calls at a time."""
         slots = asyncio.Semaphore(self._config.max_concurrent_groups)
 
-        async def one(call: Coroutine[Any, Any, Any]) -> Any:
+        async def one(call: Coroutine[Any, Any, T]) -> T:
             async with slots:
                 return await call
 

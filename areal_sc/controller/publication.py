@@ -17,22 +17,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
 from areal_sc.errors import ArealError, EngineFailed, TransportError
-from areal_sc.metadata import RowMetadata, WeightBroadcast, WeightsReference
-from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.metadata import RowMetadata
+from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.weights import BucketLayout, WeightBroadcast, WeightGroup, WeightsReference
+from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation
 
 logger = logging.getLogger(__name__)
 
 SENT_AFTER_S = 10.0
 """Within which rank 0 notices that all ranks have received; else some of them did so otherwise."""
-
-WRITE_TIMEOUT_S = 4 * 3600.0
-"""For weights, a snapshot or an export to be written; far above what any takes."""
 
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
@@ -54,12 +53,12 @@ class WeightsReceiver(Protocol):
 
     async def wait_for_weights_async(self) -> None: ...
 
-    async def weight_ranks_async(self, group: str) -> Sequence[dict[str, Any]]:
-        """Each worker's `num_ranks`, `is_cuda`, and whether it `is_member` of that group."""
+    async def weight_ranks_async(self, group: str) -> Sequence[calls.WeightRanks]:
+        """What each worker needs in a weight group, and whether it is in that of this name."""
         ...
 
     async def join_weight_group_async(
-        self, group: dict[str, Any], first_ranks: Sequence[int]
+        self, group: WeightGroup, first_ranks: Sequence[int]
     ) -> None: ...
 
     async def leave_weight_group_async(self, group: str) -> None: ...
@@ -102,7 +101,7 @@ class Publisher:
         self._fleet = fleet
         self._new_id = new_id
         self._group = ""
-        self._layouts: list[Any] = []
+        self._layouts: tuple[BucketLayout, ...] = ()
 
     async def publish(
         self,
@@ -132,30 +131,25 @@ class Publisher:
     async def _save(self, operation: Operation, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
         replies = await self._fleet.call_all(
-            "save_weights",
-            {"operation": operation.to_wire(), "version": version, "oldest": oldest},
-            timeout_s=WRITE_TIMEOUT_S,  # a snapshot that is being written is waited for
+            calls.SAVE_WEIGHTS, calls.SaveWeights(operation, version, oldest)
         )
-        await self._sweep([{"live": [], "acknowledged": r["sequence"]} for r in replies])
+        await self._sweep([calls.Sweep(reply.last_sequence) for reply in replies])
         self.times.publish_seal_s += time.perf_counter() - started
-        return WeightsReference(version, folder=replies[0]["folder"])
+        return WeightsReference(version, folder=replies[0].folder)
 
     async def _seal(self, operation: Operation, version: int) -> WeightsReference:
         started = time.perf_counter()
         replies = await self._fleet.call_all(
-            "seal_weights", {"operation": operation.to_wire(), "version": version}
+            calls.SEAL_WEIGHTS, calls.SealWeights(operation, version)
         )
-        await self._sweep(
-            [{"live": [r["sequence"]], "acknowledged": r["sequence"]} for r in replies]
-        )
+        newest = [reply.last_sequence for reply in replies]
+        await self._sweep([calls.Sweep(sequence, live=(sequence,)) for sequence in newest])
         self.times.publish_seal_s += time.perf_counter() - started
-        return WeightsReference(
-            version, tuple((r["node_id"], r["node_addr"], r["shard_id"]) for r in replies)
-        )
+        return WeightsReference(version, tuple(reply.shard for reply in replies))
 
-    async def _sweep(self, args: Sequence[dict[str, Any]]) -> None:
+    async def _sweep(self, sweeps: Sequence[calls.Sweep]) -> None:
         """The ranks forget all else: between two training steps nothing of it is still read."""
-        await self._fleet.call_all("sweep", args)
+        await self._fleet.call_each(calls.SWEEP, sweeps)
 
     async def _broadcast(
         self,
@@ -168,17 +162,15 @@ class Publisher:
         await self._ensure_group(rollout)
         self.times.publish_meet_s += time.perf_counter() - started
         sealed = await self._seal(operation, version)
-        node_id, address, shard_id = sealed.shards[0]
-        root = (node_id, address, parse_shard_id(shard_id)[0])
         started = time.perf_counter()
         sending = asyncio.create_task(
             self._fleet.call_all(
-                "broadcast_weights",
-                {},
+                calls.BROADCAST_WEIGHTS,
+                None,
                 timeout_s=(len(self._layouts) + 1) * self._config.weight_update.step_timeout_s,
             )
         )
-        sent = WeightBroadcast(self._group, root, tuple(self._layouts))
+        sent = WeightBroadcast(self._group, sealed.shards[0], self._layouts)
         announce(WeightsReference(version, sealed.shards, broadcast=sent))
         received = asyncio.create_task(rollout.wait_for_weights_async())
         try:
@@ -186,16 +178,16 @@ class Publisher:
             if received.done() and received.exception() is None:
                 await asyncio.wait({sending}, timeout=SENT_AFTER_S)
             if not sending.done():  # nobody is left who would receive it
-                await self._call_root("cancel_broadcast", {"group": self._group})
+                await self._call_root(calls.CANCEL_BROADCAST, self._group)
             result = (await sending)[0]
         finally:
             received.cancel()
             with suppress(ArealError, asyncio.CancelledError):
                 await received  # what went wrong there is the rollout's own
         self.times.publish_broadcast_s += time.perf_counter() - started
-        self.times.published_bytes += result["bytes"]
-        if result["failure"]:
-            logger.warning("version=%d broadcast failed: %s", version, result["failure"])
+        self.times.published_bytes += result.num_bytes
+        if result.failure:
+            logger.warning("version=%d broadcast failed: %s", version, result.failure)
             self.times.failed_broadcasts += 1
             self._group = ""
 
@@ -205,10 +197,10 @@ class Publisher:
         Raises: EngineFailed: repeated attempts to form one have failed.
         """
         if not self._layouts:
-            self._layouts = await self._call_root("weight_layouts", {})
+            self._layouts = await self._call_root(calls.WEIGHT_LAYOUTS, None)
         for attempt in range(MAX_MEETINGS):
             ranks = await rollout.weight_ranks_async(self._group)
-            if self._group and all(worker["is_member"] for worker in ranks):
+            if self._group and all(worker.is_member for worker in ranks):
                 return
             if self._group:
                 await rollout.leave_weight_group_async(self._group)
@@ -224,31 +216,33 @@ class Publisher:
                     ) from error
                 logger.warning("weight group not formed, attempt %d: %s", attempt + 1, error)
 
-    async def _form_group(self, rollout: WeightsReceiver, ranks: Sequence[dict[str, Any]]) -> str:
+    async def _form_group(
+        self, rollout: WeightsReceiver, ranks: Sequence[calls.WeightRanks]
+    ) -> str:
         first_ranks, world_size = [], 1
         for worker in ranks:
             first_ranks.append(world_size)
-            world_size += worker["num_ranks"]
+            world_size += worker.num_ranks
         name = f"weights-{self._new_id()}"
         group = await self._call_root(
-            "open_weight_group",
-            {
-                "name": name,
-                "world_size": world_size,
-                "is_cuda": all(worker["is_cuda"] for worker in ranks),
-                "devices": [device for worker in ranks for device in worker["devices"]],
-            },
+            calls.OPEN_WEIGHT_GROUP,
+            calls.OpenWeightGroup(
+                name,
+                world_size,
+                is_cuda=all(worker.is_cuda for worker in ranks),
+                devices=tuple(device for worker in ranks for device in worker.devices),
+            ),
         )
         meetings = await asyncio.gather(
-            self._call_root("meet_weight_group", {"world_size": world_size}),
+            self._call_root(calls.MEET_WEIGHT_GROUP, world_size),
             rollout.join_weight_group_async(group, first_ranks),
             return_exceptions=True,
         )
         for meeting in meetings:
             if isinstance(meeting, BaseException):
                 raise meeting
-        logger.info("weight_group=%s world_size=%d backend=%s", name, world_size, group["backend"])
+        logger.info("weight_group=%s world_size=%d backend=%s", name, world_size, group.backend)
         return name
 
-    async def _call_root(self, method: str, args: dict[str, Any]) -> Any:
+    async def _call_root(self, method: Method[A, R], args: A) -> R:
         return await self._fleet.call(self._fleet.members[0], method, args)

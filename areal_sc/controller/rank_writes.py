@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.publication import WRITE_TIMEOUT_S
 from areal_sc.durable import commit_folder
 from areal_sc.errors import CheckpointError
+from areal_sc.workers.calls import BEGIN_SAVE_HF, BEGIN_SNAPSHOT, FINISH_WRITE, Change
 from areal_sc.workers.operations import Operation
 
 Finish = Callable[[], Coroutine[Any, Any, None]]
@@ -43,16 +43,16 @@ class RankWrites:
             self._exports.rmdir()
 
     async def begin_snapshot(self, operation: Operation) -> Finish:
-        await self._call_all("begin_snapshot", operation)
+        await self._fleet.call_all(BEGIN_SNAPSHOT, Change(operation))
         return partial(self._finish, operation)
 
     async def begin_export(self, operation: Operation, target: Path) -> Finish:
         """Replaces the folder `target`, which may be on another file system."""
-        replies = await self._call_all("begin_save_hf", operation)
+        replies = await self._fleet.call_all(BEGIN_SAVE_HF, Change(operation))
         return partial(self._finish_export, operation, Path(replies[0]), target)
 
     async def _finish(self, operation: Operation) -> None:
-        await self._call_all("finish_write", operation)
+        await self._fleet.call_all(FINISH_WRITE, Change(operation))
 
     async def _finish_export(self, operation: Operation, exported: Path, target: Path) -> None:
         await self._finish(operation)
@@ -60,8 +60,3 @@ class RankWrites:
             await asyncio.to_thread(commit_folder, exported, target)
         except OSError as error:
             raise CheckpointError(f"cannot write {target}: {error}") from error
-
-    async def _call_all(self, method: str, operation: Operation) -> list[Any]:
-        return await self._fleet.call_all(
-            method, {"operation": operation.to_wire()}, timeout_s=WRITE_TIMEOUT_S
-        )

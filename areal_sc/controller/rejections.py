@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from msgspec import Struct
 
 from areal_sc.errors import TooManyRejections
 from areal_sc.metadata import RowMetadata
+
+
+class RejectionCounts(Struct, frozen=True):
+    """What a resumed run goes on counting from; see `Rejections`."""
+
+    rows: dict[str, int]
+    num_stale_rows: int
 
 
 class Rejections:
@@ -33,7 +41,7 @@ class Rejections:
         self._window = window
         self._recent: deque[tuple[int, int]] = deque(maxlen=window)
 
-    def add_group(self, rejected: Mapping[str, Sequence[Any]], num_rows: int) -> None:
+    def add_group(self, rejected: Mapping[str, tuple[int, str]], num_rows: int) -> None:
         """Counts one group that ran to its end.
 
         Args:
@@ -74,14 +82,11 @@ class Rejections:
         causes = self.rows.most_common()
         return ", ".join(f"{cause} x{count}" for cause, count in causes) or "none"
 
-    def snapshot(self) -> dict[str, Any]:
-        """What a resumed run goes on counting from, msgpack-able; see `restore`."""
-        return {
-            "rejected_rows": dict(self.rows),
-            "num_stale_rows": self.num_stale_rows,
-        }
+    def snapshot(self) -> RejectionCounts:
+        """What a resumed run goes on counting from; see `restore`."""
+        return RejectionCounts(dict(self.rows), self.num_stale_rows)
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Goes on from `snapshot`."""
-        self.rows = Counter(snapshot["rejected_rows"])
-        self.num_stale_rows = int(snapshot["num_stale_rows"])
+    def restore(self, counts: RejectionCounts) -> None:
+        """Goes on from `counts`."""
+        self.rows = Counter(counts.rows)
+        self.num_stale_rows = counts.num_stale_rows

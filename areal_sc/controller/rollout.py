@@ -14,10 +14,12 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import RolloutConfig
@@ -27,20 +29,29 @@ from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.group_runs import GroupRunner, Source
 from areal_sc.controller.outside_groups import OutsideGroups
-from areal_sc.controller.rejections import Rejections
+from areal_sc.controller.rejections import RejectionCounts, Rejections
 from areal_sc.controller.rollout_workers import (
     RPC_MARGIN_S,
     RolloutWorkers,
     update_timeout_s,
 )
 from areal_sc.controller.runtime import Runtime
-from areal_sc.controller.training_groups import TrainingGroups
+from areal_sc.controller.training_groups import TrainingGroups, TrainingState
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import WorkerLost
-from areal_sc.metadata import BatchMetadata, RowMetadata, WeightsReference
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.weights import WeightGroup, WeightsReference
+from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.sources import PromptSource, SourceRegistry
+
+
+class RolloutState(Struct, frozen=True):
+    """What a new controller needs to go on; a snapshot keeps it."""
+
+    training: TrainingState
+    rejections: RejectionCounts
 
 
 class RolloutController(Shell):
@@ -228,30 +239,30 @@ class RolloutController(Shell):
             self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )
 
-    async def state_async(self) -> dict[str, Any]:
-        """What a new controller needs to go on from here, msgpack-able; see `restore`.
+    async def state_async(self) -> RolloutState:
+        """What a new controller needs to go on from here; see `restore`.
 
         On the event loop, as everything that reads the ledger: nothing changes meanwhile.
         """
-        return {**self.groups.snapshot(), **self.rejections.snapshot()}
+        return RolloutState(self.groups.snapshot(), self.rejections.snapshot())
 
     async def account_async(self) -> dict[str, Any]:
         """Where every group ever admitted is; see `Ledger.account`."""
         return self.groups.ledger.account()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: RolloutState) -> None:
         """Goes on from `state`, before the first batch; unconsumed groups are generated again."""
-        self.groups.restore(state)
-        self.rejections.restore(state)
+        self.groups.restore(state.training)
+        self.rejections.restore(state.rejections)
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
         self.groups.pause()
-        await self._workers.call_all("pause")
+        await self._workers.call_all(calls.PAUSE, None)
 
     async def resume_async(self) -> None:
         """Goes on after `pause`."""
-        await self._workers.call_all("resume")
+        await self._workers.call_all(calls.RESUME, None)
         self.groups.resume()
 
     async def drain_async(self) -> None:
@@ -262,7 +273,7 @@ class RolloutController(Shell):
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each worker's engine and store."""
-        return await self._workers.call_all("stats")
+        return [s.as_metrics() for s in await self._workers.call_all(calls.STATS, None)]
 
     def receive_weights(
         self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
@@ -287,21 +298,19 @@ class RolloutController(Shell):
         """
         return await self._workers.hold_updates()
 
-    async def weight_ranks_async(self, group: str) -> list[dict[str, Any]]:
+    async def weight_ranks_async(self, group: str) -> list[calls.WeightRanks]:
         """What each worker needs in a weight group; see `WeightsReceiver`."""
-        return await self._workers.call_all("weight_ranks", {"group": group})
+        return await self._workers.call_all(calls.WEIGHT_RANKS, group)
 
-    async def join_weight_group_async(
-        self, group: dict[str, Any], first_ranks: Sequence[int]
-    ) -> None:
+    async def join_weight_group_async(self, group: WeightGroup, first_ranks: Sequence[int]) -> None:
         """All workers join a weight group at once, each from its first rank on."""
         await self._workers.join_weight_group(
-            [{"group": group, "first_rank": rank} for rank in first_ranks]
+            [calls.JoinWeightGroup(group, rank) for rank in first_ranks]
         )
 
     async def leave_weight_group_async(self, group: str) -> None:
         """Workers that are in a weight group leave it."""
-        await self._workers.call_all("leave_weight_group", {"group": group})
+        await self._workers.call_all(calls.LEAVE_WEIGHT_GROUP, group)
 
     async def wait_for_weights_async(self) -> None:
         """Waits until every worker holds the newest version."""
@@ -359,7 +368,7 @@ class RolloutController(Shell):
     def wait_for_weights(self) -> None:
         self._run(self.wait_for_weights_async())
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> RolloutState:
         return self._run(self.state_async())
 
     def account(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from areal_sc.config.schema import (
     OnWeightUpdate,
@@ -29,8 +28,11 @@ from areal_sc.controller.worker_rounds import WorkerRounds
 from areal_sc.controller.worker_store import GroupRun, WorkerStore
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ConfigError
-from areal_sc.metadata import BatchMetadata, WeightsReference
+from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.arena.free_extents import block_span
+from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.weights import WeightsReference
+from areal_sc.workers import calls
 
 UPDATE_STEPS = 4
 """Of a weight update that may take `weight_update.step_timeout_s` each; most take far less."""
@@ -161,7 +163,7 @@ class RolloutWorkers:
         """
         return self._states[await self._queue.take(version)]
 
-    async def call(self, state: RolloutWorkerState, method: str, args: dict[str, Any]) -> Any:
+    async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
         """Reply of a call that may take as long as a group."""
         return await self._fleet.call(
             state.member, method, args, timeout_s=self._config.group_timeout_s + RPC_MARGIN_S
@@ -196,25 +198,25 @@ class RolloutWorkers:
     async def _sweep(self, state: RolloutWorkerState) -> None:
         while state.store.has_dead:
             plan = state.store.plan_sweep(state.incarnation)
-            reply = await self._fleet.call(state.member, "sweep", plan.args)
-            state.store.confirm_sweep(plan, reply["last_sequence"])
+            last_sequence = await self._fleet.call(state.member, calls.SWEEP, plan.sweep)
+            state.store.confirm_sweep(plan, last_sequence)
             self._recount(state)
             self.on_room()
             self._background.notify()
 
-    async def call_all(self, method: str, args: dict[str, Any] | None = None) -> list[Any]:
+    async def call_all(self, method: Method[A, R], args: A) -> list[R]:
         """Replies of all workers to the same call."""
-        return await self._fleet.call_all(method, args or {})
+        return await self._fleet.call_all(method, args)
 
     async def initialize(self) -> None:
         """Workers build their engines, which start what they need."""
         timeout_s = self._fleet.config.transport.call_timeout_s + self._engine.start_timeout_s
-        await self._fleet.call_all("initialize", {}, timeout_s=timeout_s)
+        await self._fleet.call_all(calls.INITIALIZE_ENGINE, None, timeout_s=timeout_s)
 
-    async def join_weight_group(self, args: Sequence[dict[str, Any]]) -> None:
+    async def join_weight_group(self, args: Sequence[calls.JoinWeightGroup]) -> None:
         """All workers join a weight group at once, each with its own arguments."""
         timeout_s = self._config.weight_update.step_timeout_s + RPC_MARGIN_S
-        await self._fleet.call_all("join_weight_group", args, timeout_s=timeout_s)
+        await self._fleet.call_each(calls.JOIN_WEIGHT_GROUP, args, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def held_for_evaluation(self) -> AsyncIterator[RolloutWorkerState]:
@@ -314,8 +316,8 @@ class RolloutWorkers:
                 weights = self._weights
                 await self._fleet.call(
                     state.member,
-                    "update_weights",
-                    weights.to_wire(),
+                    calls.UPDATE_WEIGHTS,
+                    weights,
                     timeout_s=update_timeout_s(self._engine),
                 )
                 state.version = weights.version

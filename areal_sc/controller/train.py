@@ -13,14 +13,14 @@ trains on does not depend on the number of ranks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from areal_sc.algorithms.advantages import normalized_advantages
-from areal_sc.batch_wire import batch_to_wire
 from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
@@ -33,14 +33,17 @@ from areal_sc.engines.base import EngineHandle
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import (
     BatchMetadata,
+    Columns,
     RowMetadata,
+    Run,
     ShardMetadata,
-    TensorMetadata,
-    WeightsReference,
     concat,
 )
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.transport.rpc.method import A, Method
+from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation, digest
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
@@ -100,16 +103,12 @@ class TrainController(Shell):
         )
         init_method = ""
         if world_size > 1:  # one rank alone opens no port for it
-            init_method = await self._fleet.call(self._fleet.members[0], "create_rendezvous", {})
-        await self._fleet.call_all(
-            "initialize",
+            rank_0 = self._fleet.members[0]
+            init_method = await self._fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
+        await self._fleet.call_each(
+            calls.INITIALIZE_RANK,
             [
-                {
-                    "rank": rank,
-                    "world_size": world_size,
-                    "init_method": init_method,
-                    "lineage": self._lineage,
-                }
+                calls.InitializeRank(rank, world_size, init_method, self._lineage)
                 for rank in range(world_size)
             ],
         )
@@ -140,18 +139,17 @@ class TrainController(Shell):
             return batch
         rank_rows = self._rows_by_rank(batch)
         selected = batch.select(LOGPROB_FIELDS)  # a rank may have no rows, and then has no fields
-        parts, args = [], []
+        parts = []
         for rows in rank_rows:
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
             parts.append(selected.take(rows))
-            args.append({"batch": batch_to_wire(parts[-1])})
-        replies = await self._fleet.call_all("compute_logprobs", args)
+        replies = await self._fleet.call_each(calls.COMPUTE_LOGPROBS, parts)
         results = [
-            self._with_shard(part, reply, "proximal_logprobs")
+            _held_by(part, reply.shard, "proximal_logprobs")
             for part, reply in zip(parts, replies, strict=True)
         ]
         joined = concat(
-            [result.select(["proximal_logprobs"]) for result in results if result.rows],
+            [result for result in results if result.rows],
             batch_id=self._runtime.new_id(),
             global_step=batch.global_step,
         )
@@ -193,7 +191,7 @@ class TrainController(Shell):
             parts = []
             for part in minibatch.partition(self.config.num_workers):
                 await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
-                parts.append(batch_to_wire(minibatch.take(part)))
+                parts.append(minibatch.take(part))
             by_rank.append(parts)
         number = self._num_updates
         # noted first: the workers train on them even if this call is given up
@@ -203,10 +201,9 @@ class TrainController(Shell):
             [(row.group_id, row.attempt, row.sequence_length, row.advantage) for row in batch.rows],
         )
         metrics = await self._update_all(
-            "ppo_update",
-            operation,
+            calls.PPO_UPDATE,
             [
-                {"minibatches": [parts[rank] for parts in by_rank]}
+                calls.PPOUpdate(operation, tuple(parts[rank] for parts in by_rank))
                 for rank in range(self.config.num_workers)
             ],
         )
@@ -223,11 +220,11 @@ class TrainController(Shell):
         dataset = await self._sources.register_prompts_async(prompts)
         version, num_workers = self.version, self.config.num_workers
         indices = [int(index) for index in indices]  # of NumPy, say
+        operation = self._operation("sft_update", [dataset, indices])
         metrics = await self._update_all(
-            "sft_update",
-            self._operation("sft_update", [dataset, indices]),
+            calls.SFT_UPDATE,
             [
-                {"dataset": dataset, "indices": indices[rank::num_workers]}
+                calls.SFTUpdate(operation, dataset, tuple(indices[rank::num_workers]))
                 for rank in range(num_workers)
             ],
         )
@@ -288,7 +285,7 @@ class TrainController(Shell):
         """
         lineage = self._folder.begin_lineage()
         operation = Operation(lineage, step, "load_snapshot")
-        await self._fleet.call_all("load_snapshot", {"operation": operation.to_wire()})
+        await self._fleet.call_all(calls.LOAD_SNAPSHOT, calls.Change(operation))
         self._lineage = lineage
         self._set_version(step)
 
@@ -299,7 +296,7 @@ class TrainController(Shell):
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each rank's store and data plane."""
-        return await self._fleet.call_all("stats", {})
+        return [stats.as_metrics() for stats in await self._fleet.call_all(calls.STATS, None)]
 
     def worker_stats(self) -> list[dict[str, float]]:
         return self._run(self.worker_stats_async())
@@ -346,24 +343,6 @@ class TrainController(Shell):
                 rows += [minibatch[row] for row in part]
         return rank_rows
 
-    def _with_shard(
-        self, part: BatchMetadata, reply: Mapping[str, Any], field: str
-    ) -> BatchMetadata:
-        """The part, held as `field` by the shard that the rank sealed for its rows."""
-        num_rows = part.total_batch_size
-        if num_rows == 0:
-            return replace(part, shards=())
-        shard = ShardMetadata(
-            node_id=reply["node_id"],
-            node_addr=reply["node_addr"],
-            shard_id=reply["shard_id"],
-            batch_size=num_rows,
-            offset=0,
-            fields={field: TensorMetadata((part.num_tokens,), "float32")},
-            shard_rows=tuple(range(num_rows)),
-        )
-        return replace(part, shards=(shard,))
-
     def _operation(self, name: str, content: Any = None) -> Operation:
         return Operation(self._lineage, self.version, name, digest(content))
 
@@ -373,12 +352,10 @@ class TrainController(Shell):
         self._trained_rows.clear()
 
     async def _update_all(
-        self, method: str, operation: Operation, args: Sequence[dict[str, Any]]
+        self, method: Method[A, dict[str, float]], args: Sequence[A]
     ) -> dict[str, float]:
         """Metrics of the update, which every rank makes once."""
-        named = {"operation": operation.to_wire()}
-        replies = await self._fleet.call_all(method, [{**arg, **named} for arg in args])
-        return dict(replies[0])
+        return (await self._fleet.call_each(method, args))[0]
 
     async def _publish(
         self,
@@ -398,3 +375,11 @@ class TrainController(Shell):
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss
+
+
+def _held_by(rows: BatchMetadata, sealed: ShardReference, field: str) -> BatchMetadata:
+    """The rows with this field alone, which the shard holds."""
+    if not rows.rows:
+        return rows
+    shard = ShardMetadata(*sealed, runs=(Run(0, 0, rows.total_batch_size),))
+    return replace(rows, columns=(Columns({field: "float32"}, (shard,)),))

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import Struct
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
@@ -31,12 +31,22 @@ from areal_sc.controller.evaluation import MetricSums, mean_metrics
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.group_runs import GroupRunner, Source
 from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.workflows.prompts import prompt_at
+
+
+class TrainingState(Struct, frozen=True):
+    """What a new controller needs to go on; see `TrainingGroups`."""
+
+    version: int
+    num_prompts_taken: int
+    returned_prompts: tuple[PromptReference, ...]
+    ledger: LedgerState
 
 
 class TrainingGroups:
@@ -180,21 +190,21 @@ class TrainingGroups:
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._spawn(group, self._source)
 
-    def snapshot(self) -> dict[str, Any]:
-        """What a new controller needs to go on from here, msgpack-able; see `restore`."""
-        return {
-            "version": self.version,
-            "num_prompts_taken": self.num_prompts_taken,
-            "returned_prompts": [astuple(prompt) for prompt in self._returned_prompts],
-            "ledger": self.ledger.snapshot(),
-        }
+    def snapshot(self) -> TrainingState:
+        """What a new controller needs to go on from here; see `restore`."""
+        return TrainingState(
+            self.version,
+            self.num_prompts_taken,
+            tuple(self._returned_prompts),
+            self.ledger.snapshot(),
+        )
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Goes on from `snapshot`, before the first batch; unconsumed groups run again."""
-        self.version = int(snapshot["version"])
-        self.num_prompts_taken = int(snapshot["num_prompts_taken"])
-        self._returned_prompts = deque(PromptReference(*p) for p in snapshot["returned_prompts"])
-        self.ledger = Ledger.restore(snapshot["ledger"])
+    def restore(self, state: TrainingState) -> None:
+        """Goes on from `state`, before the first batch; unconsumed groups run again."""
+        self.version = state.version
+        self.num_prompts_taken = state.num_prompts_taken
+        self._returned_prompts = deque(state.returned_prompts)
+        self.ledger = Ledger.restore(state.ledger)
         self.ledger.requeue_all()
         self._restored = dict.fromkeys(group.group_id for group in self.ledger.unconsumed())
 

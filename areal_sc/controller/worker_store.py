@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.workers.calls import Sweep
 
 
 class ShardOwner(Protocol):
@@ -50,12 +51,12 @@ class SweepPlan:
 
     Attributes:
         incarnation: the life of the worker that it is meant for.
-        args: of the call.
+        sweep: what is asked of it.
         dead: ids of the shards that are gone when the worker replies.
     """
 
     incarnation: str
-    args: dict[str, Any]
+    sweep: Sweep
     dead: tuple[str, ...]
 
 
@@ -123,13 +124,9 @@ class WorkerStore:
             if not is_needed:
                 dead_ids.append(shard_id)
         is_current = self._acknowledged.incarnation == incarnation
-        args = {
-            "live": live,
-            "adopted_live": adopted_live,
-            "dead": dead,
-            "acknowledged": self._acknowledged.sequence if is_current else 0,
-        }
-        return SweepPlan(incarnation, args, tuple(dead_ids))
+        acknowledged = self._acknowledged.sequence if is_current else 0
+        sweep = Sweep(acknowledged, tuple(live), tuple(dead), tuple(adopted_live))
+        return SweepPlan(incarnation, sweep, tuple(dead_ids))
 
     def confirm_sweep(self, plan: SweepPlan, last_sequence: int) -> None:
         """The worker has done what the plan said.

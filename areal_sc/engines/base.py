@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from areal_sc.config.schema import GenerationConfig
-    from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup
+    from areal_sc.engines.weight_group import NamedTensor
     from areal_sc.transport.packed_rows import PackedRows
+    from areal_sc.weights import BucketLayout, WeightGroup
 
     TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
     """Gives every parameter, flat or shaped; asked when it is needed, and again for servers that

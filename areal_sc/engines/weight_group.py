@@ -10,95 +10,26 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from areal_sc.errors import EngineFailed, ProtocolError
+from areal_sc.errors import EngineFailed
+from areal_sc.weights import BucketLayout, WeightGroup
 
 NamedTensor = tuple[str, torch.Tensor]
 
-NCCL, GLOO = "nccl", "gloo"
+NCCL: Final = "nccl"
+GLOO: Final = "gloo"
+Backend = Literal["nccl", "gloo"]
 MEETING_TIMEOUT_S = 120.0
 _POLL_S = 0.001
 _DROP_POLL_S = 1.0
 _BACKLOG = 1024
-
-
-@dataclass(frozen=True)
-class WeightGroup:
-    """What a rank needs to join.
-
-    Attributes:
-        name: of the group; a new one for every group.
-        master_address, master_port: where rank 0 listens.
-        world_size: 1, and the generating ranks.
-        backend: `nccl`, or `gloo` where a rank computes on a CPU.
-    """
-
-    name: str
-    master_address: str
-    master_port: int
-    world_size: int
-    backend: str
-
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "master_address": self.master_address,
-            "master_port": self.master_port,
-            "world_size": self.world_size,
-            "backend": self.backend,
-        }
-
-    @classmethod
-    def from_wire(cls, plain: Mapping[str, Any]) -> WeightGroup:
-        """Raises: ProtocolError: it describes no group."""
-        backend = str(plain["backend"])
-        if backend not in (NCCL, GLOO):
-            raise ProtocolError(f"a weight group of backend {backend!r}; nccl and gloo are known")
-        return cls(
-            str(plain["name"]),
-            str(plain["master_address"]),
-            int(plain["master_port"]),
-            int(plain["world_size"]),
-            backend,
-        )
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """What one broadcast holds, in the order of its bytes; plain data, for the way to a worker.
-
-    Attributes:
-        names, dtypes, shapes: of the parameters, the widest types first.
-    """
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    def to_wire(self) -> list[Any]:
-        return [list(self.names), list(self.dtypes), [list(shape) for shape in self.shapes]]
-
-    @classmethod
-    def from_wire(cls, plain: Sequence[Any]) -> BucketLayout:
-        """Raises: ProtocolError: the three lists do not go together."""
-        names, dtypes, shapes = plain
-        if not len(names) == len(dtypes) == len(shapes):
-            raise ProtocolError(
-                f"a bucket of {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes"
-            )
-        return cls(
-            tuple(map(str, names)),
-            tuple(map(str, dtypes)),
-            tuple(tuple(map(int, shape)) for shape in shapes),
-        )
 
 
 def layout_of(bucket: Sequence[NamedTensor]) -> BucketLayout:
@@ -141,7 +72,7 @@ class WeightBroadcaster:
         timeout_s: for each broadcast, and at most for the meeting of the ranks.
     """
 
-    def __init__(self, name: str, host: str, backend: str, timeout_s: float) -> None:
+    def __init__(self, name: str, host: str, backend: Backend, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._meeting_timeout = timedelta(seconds=min(timeout_s, MEETING_TIMEOUT_S))
         self._host = host

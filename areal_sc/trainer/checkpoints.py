@@ -19,11 +19,11 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import msgpack
+import msgspec
 
-from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.rollout import RolloutController, RolloutState
 from areal_sc.controller.train import TrainController
 from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import CheckpointError, RunFolderError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROLLERS = "controllers.msgpack"
-FORMAT = 1
+FORMAT = 2
 _KIND = b"areal_sc-controllers"
 
 _FAILURES = (OSError, RunFolderError, CheckpointError)
@@ -178,9 +178,9 @@ def _step_of(snapshot: Path) -> int:
     return int(snapshot.name.rpartition("-")[2])
 
 
-def _sealed(state: dict[str, Any]) -> bytes:
+def _sealed(state: RolloutState) -> bytes:
     """The state behind its line: kind, format, sha256 of the format and what follows."""
-    packed: bytes = msgpack.packb(state)
+    packed = msgspec.msgpack.encode(state)
     return b" ".join([_KIND, b"%d" % FORMAT, _digest(b"%d" % FORMAT, packed)]) + b"\n" + packed
 
 
@@ -188,7 +188,7 @@ def _digest(format_number: bytes, packed: bytes) -> bytes:
     return hashlib.sha256(format_number + b"\n" + packed).hexdigest().encode()
 
 
-def _read_state(path: Path, step: int) -> dict[str, Any]:
+def _read_state(path: Path, step: int) -> RolloutState:
     """What `_sealed` wrote for that step.
 
     Raises: CheckpointError: it is gone, damaged, or of another step.
@@ -207,9 +207,9 @@ def _read_state(path: Path, step: int) -> dict[str, Any]:
             f"{path}: expected format {FORMAT}, got {int(format_number)}: another version of "
             "areal_sc wrote it; go on with that one, or choose another run_dir"
         )
-    state: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
-    if state["version"] != step:
+    state = msgspec.msgpack.decode(packed, type=RolloutState)
+    if state.training.version != step:
         raise CheckpointError(
-            f"{path}: expected the state after step {step}, got that after {state['version']}"
+            f"{path}: expected the state after step {step}, got that after {state.training.version}"
         )
     return state

@@ -17,11 +17,14 @@ import struct
 import time
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from types import NoneType
+from typing import Annotated, Final
 
-from areal_sc.errors import ProtocolError, TransportError
+from msgspec import Meta, Struct
+
+from areal_sc.errors import TransportError
+from areal_sc.transport.rpc.method import Method
 
 BLOCKED_WARNING_S: Final = 10.0
 """So long without a turn of a worker's main event loop is worth a warning."""
@@ -36,6 +39,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,16}/[0-9]{1,8}")
 _INCARNATION: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _SUFFIX: Final = ".beat"
 _OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_Age = Annotated[float, Meta(ge=0)]
 _READS: Final = 2
 """A reader that meets a writer looks again."""
 
@@ -49,8 +53,7 @@ def this_node() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(Struct, frozen=True, array_like=True):
     """What a worker last said of itself.
 
     Attributes:
@@ -62,29 +65,12 @@ class Beat:
     name: str
     incarnation: str
     pid: int
-    beat_age_s: float
-    turn_age_s: float
-
-    def to_wire(self) -> list[Any]:
-        return [self.name, self.incarnation, self.pid, self.beat_age_s, self.turn_age_s]
+    beat_age_s: _Age
+    turn_age_s: _Age
 
 
-def beats_from_wire(wire: Any) -> list[Beat]:
-    """Inverse of `to_wire` for a list of beats.
-
-    Raises: ProtocolError: it is no such list.
-    """
-    match wire:
-        case [*entries] if all(map(_is_beat, entries)):
-            return [Beat(*entry) for entry in entries]
-    raise ProtocolError("expected a list of beats")
-
-
-def _is_beat(wire: Any) -> bool:
-    match wire:
-        case [str(), str(), int(), float(beat_age_s), float(turn_age_s)]:
-            return beat_age_s >= 0 and turn_age_s >= 0
-    return False
+BEAT: Final = Method("beat", NoneType, tuple[Beat, ...])
+"""Asks a worker's heartbeat socket for the beats of all workers of its node."""
 
 
 class BeatBoard:

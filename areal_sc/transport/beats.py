@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.beat_board import BLOCKED_WARNING_S, Beat, BeatBoard
+from areal_sc.transport.beat_board import BEAT, BLOCKED_WARNING_S, Beat, BeatBoard
 from areal_sc.transport.endpoint import Authenticator
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.codec import MessageLimits
@@ -78,7 +78,7 @@ class BeatServer:
         self._on_orphaned = on_orphaned
         self._end_process = end_process
         self._server = RpcServer(
-            {"beat": self._answer},
+            [BEAT.served_by(self._answer)],
             node_id=name,
             incarnation=incarnation,
             bind=bind,
@@ -143,7 +143,7 @@ class BeatServer:
             self._board.remove(self._name)
             self._board.close()
 
-    def _answer(self, args: dict[str, Any]) -> list[list[Any]]:
+    def _answer(self, _: None) -> tuple[Beat, ...]:
         self._beat()
         try:
             self._board.renew_lease()
@@ -153,7 +153,7 @@ class BeatServer:
         # Its own is the newest there is, also where the board cannot be written.
         turn_age_s = (time.monotonic_ns() - self._turn_ns) / 1e9
         beats[self._name] = Beat(self._name, self._incarnation, os.getpid(), 0.0, turn_age_s)
-        return [beat.to_wire() for beat in beats.values()]
+        return tuple(beats.values())
 
     def _beat(self) -> None:
         try:

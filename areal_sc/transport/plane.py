@@ -18,8 +18,10 @@ from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.interface import Interface
+from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.pull import Puller
-from areal_sc.transport.rpc.transport import Handler, Transport
+from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.rpc.transport import Transport
 from areal_sc.transport.tensor_store import TensorStore
 
 ROOM_SHARE: Final = 0.8
@@ -89,38 +91,31 @@ class DataPlane:
             idle_buffer_bytes=idle_buffer_bytes,
         )
 
-    async def start(self) -> dict[str, Handler]:
+    async def start(self) -> list[Served]:
         """Binds the bulk socket; returns the RPC methods by which peers get to it.
 
         Raises: TransportError: the interface cannot be bound.
         """
         self.store.adopt()
         await self._server.start()
-        return self._server.handlers()
+        return self._server.methods()
 
-    def stats(self) -> dict[str, float]:
-        """What is held now, and counters since the start.
-
-        `store_bytes` and `store_shards` are held; `swept_...` were forgotten, and of their bytes
-        `mapped_retired_bytes` are still read by others, and so still held; `pulled_bytes` came
-        from elsewhere, `mapped_bytes` from other workers' memory on this node, `local_bytes` from
-        the own store; `served_bytes` went out in answer to `bulk_requests`; `bulk_refused` counts
-        frames that no member of the run sent.
-        """
-        return {
-            "store_bytes": self.store.num_bytes,
-            "store_shards": self.store.num_shards,
-            "sealed_shards": self.store.num_sealed,
-            "swept_shards": self.store.num_swept,
-            "swept_bytes": self.store.swept_bytes,
-            "mapped_retired_bytes": self.store.mapped_retired_bytes,
-            "pulled_bytes": self.puller.pulled_bytes,
-            "mapped_bytes": self.puller.mapped_bytes,
-            "local_bytes": self.puller.local_bytes,
-            "served_bytes": self._server.sent_bytes,
-            "bulk_requests": self._server.num_reads,
-            "bulk_refused": self._server.num_refused + self._bulk.num_refused,
-        }
+    def stats(self) -> PlaneStats:
+        """What is held now, and counters since the start."""
+        return PlaneStats(
+            store_bytes=self.store.num_bytes,
+            store_shards=self.store.num_shards,
+            sealed_shards=self.store.num_sealed,
+            swept_shards=self.store.num_swept,
+            swept_bytes=self.store.swept_bytes,
+            mapped_retired_bytes=self.store.mapped_retired_bytes,
+            pulled_bytes=self.puller.pulled_bytes,
+            mapped_bytes=self.puller.mapped_bytes,
+            local_bytes=self.puller.local_bytes,
+            served_bytes=self._server.sent_bytes,
+            bulk_requests=self._server.num_reads,
+            bulk_refused=self._server.num_refused + self._bulk.num_refused,
+        )
 
     async def close(self) -> None:
         """Ends pulls and serving; the worker's shards go with it."""

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from areal_sc.errors import ProtocolError, ShardGone
-from areal_sc.metadata import BatchMetadata, WeightsReference
+from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.arena.map import ArenaMap, MappedShard
 from areal_sc.transport.bulk.buffer_pool import BufferPool, Bytes
 from areal_sc.transport.bulk.client import BulkClient
@@ -38,6 +38,7 @@ from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.slices import Slices
 from areal_sc.transport.tensor_bytes import dtype_named
 from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.weights import WeightsReference
 
 _ALIGNMENT: Final = 64
 

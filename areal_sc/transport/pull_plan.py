@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
-from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata
+from areal_sc.errors import ProtocolError
+from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, Run
 from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.transport.tensor_bytes import dtype_named
 
@@ -274,11 +274,11 @@ def sources_of(
 ) -> tuple[BatchMetadata, dict[str, str], list[Source[str]]]:
     """The asked part of a batch, the dtype name of each of its fields, and where its rows lie.
 
-    Raises: MetadataError: a field or row is not in the batch, or shards disagree about a dtype.
+    Raises: MetadataError: a field or row is not in the batch.
     """
     if fields is not None and batch.total_batch_size:
         batch = batch.select(fields)
-    dtypes = field_dtypes(batch)
+    dtypes = batch.dtypes
     if not batch.total_batch_size:
         dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()}
     if rows is not None:
@@ -291,38 +291,29 @@ def sources_of(
 
 
 def pieces_of(batch: BatchMetadata) -> list[tuple[Piece, int]]:
-    """Each shard's rows, and how many values of the batch come before them."""
+    """The rows of each shard, as they lie together in the batch, and how many values of the batch
+    come before them."""
     lengths = batch.sequence_lengths
     starts = tuple(accumulate(lengths, initial=0))
     pieces = []
-    for shard in batch.shards:
-        if shard.batch_size:
-            stop = shard.offset + shard.batch_size
-            piece = Piece(
-                Owner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0]),
-                shard.shard_id,
-                {name: tensor.dtype for name, tensor in shard.fields.items()},
-                shard.shard_rows,
-                lengths[shard.offset : stop],
-            )
-            pieces.append((piece, starts[shard.offset]))
+    for columns in batch.columns:
+        for shard in columns.shards:
+            owner = Owner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0])
+            for offset, rows in _stretches(shard.runs):
+                of_rows = lengths[offset : offset + len(rows)]
+                piece = Piece(owner, shard.shard_id, columns.dtypes, rows, of_rows)
+                pieces.append((piece, starts[offset]))
     return pieces
 
 
-def field_dtypes(batch: BatchMetadata) -> dict[str, str]:
-    """dtype name of each field.
-
-    Raises: MetadataError: shards disagree about it.
-    """
-    dtypes: dict[str, str] = {}
-    for shard in batch.shards:
-        for name, tensor in shard.fields.items():
-            if dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
-                raise MetadataError(
-                    f"batch {batch.batch_id}, field {name!r}: shard {shard.shard_id} on "
-                    f"{shard.node_id} holds {tensor.dtype}, others hold {dtypes[name]}"
-                )
-    return dtypes
+def _stretches(runs: Iterable[Run]) -> list[tuple[int, list[int]]]:
+    """The rows of a shard at consecutive rows of the batch, each time with the first of those."""
+    found: list[tuple[int, list[int]]] = []
+    for offset, first, count in runs:
+        if not found or offset != found[-1][0] + len(found[-1][1]):
+            found.append((offset, []))
+        found[-1][1].extend(range(first, first + count))
+    return found
 
 
 def _abridged(lengths: Sequence[int]) -> str:

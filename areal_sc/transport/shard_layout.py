@@ -15,7 +15,7 @@ import msgpack
 import torch
 
 from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.metadata import FIELD_ALIGNMENT_BYTES, TensorMetadata
+from areal_sc.metadata import FIELD_ALIGNMENT_BYTES
 from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
 
 TICKET_VERSION: Final = 1
@@ -45,10 +45,6 @@ class SealedField:
     @property
     def numel(self) -> int:
         return sum(self.row_lengths)
-
-    @property
-    def metadata(self) -> TensorMetadata:
-        return TensorMetadata((self.numel,), self.dtype)
 
     def slices(self, rows: Iterable[int] | None = None) -> list[memoryview]:
         """The bytes of the rows, in the given order; consecutive rows come as one slice.

@@ -11,11 +11,11 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.engines.base import EngineHandle
@@ -27,8 +27,10 @@ from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.plane import DataPlane
-from areal_sc.transport.rpc.server import Handler, RpcServer
+from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.workers import calls
 from areal_sc.workers.run_memory import OFF, beats_folder
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 from areal_sc.workflows.sources import SourceReader
@@ -36,7 +38,6 @@ from areal_sc.workflows.sources import SourceReader
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Method = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class Worker:
@@ -71,20 +72,19 @@ class Worker:
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._done = asyncio.Event()
 
-    def methods(self) -> dict[str, Method]:
-        """RPC methods by name; subclasses add theirs."""
-        return {
-            "ping": self.ping,
-            "sweep": self.sweep,
-            "stats": self.stats,
-            "shutdown": self.shutdown,
-        }
+    def methods(self) -> list[Served]:
+        """What is served; subclasses add theirs."""
+        return [
+            calls.PING.served_by(self.ping),
+            calls.SWEEP.served_by(self.sweep),
+            calls.STATS.served_by(self.stats),
+            calls.SHUTDOWN.served_by(self.shutdown),
+        ]
 
     async def serve(self) -> None:
         """Binds the sockets, reports, and serves until the end."""
-        handlers: dict[str, Handler] = {**self.methods(), **await self.plane.start()}
         server = self._server = RpcServer(
-            handlers,
+            [*self.methods(), *await self.plane.start()],
             node_id=self.spec.name,
             incarnation=self.spec.incarnation,
             bind=self._interface.bind,
@@ -122,37 +122,25 @@ class Worker:
         """Result of a function that runs in the engine's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._engine_thread, function)
 
-    async def ping(self, args: dict[str, Any]) -> None:
+    async def ping(self, _: None) -> None:
         """Tells that the worker answers calls."""
 
-    async def sweep(self, args: dict[str, Any]) -> dict[str, int]:
-        """Forgets the shards in `dead`, and those up to `acknowledged` that are not in `live`.
+    async def sweep(self, sweep: calls.Sweep) -> int:
+        adopted = None if sweep.adopted_live is None else set(sweep.adopted_live)
+        self.plane.store.sweep(sweep.live, sweep.acknowledged, sweep.dead, adopted_live=adopted)
+        return self.plane.store.last_sequence
 
-        Of the shards adopted from an earlier life of the worker those in `adopted_live` are kept;
-        all of them while there is no such list.
-        """
-        live, dead = ([int(n) for n in args.get(name, ())] for name in ("live", "dead"))
-        adopted = args.get("adopted_live")
-        self.plane.store.sweep(
-            live,
-            int(args["acknowledged"]),
-            dead,
-            adopted_live=None if adopted is None else set(map(str, adopted)),
-        )
-        return {"last_sequence": self.plane.store.last_sequence}
-
-    async def stats(self, args: dict[str, Any]) -> dict[str, float]:
-        """Counters of both planes; see `DataPlane.stats`.
-
-        `control_refused` counts connections without the run's keys, and messages that no member
-        of the run sends, on the control and heartbeat sockets.
-        """
+    async def stats(self, _: None) -> calls.WorkerStats:
         refused = self._control_guard.num_refused + self._beats_guard.num_refused
         if self._server is not None:
             refused += self._server.num_malformed
-        return {**self.plane.stats(), "control_refused": refused}
+        return calls.WorkerStats(self.plane.stats(), refused, self.engine_stats())
 
-    async def shutdown(self, args: dict[str, Any]) -> None:
+    def engine_stats(self) -> dict[str, float]:
+        """Counters of the engine, if it has any."""
+        return {}
+
+    async def shutdown(self, _: None) -> None:
         """Ends the worker after the reply."""
         asyncio.get_running_loop().call_later(0.05, self._done.set)
 

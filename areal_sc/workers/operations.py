@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-import msgpack
+import msgspec
 
 from areal_sc.errors import EngineFailed, StaleCall
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """What a state-changing call does; its identity is (lineage, version, name).
 
@@ -43,21 +43,13 @@ class Operation:
     name: str
     content: str = field(default="", compare=False)
 
-    def to_wire(self) -> list[Any]:
-        return [self.lineage, self.version, self.name, self.content]
-
-    @classmethod
-    def from_wire(cls, wire: Sequence[Any]) -> Self:
-        lineage, version, name, content = wire
-        return cls(int(lineage), int(version), str(name), str(content))
-
     def __str__(self) -> str:
         return f"{self.name} at lineage {self.lineage}, policy version {self.version}"
 
 
 def digest(content: Any) -> str:
     """A short name of something msgpack-able, the same in every process."""
-    return hashlib.sha256(msgpack.packb(content)).hexdigest()[:16]
+    return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()[:16]
 
 
 @dataclass

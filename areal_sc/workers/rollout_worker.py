@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 
-from areal_sc.batch_wire import batch_to_wire
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.base import Completion, GenerationEngine
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.engines.weight_group import BucketLayout, WeightGroup
 from areal_sc.errors import (
     EngineFailed,
     RewardError,
@@ -34,13 +32,17 @@ from areal_sc.errors import (
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
+    Columns,
+    PromptReference,
     RowMetadata,
+    Run,
     ShardMetadata,
-    TensorMetadata,
-    WeightBroadcast,
-    WeightsReference,
 )
-from areal_sc.workers.base import Method, Worker
+from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.weights import WeightBroadcast, WeightsReference
+from areal_sc.workers import calls
+from areal_sc.workers.base import Worker
 from areal_sc.workers.fork_client import fork_server_child
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import Rejection, check_trajectory
@@ -68,26 +70,31 @@ class RolloutWorker(Worker):
             log_path=Path(spec.run_dir) / "logs" / f"reward-{spec.index}.log",
         )
         self._engine: GenerationEngine | None = None
-        self._group_episodes: dict[tuple[int, int], asyncio.Task[list[Trajectory | Rejection]]] = {}
+        self._group_episodes: dict[
+            calls.GroupAttempt, asyncio.Task[list[Trajectory | Rejection]]
+        ] = {}
 
     @property
     def engine(self) -> GenerationEngine:
         assert self._engine, "the controller calls initialize first"
         return self._engine
 
-    def methods(self) -> dict[str, Method]:
-        return super().methods() | {
-            "initialize": self.initialize,
-            "run_group": self.run_group,
-            "give_up_group": self.give_up_group,
-            "run_evaluation": self.run_evaluation,
-            "update_weights": self.update_weights,
-            "weight_ranks": self.weight_ranks,
-            "join_weight_group": self.join_weight_group,
-            "leave_weight_group": self.leave_weight_group,
-            "pause": self.pause,
-            "resume": self.resume,
-        }
+    def methods(self) -> list[Served]:
+        return [
+            *super().methods(),
+            calls.INITIALIZE_ENGINE.served_by(self.initialize),
+            calls.RUN_GROUP.served_by(self.run_group),
+            calls.GIVE_UP_GROUP.served_by(self.give_up_group),
+            calls.RUN_EVALUATION.served_by(self.run_evaluation),
+            calls.UPDATE_WEIGHTS.served_by(self.update_weights),
+            calls.WEIGHT_RANKS.served_by(self.weight_ranks),
+            calls.JOIN_WEIGHT_GROUP.served_by(
+                lambda args: self.engine.join_group(args.group, args.first_rank)
+            ),
+            calls.LEAVE_WEIGHT_GROUP.served_by(lambda group: self.engine.leave_group(group)),
+            calls.PAUSE.served_by(lambda _: self.engine.pause()),
+            calls.RESUME.served_by(lambda _: self.engine.resume()),
+        ]
 
     async def close(self) -> None:
         if self._engine:
@@ -95,7 +102,7 @@ class RolloutWorker(Worker):
         await self._rewards.close()
         await asyncio.to_thread(self._reward_server.shutdown)
 
-    async def initialize(self, args: dict[str, Any]) -> None:
+    async def initialize(self, _: None) -> None:
         """Loads the model and begins to serve requests."""
         torch.set_num_threads(self.handle.config.num_threads)
         engine: GenerationEngine = await self.compute(self._build)
@@ -108,13 +115,13 @@ class RolloutWorker(Worker):
         engine: GenerationEngine = handle.build(log_folder=logs.parent, name=logs.stem)
         return engine
 
-    async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Episodes of one prompt; `batch` of the reply is None when nothing was sealed.
-
-        That is so when every row was rejected, or the group was given up meanwhile.
-        """
-        key = (int(args["group_id"]), int(args["attempt"]))
-        episodes = asyncio.create_task(self._episodes(args, int(args["group_size"])))
+    async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
+        """Episodes of one prompt; nothing is sealed when the group is given up meanwhile."""
+        key = calls.GroupAttempt(group.group_id, group.attempt)
+        name = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
+        episodes = asyncio.create_task(
+            self._episodes(group.prompt, group.workflow, name, group.group_size)
+        )
         self._group_episodes[key] = episodes
         try:
             rows = await episodes
@@ -125,48 +132,38 @@ class RolloutWorker(Worker):
         finally:
             self._group_episodes.pop(key, None)
         trajectories = [row for row in rows if isinstance(row, Trajectory)]
-        rejected: dict[str, list[Any]] = {}
+        rejected: dict[str, tuple[int, str]] = {}
         for row in rows:
             if isinstance(row, Rejection):
-                entry = rejected.setdefault(row.cause, [0, row.message])
-                entry[0] += 1
-        metrics: dict[str, list[float]] = {}
+                count, example = rejected.get(row.cause, (0, row.message))
+                rejected[row.cause] = count + 1, example
+        metrics: dict[str, tuple[float, int]] = {}
         for trajectory in trajectories:
-            for name, value in trajectory.metrics.items():
-                entry = metrics.setdefault(name, [0.0, 0])
-                entry[0] += float(value)
-                entry[1] += 1
-        batch = self._seal(args, trajectories) if trajectories else None
-        return {
-            "batch": None if batch is None else batch_to_wire(batch),
-            "rejected": rejected,
-            "metrics": metrics,
-        }
+            for metric, value in trajectory.metrics.items():
+                total, count = metrics.get(metric, (0.0, 0))
+                metrics[metric] = total + float(value), count + 1
+        batch = self._seal(group, trajectories) if trajectories else None
+        return calls.GroupReply(batch, rejected, metrics)
 
-    async def give_up_group(self, args: dict[str, Any]) -> None:
-        """Ends the episodes of a group, if they go on; the reply of its `run_group` follows."""
-        key = (int(args["group_id"]), int(args["attempt"]))
-        if key in self._group_episodes:
-            self._group_episodes.pop(key).cancel()
+    async def give_up_group(self, group: calls.GroupAttempt) -> None:
+        if group in self._group_episodes:
+            self._group_episodes.pop(group).cancel()
 
-    async def run_evaluation(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, reward and metrics only; nothing is stored."""
-        (row,) = await self._episodes(args, 1)
+        name = f"evaluation.0.{wanted.prompt.index}"
+        (row,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, wanted)
         if isinstance(row, Rejection):
-            return {"reward": None, "metrics": {}, "versions": [], "rejected": row.message}
-        sampled = sorted(
-            {v for v, trained in zip(row.versions, row.loss_mask, strict=True) if trained}
+            return calls.EvaluationReply(None, rejection=row.message)
+        sampled = [v for v, trained in zip(row.versions, row.loss_mask, strict=True) if trained]
+        return calls.EvaluationReply(
+            float(row.reward),
+            {name: float(value) for name, value in row.metrics.items()},
+            (min(sampled), max(sampled)),
         )
-        return {
-            "reward": float(row.reward),
-            "metrics": {name: float(value) for name, value in row.metrics.items()},
-            "versions": [sampled[0], sampled[-1]],
-            "num_tokens": sum(map(bool, row.loss_mask)),
-        }
 
-    async def update_weights(self, args: dict[str, Any]) -> None:
+    async def update_weights(self, weights: WeightsReference) -> None:
         """Gives the engine the weights of a version, in the way that the trainers publish them."""
-        weights = WeightsReference.from_wire(args)
 
         async def pull() -> list[tuple[str, torch.Tensor]]:
             return [
@@ -181,7 +178,7 @@ class RolloutWorker(Worker):
             await self.engine.update_weights_from_group(
                 weights.version,
                 sent.group,
-                [BucketLayout.from_wire(bucket) for bucket in sent.buckets],
+                sent.buckets,
                 again=pull,
                 give_up=lambda: self._cancel_broadcast(sent),
             )
@@ -189,59 +186,50 @@ class RolloutWorker(Worker):
             await self.engine.update_weights(weights.version, pull)
         logger.info("policy_version=%d", weights.version)
 
-    async def weight_ranks(self, args: dict[str, Any]) -> dict[str, Any]:
-        """What the engine needs in a weight group, and whether it is in that of this name."""
-        return {
-            "num_ranks": self.engine.count_ranks(),
-            "is_cuda": self.engine.is_cuda,
-            "devices": own_devices() if self.engine.is_cuda else [],
-            "is_member": self.engine.has_whole_group(str(args["group"])),
-        }
+    async def weight_ranks(self, group: str) -> calls.WeightRanks:
+        """What the engine needs in a weight group, and whether it is in this one."""
+        return calls.WeightRanks(
+            num_ranks=self.engine.count_ranks(),
+            is_cuda=self.engine.is_cuda,
+            devices=tuple(own_devices()) if self.engine.is_cuda else (),
+            is_member=self.engine.has_whole_group(group),
+        )
 
-    async def join_weight_group(self, args: dict[str, Any]) -> None:
-        group = WeightGroup.from_wire(args["group"])
-        await self.engine.join_group(group, int(args["first_rank"]))
-
-    async def leave_weight_group(self, args: dict[str, Any]) -> None:
-        await self.engine.leave_group(str(args["group"]))
-
-    async def pause(self, args: dict[str, Any]) -> None:
-        await self.engine.pause()
-
-    async def resume(self, args: dict[str, Any]) -> None:
-        await self.engine.resume()
-
-    async def stats(self, args: dict[str, Any]) -> dict[str, float]:
-        return {**await super().stats(args), **self.engine.stats()}
+    def engine_stats(self) -> dict[str, float]:
+        return dict(self.engine.stats())
 
     async def _cancel_broadcast(self, sent: WeightBroadcast) -> None:
         """Tells the worker that broadcasts that some ranks will not take part."""
-        node_id, address, incarnation = sent.root
+        node_id, address, shard_id = sent.root
+        incarnation, _ = parse_shard_id(shard_id)
         connection = self.transport.connect(address, node_id, incarnation)
         try:
-            await connection.call(
-                "cancel_broadcast", {"group": sent.group}, timeout_s=CANCEL_TIMEOUT_S
-            )
+            await connection.call(calls.CANCEL_BROADCAST, sent.group, timeout_s=CANCEL_TIMEOUT_S)
         except TransportError as error:
             # it gives up by itself, later
             logger.warning("group=%s broadcast not cancelled: %s", sent.group, error)
         finally:
             await connection.close()
 
-    async def _episodes(self, args: dict[str, Any], num_rows: int) -> list[Trajectory | Rejection]:
-        workflow = self.sources.workflow(int(args["workflow"]))
-        dataset = self.sources.prompts(int(args["dataset"]))
+    async def _episodes(
+        self,
+        reference: PromptReference,
+        workflow_number: int,
+        name: str,
+        num_rows: int,
+        evaluation: calls.RunEvaluation | None = None,
+    ) -> list[Trajectory | Rejection]:
+        workflow = self.sources.workflow(workflow_number)
+        dataset = self.sources.prompts(reference.dataset)
         try:
-            prompt = dataset[int(args["index"])]
+            prompt = dataset[reference.index]
         except Exception as error:  # the user's code may raise anything
-            cause = Rejection("dataset_error", f"row {args['index']} of the dataset: {error!r}")
+            cause = Rejection("dataset_error", f"row {reference.index} of the dataset: {error!r}")
             return [cause] * num_rows
-        group = f"{args.get('group_id', 'evaluation')}.{args.get('attempt', 0)}.{args['index']}"
-        evaluation = args.get("evaluation")
         try:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
-                    tasks.create_task(self._episode(workflow, dict(prompt), group, evaluation))
+                    tasks.create_task(self._episode(workflow, dict(prompt), name, evaluation))
                     for _ in range(num_rows)
                 ]
         except ExceptionGroup as failures:
@@ -253,7 +241,7 @@ class RolloutWorker(Worker):
         workflow: Workflow,
         prompt: dict[str, Any],
         group: str,
-        evaluation: dict[str, Any] | None,
+        evaluation: calls.RunEvaluation | None,
     ) -> Trajectory | Rejection:
         config: RolloutConfig = self.handle.config
         engine = WorkerEpisodeEngine(
@@ -261,7 +249,7 @@ class RolloutWorker(Worker):
             self._rewards,
             group,
             config.generation,
-            None if evaluation is None else evaluation["temperature"],
+            None if evaluation is None else evaluation.temperature,
         )
         limit_s = config.group_timeout_s
         try:
@@ -291,7 +279,7 @@ class RolloutWorker(Worker):
         assert trajectory is not None
         return trajectory
 
-    def _seal(self, args: dict[str, Any], trajectories: Sequence[Trajectory]) -> BatchMetadata:
+    def _seal(self, group: calls.RunGroup, trajectories: Sequence[Trajectory]) -> BatchMetadata:
         lengths = [len(trajectory.input_ids) for trajectory in trajectories]
         fields = {
             name: torch.tensor(
@@ -304,30 +292,23 @@ class RolloutWorker(Worker):
             node_id=self.spec.name,
             node_addr=self.address,
             shard_id=self.plane.store.put(fields, lengths),
-            batch_size=len(lengths),
-            offset=0,
-            fields={
-                name: TensorMetadata((sum(lengths),), dtype)
-                for name, dtype in TRAJECTORY_FIELDS.items()
-            },
-            shard_rows=tuple(range(len(lengths))),
+            runs=(Run(0, 0, len(lengths)),),
         )
         rows = tuple(
             RowMetadata(
-                group_id=int(args["group_id"]),
-                attempt=int(args["attempt"]),
+                group_id=group.group_id,
+                attempt=group.attempt,
                 sequence_length=length,
                 reward=float(trajectory.reward),
-                admitted_version=int(args["admitted_version"]),
+                admitted_version=group.admitted_version,
                 version_spans=_version_spans(trajectory),
             )
             for trajectory, length in zip(trajectories, lengths, strict=True)
         )
         return BatchMetadata(
-            f"g{args['group_id']}.{args['attempt']}",
-            int(args["admitted_version"]),
-            len(rows),
-            (shard,),
+            f"g{group.group_id}.{group.attempt}",
+            group.admitted_version,
+            (Columns(dict(TRAJECTORY_FIELDS), (shard,)),),
             rows,
         )
 

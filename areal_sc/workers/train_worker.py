@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
-from areal_sc.batch_wire import batch_from_wire
 from areal_sc.durable import partial_of
 from areal_sc.engines.base import TrainEngine
 from areal_sc.errors import StaleCall
+from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.interface import host_of
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.workers.base import Method, Worker
+from areal_sc.transport.rpc.method import Served
+from areal_sc.weights import ShardReference
+from areal_sc.workers import calls
+from areal_sc.workers.base import Worker
 from areal_sc.workers.operations import Operation, Operations, digest
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.weight_publication import WeightPublication
@@ -39,25 +42,26 @@ class TrainWorker(Worker):
         self._writes: dict[Operation, Future[None]] = {}
         self._publication: WeightPublication | None = None
 
-    def methods(self) -> dict[str, Method]:
-        return super().methods() | {
-            "create_rendezvous": self.create_rendezvous,
-            "initialize": self.initialize,
-            "compute_logprobs": self.compute_logprobs,
-            "ppo_update": self.ppo_update,
-            "sft_update": self.sft_update,
-            "seal_weights": self.seal_weights,
-            "save_weights": self.save_weights,
-            "open_weight_group": self.open_weight_group,
-            "meet_weight_group": self.meet_weight_group,
-            "weight_layouts": self.weight_layouts,
-            "broadcast_weights": self.broadcast_weights,
-            "cancel_broadcast": self.cancel_broadcast,
-            "begin_save_hf": self.begin_save_hf,
-            "begin_snapshot": self.begin_snapshot,
-            "finish_write": self.finish_write,
-            "load_snapshot": self.load_snapshot,
-        }
+    def methods(self) -> list[Served]:
+        return [
+            *super().methods(),
+            calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
+            calls.INITIALIZE_RANK.served_by(self.initialize),
+            calls.COMPUTE_LOGPROBS.served_by(self.compute_logprobs),
+            calls.PPO_UPDATE.served_by(self.ppo_update),
+            calls.SFT_UPDATE.served_by(self.sft_update),
+            calls.SEAL_WEIGHTS.served_by(self.seal_weights),
+            calls.SAVE_WEIGHTS.served_by(self.save_weights),
+            calls.OPEN_WEIGHT_GROUP.served_by(lambda group: self.publication.open_group(group)),
+            calls.MEET_WEIGHT_GROUP.served_by(lambda size: self.publication.meet_group(size)),
+            calls.WEIGHT_LAYOUTS.served_by(lambda _: self.publication.layouts()),
+            calls.BROADCAST_WEIGHTS.served_by(lambda _: self.publication.broadcast()),
+            calls.CANCEL_BROADCAST.served_by(lambda g: self.publication.cancel_broadcast(g)),
+            calls.BEGIN_SAVE_HF.served_by(self.begin_save_hf),
+            calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
+            calls.FINISH_WRITE.served_by(self.finish_write),
+            calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
+        ]
 
     @property
     def publication(self) -> WeightPublication:
@@ -70,29 +74,28 @@ class TrainWorker(Worker):
             self._publication.close()
         await self.compute(self.engine.close)
 
-    async def create_rendezvous(self, args: dict[str, Any]) -> str:
+    async def create_rendezvous(self, _: None) -> str:
         """Rank 0 hosts the ranks' meeting point on a port of the system's choice."""
         return await self.compute(self.engine.create_rendezvous)
 
-    async def initialize(self, args: dict[str, Any]) -> None:
+    async def initialize(self, args: calls.InitializeRank) -> None:
         """Joins the other ranks and builds the model."""
         torch.set_num_threads(self.handle.config.num_threads)
-        rank, world_size = int(args["rank"]), int(args["world_size"])
-        init_method = str(args["init_method"])
-        self.operations.lineage = int(args["lineage"])
-        await self.compute(lambda: self.engine.initialize(rank, world_size, init_method))
+        self.operations.lineage = args.lineage
+        await self.compute(
+            lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)
+        )
         self._publication = WeightPublication(
             self.engine,
             self.plane.store,
             self.handle.config.weight_update,
             self.compute,
-            is_root=rank == 0,
+            is_root=args.rank == 0,
             host=host_of(self.address),
         )
 
-    async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
         """Seals `proximal_logprobs` of the batch's rows."""
-        batch = batch_from_wire(args["batch"])
         rows = await self.plane.puller.pull(batch)
 
         def compute() -> str:
@@ -101,34 +104,32 @@ class TrainWorker(Worker):
                 return ""
             return self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
 
-        return self._shard_reply(await self.compute(compute))
+        return self._sealed(await self.compute(compute))
 
-    async def ppo_update(self, args: dict[str, Any]) -> dict[str, float]:
+    async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
         """One optimizer update per minibatch."""
 
-        batches = [batch_from_wire(wire) for wire in args["minibatches"]]
-
         async def pull() -> list[PackedRows]:
-            return [await self.plane.puller.pull(batch) for batch in batches]
+            return [await self.plane.puller.pull(batch) for batch in args.minibatches]
 
         async def update(minibatches: list[PackedRows]) -> dict[str, float]:
             return await self.compute(
                 lambda: self.engine.ppo_update(
                     minibatches,
                     step=self.operations.version,
-                    min_token_version=batches[0].min_token_version,
+                    min_token_version=args.minibatches[0].min_token_version,
                 )
             )
 
-        return dict(await self.operations.join(_operation(args), pull, update))
+        return dict(await self.operations.join(args.operation, pull, update))
 
-    async def sft_update(self, args: dict[str, Any]) -> dict[str, float]:
+    async def sft_update(self, args: calls.SFTUpdate) -> dict[str, float]:
         """One optimizer update on rows of a dataset; makes the next policy version."""
-        operation = _operation(args)
+        operation = args.operation
 
         async def read() -> PackedRows:
-            dataset = self.sources.prompts(int(args["dataset"]))
-            items = [dataset[int(index)] for index in args["indices"]]
+            dataset = self.sources.prompts(args.dataset)
+            items = [dataset[index] for index in args.indices]
             return PackedRows(
                 {
                     "input_ids": _packed([item["input_ids"] for item in items], torch.int32),
@@ -144,79 +145,58 @@ class TrainWorker(Worker):
         next_version = operation.version + 1
         return dict(await self.operations.join(operation, read, update, next_version=next_version))
 
-    async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Seals this rank's part of every parameter; the policy version becomes `version`."""
+    async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
+        """Seals this rank's part of every parameter."""
 
-        async def seal() -> dict[str, Any]:
-            return self._shard_reply(await self.publication.seal())
+        async def seal() -> calls.SealedShard:
+            return self._sealed(await self.publication.seal())
 
-        version = int(args["version"])
-        return dict(await self.operations.join(_operation(args), seal, next_version=version))
-
-    async def save_weights(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Writes the weights to `weight_update.folder`; the policy version becomes `version`.
-
-        Returns: the `folder`, and the `sequence` number of the newest shard in the store.
-        """
-        version, oldest = int(args["version"]), int(args["oldest"])
-
-        async def save() -> dict[str, Any]:
-            folder = await self.publication.save(version, oldest)
-            return {"folder": folder, "sequence": self.plane.store.last_sequence}
-
-        return dict(await self.operations.join(_operation(args), save, next_version=version))
-
-    async def open_weight_group(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0 listens for the ranks of a weight group; see `WeightPublication`."""
-        return await self.publication.open_group(
-            str(args["name"]),
-            int(args["world_size"]),
-            is_cuda=bool(args["is_cuda"]),
-            devices=[str(device) for device in args["devices"]],
+        sealed: calls.SealedShard = await self.operations.join(
+            args.operation, seal, next_version=args.version
         )
+        return sealed
 
-    async def meet_weight_group(self, args: dict[str, Any]) -> None:
-        await self.publication.meet_group(int(args["world_size"]))
+    async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
+        """Writes the weights to `weight_update.folder`."""
 
-    async def weight_layouts(self, args: dict[str, Any]) -> list[Any]:
-        return await self.publication.layouts()
+        async def save() -> calls.SavedWeights:
+            folder = await self.publication.save(args.version, args.oldest)
+            return calls.SavedWeights(folder, self.plane.store.last_sequence)
 
-    async def broadcast_weights(self, args: dict[str, Any]) -> dict[str, Any]:
-        return await self.publication.broadcast()
+        saved: calls.SavedWeights = await self.operations.join(
+            args.operation, save, next_version=args.version
+        )
+        return saved
 
-    async def cancel_broadcast(self, args: dict[str, Any]) -> None:
-        """Also called by rollout workers, whose servers have refused."""
-        self.publication.cancel_broadcast(str(args["group"]))
-
-    async def begin_save_hf(self, args: dict[str, Any]) -> str:
+    async def begin_save_hf(self, change: calls.Change) -> str:
         """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
-        operation = _operation(args)
+        operation = change.operation
         name = digest([operation.lineage, operation.version, operation.name])
         folder = RunFolder(self.spec.run_dir).exports / name
         await self._begin_write(operation, lambda: self.engine.begin_save_hf(folder))
         return str(folder)
 
-    async def begin_snapshot(self, args: dict[str, Any]) -> None:
+    async def begin_snapshot(self, change: calls.Change) -> None:
         """Takes this rank's part of a snapshot that the controller completes."""
-        operation = _operation(args)
+        operation = change.operation
         folder = partial_of(self._snapshot_path(operation)) / "engine"
         await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
 
-    async def finish_write(self, args: dict[str, Any]) -> None:
+    async def finish_write(self, change: calls.Change) -> None:
         """Replies when what the operation took is on the disk. The engine trains meanwhile.
 
         Raises: CheckpointError: it could not be written. StaleCall: nothing such was begun.
         """
-        operation = _operation(args)
+        operation = change.operation
         write = self._writes.get(operation)
         if write is None:
             raise StaleCall(f"{operation}: {self.spec.name} writes nothing such")
         # A call that is given up must not cancel the write, which other ranks take part in.
         await asyncio.shield(asyncio.wrap_future(write))
 
-    async def load_snapshot(self, args: dict[str, Any]) -> None:
+    async def load_snapshot(self, change: calls.Change) -> None:
         """Goes back to the snapshot of the operation's version, in the operation's lineage."""
-        operation = _operation(args)
+        operation = change.operation
         folder = self._snapshot_path(operation) / "engine"
 
         async def load() -> None:
@@ -247,17 +227,9 @@ class TrainWorker(Worker):
     def _snapshot_path(self, operation: Operation) -> Path:
         return RunFolder(self.spec.run_dir).snapshot_path(operation.version)
 
-    def _shard_reply(self, shard_id: str) -> dict[str, Any]:
-        return {
-            "node_id": self.spec.name,
-            "node_addr": self.address,
-            "shard_id": shard_id,
-            "sequence": self.plane.store.last_sequence,
-        }
-
-
-def _operation(args: dict[str, Any]) -> Operation:
-    return Operation.from_wire(args["operation"])
+    def _sealed(self, shard_id: str) -> calls.SealedShard:
+        shard = ShardReference(self.spec.name, self.address, shard_id)
+        return calls.SealedShard(shard, self.plane.store.last_sequence)
 
 
 def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:

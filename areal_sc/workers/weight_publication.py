@@ -15,17 +15,19 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from areal_sc.config.schema import WeightUpdateConfig
 from areal_sc.engines.base import TrainEngine
-from areal_sc.engines.weight_group import GLOO, NCCL, WeightBroadcaster
+from areal_sc.engines.weight_group import GLOO, NCCL, Backend, WeightBroadcaster
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall
 from areal_sc.transport.beat_board import this_node
 from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.weights import BucketLayout, WeightGroup
+from areal_sc.workers.calls import OpenWeightGroup, SentWeights
 
 _FOLDER_PREFIX = "version-"
 
@@ -91,30 +93,24 @@ class WeightPublication:
         await self._compute(lambda: self._engine.save_hf(folder))
         return str(folder)
 
-    async def open_group(
-        self, name: str, world_size: int, *, is_cuda: bool, devices: Sequence[str]
-    ) -> dict[str, Any]:
+    async def open_group(self, wanted: OpenWeightGroup) -> WeightGroup:
         """On rank 0: listens for the ranks of a new group, which replaces the one before.
 
-        Args:
-            is_cuda: all generating ranks compute on GPUs.
-            devices: those of them that are known, as `own_devices` names them.
-        Returns: the group, as it is sent.
-        Raises: ConfigError: one of them is this rank's, too, which NCCL does not allow.
+        Raises: ConfigError: a generating rank has this rank's GPU, which NCCL does not allow.
         """
         self.close()
-        backend = NCCL if is_cuda and self._engine.is_cuda else GLOO
-        if backend == NCCL and (shared := set(devices) & set(own_devices())):
+        backend: Backend = NCCL if wanted.is_cuda and self._engine.is_cuda else GLOO
+        if backend == NCCL and (shared := set(wanted.devices) & set(own_devices())):
             raise ConfigError(
                 f"weight_update.method: collective needs GPUs of their own for training and "
                 f"generation, and both use {', '.join(sorted(shared))}; choose pull"
             )
-        self._group = name
+        self._group = wanted.name
         self._cancelled.clear()
         self._broadcaster = WeightBroadcaster(
-            name, self._host, backend, self._config.step_timeout_s
+            wanted.name, self._host, backend, self._config.step_timeout_s
         )
-        return self._broadcaster.describe(world_size).to_wire()
+        return self._broadcaster.describe(wanted.world_size)
 
     async def meet_group(self, world_size: int) -> None:
         """On rank 0: returns when all ranks of the group are there.
@@ -124,22 +120,20 @@ class WeightPublication:
         broadcaster = self._require_group()
         await self._compute(lambda: broadcaster.meet(world_size))
 
-    async def layouts(self) -> list[Any]:
-        """The broadcasts of one publication, as they are sent."""
-        layouts = await self._compute(
-            lambda: self._engine.weight_layouts(self._config.bucket_bytes)
+    async def layouts(self) -> tuple[BucketLayout, ...]:
+        """The broadcasts of one publication."""
+        return tuple(
+            await self._compute(lambda: self._engine.weight_layouts(self._config.bucket_bytes))
         )
-        return [layout.to_wire() for layout in layouts]
 
-    async def broadcast(self) -> dict[str, Any]:
+    async def broadcast(self) -> SentWeights:
         """Sends all weights to the group; on other ranks than 0: helps rank 0 to gather them.
 
         A broadcast that fails ends the sending, and the other ranks gather to the end.
-        Returns: `bytes` that were sent, and `failure`, empty if all of them were.
         """
         broadcaster = self._require_group() if self._is_root else None
 
-        def send() -> dict[str, Any]:
+        def send() -> SentWeights:
             num_bytes, failure = 0, ""
             for bucket in self._engine.gather_weights(self._config.bucket_bytes):
                 if broadcaster is None or failure:
@@ -148,10 +142,10 @@ class WeightPublication:
                     num_bytes += broadcaster.broadcast(bucket, self._cancelled)
                 except EngineFailed as error:
                     failure = str(error)
-            return {"bytes": num_bytes, "failure": failure}
+            return SentWeights(num_bytes, failure)
 
-        sent: dict[str, Any] = await self._compute(send)
-        if sent["failure"]:
+        sent: SentWeights = await self._compute(send)
+        if sent.failure:
             self.close()
         return sent
 

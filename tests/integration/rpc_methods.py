@@ -77,10 +77,10 @@ class Methods:
         raise KeyError("absent")
 
     async def unsendable(self, args: dict[str, Any]) -> object:
-        return {1, 2}
+        return object()
 
     def quick_unsendable(self, args: dict[str, Any]) -> object:
-        return {1, 2}
+        return object()
 
     async def cancelled_inside(self, args: dict[str, Any]) -> None:
         raise asyncio.CancelledError

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from simulation.behavior import Behavior, Number
 from simulation.connection import SimulatedConnection
@@ -26,6 +25,8 @@ from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.errors import ArealError, PeerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 
@@ -156,16 +157,16 @@ class SimulatedCluster:
     async def spend(self, duration: Number) -> None:
         await asyncio.sleep(self.draw(duration))
 
-    def note_start(self, worker: SimulatedRolloutWorker, args: dict[str, Any]) -> None:
+    def note_start(self, worker: SimulatedRolloutWorker, group: RunGroup) -> None:
         self.starts.append(
             GroupStart(
                 self.now_s,
                 worker.name,
                 worker.version,
-                args["group_id"],
-                args["attempt"],
-                args["admitted_version"],
-                args["index"],
+                group.group_id,
+                group.attempt,
+                group.admitted_version,
+                group.prompt.index,
                 sum(len(worker.running) for worker in self.rollout_workers),
             )
         )
@@ -201,12 +202,12 @@ class SimulatedTransport:
 
     async def call_all(
         self,
-        calls: Sequence[tuple[SimulatedConnection, dict[str, Any]]],
-        method: str,
+        calls: Sequence[tuple[SimulatedConnection, A]],
+        method: Method[A, R],
         *,
         timeout_s: float,
         stops_at_error: bool = False,
-    ) -> list[Any | ArealError]:
+    ) -> list[R | ArealError]:
         running = [
             asyncio.create_task(connection.call(method, args, timeout_s=timeout_s))
             for connection, args in calls

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from areal_sc.errors import PeerLost, RpcTimeout
 from areal_sc.transport.rpc.codec import (
@@ -21,6 +21,7 @@ from areal_sc.transport.rpc.codec import (
     decode,
     encode,
 )
+from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.rpc.remote_errors import error_of, failure_of
 
 if TYPE_CHECKING:
@@ -59,10 +60,15 @@ class SimulatedConnection:
         self._ids = itertools.count()
 
     async def call(
-        self, method: str, args: dict[str, Any], *, timeout_s: float, request_id: str | None = None
-    ) -> Any:
+        self,
+        method: Method[A, R],
+        args: A,
+        *,
+        timeout_s: float,
+        request_id: str | None = None,
+    ) -> R:
         request_id = request_id or f"{next(self._ids):032x}"
-        wire = encode(Request(request_id, self._incarnation, method, args), LIMITS)
+        wire = encode(Request(request_id, self._incarnation, method.name, pack(args)), LIMITS)
         if self._worker.exit_status is not None and not self._keeps_trying:
             raise self._peer_lost()
         self.bytes_sent += len(wire)
@@ -76,14 +82,14 @@ class SimulatedConnection:
             self._cancel(request_id, execution)
             if isinstance(error, TimeoutError):
                 raise RpcTimeout(
-                    f"{method} on {self.node_id} gave no reply within {timeout_s:g} s"
+                    f"{method.name} on {self.node_id} gave no reply within {timeout_s:g} s"
                 ) from None
             raise
         finally:
             self._pending.discard(answer)
         if isinstance(message, Failure):
-            raise error_of(message, node_id=self.node_id, method=method)
-        return message.value
+            raise error_of(message, node_id=self.node_id, method=method.name)
+        return method.read_reply(message.value)
 
     def fail_pending(self, error: Exception) -> None:
         for answer in self._pending:
@@ -125,9 +131,9 @@ class SimulatedConnection:
             await asyncio.get_running_loop().create_future()
         reply: Reply | Failure
         try:
-            methods = {"beat": worker.beats_of_node} if self._is_heartbeat else worker.methods
-            handler = methods[request.method]
-            reply = Reply(request.request_id, await handler(request.args))
+            served = (worker.beat_served if self._is_heartbeat else worker.served)[request.method]
+            args = served.method.read_args(request.args)
+            reply = Reply(request.request_id, pack(await served.handler(args)))
         except Exception as error:
             reply = failure_of(error, request.request_id)
         frame = encode(reply, LIMITS)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
@@ -37,7 +37,7 @@ from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.rollout import RolloutController, RolloutState
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
@@ -170,7 +170,7 @@ class TrainingRun:
     async def save(self) -> dict[str, Any]:
         """What a snapshot holds, as it would lie on the disk, and this book."""
         return {
-            "controllers": msgpack.packb(await self.rollout.state_async()),
+            "controllers": msgspec.msgpack.encode(await self.rollout.state_async()),
             "version": self.actor.version,
             "batches": list(self.batches),
             "admitted": list(self.admitted),
@@ -180,7 +180,7 @@ class TrainingRun:
 
     async def load(self, saved: dict[str, Any]) -> None:
         """Goes on from there, as the trainer does, with other workers."""
-        state = msgpack.unpackb(saved["controllers"], strict_map_key=False)
+        state = msgspec.msgpack.decode(saved["controllers"], type=RolloutState)
         await self.actor.load_snapshot_async(saved["version"])
         self.rollout.restore(state)
         restored = self.rollout.groups.ledger.snapshot()
@@ -328,14 +328,14 @@ class TrainingRun:
 
     async def _check_prompts(self) -> None:
         """Every prompt taken from the stream was admitted; a stale group's prompt comes again."""
-        state = await self.rollout.state_async()
-        waiting = Counter(PromptReference(*p).index for p in state["returned_prompts"])
+        state = (await self.rollout.state_async()).training
+        waiting = Counter(prompt.index for prompt in state.returned_prompts)
         num_stale = Counter(
             self.admitted[g][0].index for g, r in self.rejected.items() if r == "stale"
         )
         admitted = Counter(prompt.index for prompt, _ in self.admitted)
-        assert (admitted - num_stale + waiting).total() == state["num_prompts_taken"]
-        if state["num_prompts_taken"] <= self.settings.num_prompts:
+        assert (admitted - num_stale + waiting).total() == state.num_prompts_taken
+        if state.num_prompts_taken <= self.settings.num_prompts:
             assert max((admitted - num_stale + waiting).values()) == 1
 
     # ------------------------------------------------------------------ evaluation

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simulation.behavior import Number
 
-from areal_sc.batch_wire import batch_from_wire, batch_to_wire
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.train import LOGPROB_FIELDS
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
+    Columns,
     RowMetadata,
+    Run,
     ShardMetadata,
-    TensorMetadata,
 )
 from areal_sc.schedulers.base import LaunchRequest
-from areal_sc.transport.beat_board import Beat
+from areal_sc.transport.beat_board import BEAT, Beat
+from areal_sc.transport.plane_stats import PlaneStats
+from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
-from areal_sc.workers.operations import Operation, Operations
+from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.workers import calls
+from areal_sc.workers.operations import Operations
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
@@ -70,28 +73,26 @@ class SimulatedStore:
         if incarnation != self.incarnation or sequence not in self.sizes:
             raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
 
-    def sweep(self, args: dict[str, Any]) -> dict[str, int]:
+    def sweep(self, sweep: calls.Sweep) -> dict[str, int]:
         """Drops what the call names; returns the groups whose shards went, by their ids."""
-        live, dead = set(args.get("live", ())), set(args.get("dead", ()))
+        live, dead = set(sweep.live), set(sweep.dead)
         dropped: dict[str, int] = {}
         for n in list(self.sizes):
-            if n in dead or (n <= args["acknowledged"] and n not in live):
+            if n in dead or (n <= sweep.acknowledged and n not in live):
                 del self.sizes[n]
                 if n in self.group_of:
                     dropped[make_shard_id(self.incarnation, n)] = self.group_of.pop(n)
         return dropped
 
 
-Handler = Callable[[dict[str, Any]], Awaitable[Any]]
-
-
 class SimulatedWorker:
-    """Base of both kinds: a store, a life, and methods by name.
+    """Base of both kinds: a store, and a life.
 
     Attributes:
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and does nothing, as when it is stopped.
         is_blocked: its heartbeat thread lives, and its event loop does not turn.
+        served, beat_served: the methods of its control socket, and of its heartbeat socket.
     """
 
     def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
@@ -108,13 +109,17 @@ class SimulatedWorker:
         self._last_beat_s: float | None = None
         self._last_turn_s: float | None = None
         self.connections: list[SimulatedConnection] = []
-        self.methods: dict[str, Handler] = {
-            "ping": self.ping,
-            "initialize": self.initialize,
-            "shutdown": self.shutdown,
-            "sweep": self.sweep,
-            "stats": self.stats,
-        }
+        self.served = {served.method.name: served for served in self.methods()}
+        self.beat_served = {BEAT.name: BEAT.served_by(lambda _: self.beats_of_node(None))}
+
+    def methods(self) -> list[Served]:
+        """Those of its control socket, as the real worker has them."""
+        return [
+            calls.PING.served_by(self.ping),
+            calls.SHUTDOWN.served_by(self.shutdown),
+            calls.SWEEP.served_by(self.sweep),
+            calls.STATS.served_by(self.stats),
+        ]
 
     @property
     def is_hung(self) -> bool:
@@ -140,25 +145,22 @@ class SimulatedWorker:
         turn_s = beat_s if self._last_turn_s is None else self._last_turn_s
         return Beat(self.name, self.incarnation, 1, now_s - beat_s, now_s - turn_s)
 
-    async def beats_of_node(self, args: dict[str, Any]) -> list[list[Any]]:
-        return [worker.beat.to_wire() for worker in self.cluster.workers_on(self.node)]
+    async def beats_of_node(self, _: None) -> tuple[Beat, ...]:
+        return tuple(worker.beat for worker in self.cluster.workers_on(self.node))
 
-    async def ping(self, args: dict[str, Any]) -> None:
+    async def ping(self, _: None) -> None:
         return None
 
-    async def initialize(self, args: dict[str, Any]) -> None:
-        await self.cluster.spend(self.cluster.behavior.publication_s)
-
-    async def shutdown(self, args: dict[str, Any]) -> None:
+    async def shutdown(self, _: None) -> None:
         asyncio.get_running_loop().call_later(0.05, self.end, "exit code 0")
 
-    async def sweep(self, args: dict[str, Any]) -> dict[str, int]:
-        for shard_id, group_id in self.store.sweep(args).items():
+    async def sweep(self, sweep: calls.Sweep) -> int:
+        for shard_id, group_id in self.store.sweep(sweep).items():
             self.cluster.on_forgotten(shard_id, group_id)
-        return {"last_sequence": self.store.last_sequence}
+        return self.store.last_sequence
 
-    async def stats(self, args: dict[str, Any]) -> dict[str, float]:
-        return {"store_bytes": sum(self.store.sizes.values())}
+    async def stats(self, _: None) -> calls.WorkerStats:
+        return calls.WorkerStats(PlaneStats(store_bytes=sum(self.store.sizes.values())))
 
     def end(self, exit_status: str) -> None:
         """The process ends: nothing that it still did is ever answered."""
@@ -175,13 +177,9 @@ class SimulatedWorker:
                 self.cluster.owner(shard.node_id, shard.node_addr).require(shard.shard_id)
             await self.cluster.spend(duration)
 
-    def shard_reply(self, shard_id: str) -> dict[str, Any]:
-        return {
-            "node_id": self.name,
-            "node_addr": self.address,
-            "shard_id": shard_id,
-            "sequence": self.store.last_sequence,
-        }
+    def sealed(self, shard_id: str) -> calls.SealedShard:
+        shard = ShardReference(self.name, self.address, shard_id)
+        return calls.SealedShard(shard, self.store.last_sequence)
 
 
 class SimulatedRolloutWorker(SimulatedWorker):
@@ -200,25 +198,32 @@ class SimulatedRolloutWorker(SimulatedWorker):
         self.is_updating = False
         self.is_awake = asyncio.Event()
         self.is_awake.set()
-        self.methods |= {
-            "run_group": self.run_group,
-            "give_up_group": self.give_up_group,
-            "run_evaluation": self.run_evaluation,
-            "update_weights": self.update_weights,
-            "pause": self.fall_asleep,
-            "resume": self.wake_up,
-        }
 
-    async def fall_asleep(self, args: dict[str, Any]) -> None:
+    def methods(self) -> list[Served]:
+        return [
+            *super().methods(),
+            calls.INITIALIZE_ENGINE.served_by(self.initialize),
+            calls.RUN_GROUP.served_by(self.run_group),
+            calls.GIVE_UP_GROUP.served_by(self.give_up_group),
+            calls.RUN_EVALUATION.served_by(self.run_evaluation),
+            calls.UPDATE_WEIGHTS.served_by(self.update_weights),
+            calls.PAUSE.served_by(self.fall_asleep),
+            calls.RESUME.served_by(self.wake_up),
+        ]
+
+    async def initialize(self, _: None) -> None:
+        await self.cluster.spend(self.cluster.behavior.publication_s)
+
+    async def fall_asleep(self, _: None) -> None:
         self.is_awake.clear()
 
-    async def wake_up(self, args: dict[str, Any]) -> None:
+    async def wake_up(self, _: None) -> None:
         self.is_awake.set()
 
-    async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         behavior, rng = self.cluster.behavior, self.cluster.rng
-        self.cluster.note_start(self, args)
-        key = (args["group_id"], args["attempt"])
+        self.cluster.note_start(self, group)
+        key = (group.group_id, group.attempt)
         self.check_room()
         given_up = self.running[key] = asyncio.Event()
         try:
@@ -228,25 +233,23 @@ class SimulatedRolloutWorker(SimulatedWorker):
                     await given_up.wait()
             if given_up.is_set():
                 await self.cluster.spend(behavior.give_up_s)
-                return {"batch": None, "rejected": {}, "metrics": {}}
+                return calls.GroupReply()
             await self.is_awake.wait()
         finally:
             del self.running[key]
-        num_rows = args["group_size"]
+        num_rows = group.group_size
         num_kept = sum(rng.random() >= behavior.row_rejection for _ in range(num_rows))
         if rng.random() < behavior.group_rejection:
             num_kept = 0
         num_rejected = num_rows - num_kept
-        rejected = {"reward_error": [num_rejected, "it raised"]} if num_rejected else {}
+        rejected = {"reward_error": (num_rejected, "it raised")} if num_rejected else {}
         if not num_kept:
-            return {"batch": None, "rejected": rejected, "metrics": {}}
-        rows = tuple(self._row(args, began) for _ in range(num_kept))
+            return calls.GroupReply(rejected=rejected)
+        rows = tuple(self._row(group, began) for _ in range(num_kept))
         rewards = sum(row.reward for row in rows)
-        return {
-            "batch": batch_to_wire(self._seal(args, rows)),
-            "rejected": rejected,
-            "metrics": {"accuracy": [rewards, num_kept]},
-        }
+        return calls.GroupReply(
+            self._seal(group, rows), rejected, {"accuracy": (rewards, num_kept)}
+        )
 
     def check_room(self) -> None:
         """Whatever runs here may fill its rows, and one more group is about to begin."""
@@ -255,12 +258,12 @@ class SimulatedRolloutWorker(SimulatedWorker):
         if num_groups * group_bytes > self.store.max_bytes:
             raise StoreFull(f"{self.name} was given {num_groups} groups of {group_bytes} bytes")
 
-    async def give_up_group(self, args: dict[str, Any]) -> None:
-        run = self.running.get((args["group_id"], args["attempt"]))
+    async def give_up_group(self, group: calls.GroupAttempt) -> None:
+        run = self.running.get((group.group_id, group.attempt))
         if run is not None:
             run.set()
 
-    async def run_evaluation(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def run_evaluation(self, _: calls.RunEvaluation) -> calls.EvaluationReply:
         self.num_evaluations += 1
         try:
             began = self.cluster.now_s
@@ -268,23 +271,19 @@ class SimulatedRolloutWorker(SimulatedWorker):
         finally:
             self.num_evaluations -= 1
         versions = self._versions(began, 100)
-        return {
-            "reward": 1.0,
-            "metrics": {"accuracy": 1.0},
-            "versions": [versions[0], versions[-1]],
-        }
+        return calls.EvaluationReply(1.0, {"accuracy": 1.0}, (versions[0], versions[-1]))
 
-    async def update_weights(self, args: dict[str, Any]) -> None:
+    async def update_weights(self, weights: WeightsReference) -> None:
         assert not self.is_updating, f"{self.name} was given weights while it pulls others"
         self.is_updating = True
         try:
             for _ in range(2):
-                for node_id, address, shard_id in args["shards"]:
+                for node_id, address, shard_id in weights.shards:
                     self.cluster.owner(node_id, address).require(shard_id)
                 await self.cluster.spend(self.cluster.behavior.publication_s)
         finally:
             self.is_updating = False
-        self.version = args["version"]
+        self.version = weights.version
         self.history.append((self.cluster.now_s, self.version))
 
     def _versions(self, began_s: float, num_tokens: int) -> list[int]:
@@ -295,37 +294,32 @@ class SimulatedRolloutWorker(SimulatedWorker):
             for i in range(num_tokens)
         ]
 
-    def _row(self, args: dict[str, Any], began_s: float) -> RowMetadata:
+    def _row(self, group: calls.RunGroup, began_s: float) -> RowMetadata:
         num_tokens = int(self.cluster.draw(self.cluster.behavior.completion_tokens))
         # versions ascend: a few tokens tell where they change, and then stand for their share
         samples = self._versions(began_s, min(num_tokens, 50))
         counts = {v: samples.count(v) * num_tokens // len(samples) for v in samples}
         counts[samples[0]] += num_tokens - sum(counts.values())
         return RowMetadata(
-            group_id=args["group_id"],
-            attempt=args["attempt"],
+            group_id=group.group_id,
+            attempt=group.attempt,
             sequence_length=PROMPT_TOKENS + num_tokens,
             reward=float(self.cluster.rng.random() < 0.5),
-            admitted_version=args["admitted_version"],
+            admitted_version=group.admitted_version,
             version_spans=tuple(sorted(counts.items())),
         )
 
-    def _seal(self, args: dict[str, Any], rows: tuple[RowMetadata, ...]) -> BatchMetadata:
+    def _seal(self, group: calls.RunGroup, rows: tuple[RowMetadata, ...]) -> BatchMetadata:
         num_tokens = sum(row.sequence_length for row in rows)
-        group_id = args["group_id"]
         shard = ShardMetadata(
             node_id=self.name,
             node_addr=self.address,
-            shard_id=self.store.put(trajectory_bytes(num_tokens), group_id),
-            batch_size=len(rows),
-            offset=0,
-            fields={
-                n: TensorMetadata((num_tokens,), dtype) for n, dtype in TRAJECTORY_FIELDS.items()
-            },
-            shard_rows=tuple(range(len(rows))),
+            shard_id=self.store.put(trajectory_bytes(num_tokens), group.group_id),
+            runs=(Run(0, 0, len(rows)),),
         )
-        batch_id = f"g{group_id}.{args['attempt']}"
-        return BatchMetadata(batch_id, args["admitted_version"], len(rows), (shard,), rows)
+        columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
+        batch_id = f"g{group.group_id}.{group.attempt}"
+        return BatchMetadata(batch_id, group.admitted_version, (columns,), rows)
 
 
 class SimulatedTrainWorker(SimulatedWorker):
@@ -334,68 +328,72 @@ class SimulatedTrainWorker(SimulatedWorker):
     def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
         super().__init__(cluster, request, incarnation)
         self.operations = Operations(self.name)
-        self.methods |= {
-            "create_rendezvous": self.create_rendezvous,
-            "compute_logprobs": self.compute_logprobs,
-            "ppo_update": self.ppo_update,
-            "seal_weights": self.seal_weights,
-            "save_weights": self.save_weights,
-            "load_snapshot": self.load_snapshot,
-        }
 
-    async def initialize(self, args: dict[str, Any]) -> None:
-        await super().initialize(args)
-        self.operations.lineage = args["lineage"]
+    def methods(self) -> list[Served]:
+        return [
+            *super().methods(),
+            calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
+            calls.INITIALIZE_RANK.served_by(self.initialize),
+            calls.COMPUTE_LOGPROBS.served_by(self.compute_logprobs),
+            calls.PPO_UPDATE.served_by(self.ppo_update),
+            calls.SEAL_WEIGHTS.served_by(self.seal_weights),
+            calls.SAVE_WEIGHTS.served_by(self.save_weights),
+            calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
+        ]
 
-    async def create_rendezvous(self, args: dict[str, Any]) -> str:
+    async def initialize(self, rank: calls.InitializeRank) -> None:
+        await self.cluster.spend(self.cluster.behavior.publication_s)
+        self.operations.lineage = rank.lineage
+
+    async def create_rendezvous(self, _: None) -> str:
         return "sim://rendezvous"
 
-    async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
-        batch = batch_from_wire(args["batch"])
+    async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
         assert batch.fields in (LOGPROB_FIELDS, ())
         await self.read_shards(batch, self.cluster.behavior.training_s)
-        return self.shard_reply(self.store.put(4 * batch.num_tokens) if batch.rows else "")
+        return self.sealed(self.store.put(4 * batch.num_tokens) if batch.rows else "")
 
-    async def ppo_update(self, args: dict[str, Any]) -> dict[str, float]:
+    async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
         async def read() -> None:
-            for wire in args["minibatches"]:
-                await self.read_shards(batch_from_wire(wire))
+            for batch in args.minibatches:
+                await self.read_shards(batch)
 
         async def update(_: None) -> dict[str, float]:
-            for wire in args["minibatches"]:
-                self.cluster.note_trained(self.version, batch_from_wire(wire))
+            for batch in args.minibatches:
+                self.cluster.note_trained(self.version, batch)
             await self.cluster.spend(self.cluster.behavior.training_s)
             return {"loss": 0.0}
 
-        operation = Operation.from_wire(args["operation"])
-        return dict(await self.operations.join(operation, read, update))
+        return dict(await self.operations.join(args.operation, read, update))
 
-    async def load_snapshot(self, args: dict[str, Any]) -> None:
+    async def load_snapshot(self, change: calls.Change) -> None:
         async def load() -> None:
             self.version = operation.version
 
-        operation = Operation.from_wire(args["operation"])
+        operation = change.operation
         await self.operations.join(
             operation, load, next_version=operation.version, begins_lineage=True
         )
 
-    async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
-        async def seal() -> dict[str, Any]:
-            await self._make_version(version)
-            return self.shard_reply(self.store.put(WEIGHTS_BYTES))
+    async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
+        async def seal() -> calls.SealedShard:
+            await self._make_version(args.version)
+            return self.sealed(self.store.put(WEIGHTS_BYTES))
 
-        version = int(args["version"])
-        operation = Operation.from_wire(args["operation"])
-        return dict(await self.operations.join(operation, seal, next_version=version))
+        sealed: calls.SealedShard = await self.operations.join(
+            args.operation, seal, next_version=args.version
+        )
+        return sealed
 
-    async def save_weights(self, args: dict[str, Any]) -> dict[str, Any]:
-        async def save() -> dict[str, Any]:
-            await self._make_version(version)
-            return {"folder": f"version-{version}", "sequence": self.store.last_sequence}
+    async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
+        async def save() -> calls.SavedWeights:
+            await self._make_version(args.version)
+            return calls.SavedWeights(f"version-{args.version}", self.store.last_sequence)
 
-        version = int(args["version"])
-        operation = Operation.from_wire(args["operation"])
-        return dict(await self.operations.join(operation, save, next_version=version))
+        saved: calls.SavedWeights = await self.operations.join(
+            args.operation, save, next_version=args.version
+        )
+        return saved
 
     async def _make_version(self, version: int) -> None:
         await self.cluster.spend(self.cluster.behavior.sealing_s)

@@ -16,7 +16,6 @@ import areal_sc
 PACKAGE = Path(areal_sc.__file__).parent
 
 FLOORS = {
-    "batch_wire": 0,
     "durable": 0,
     "errors": 0,
     "file_lock": 0,
@@ -26,6 +25,7 @@ FLOORS = {
     "metadata": 0,
     "open_files": 0,
     "run_folder": 0,
+    "weights": 0,
     "config": 0,
     "transport": 1,
     "algorithms": 1,
@@ -79,12 +79,15 @@ TORCH_FREE = (
             "interface",
             "keys",
             "outbox",
+            "plane_stats",
             "refusals",
             "rpc.",
             "socket",
             "zap",
         )
     ),
+    "areal_sc.workers.calls",
+    "areal_sc.workers.operations",
     "areal_sc.workers.run_memory",
     "areal_sc.workers.spec",
 )

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_batches import batches, rows_of, shards_of, table
+from msgspec.structs import replace
+from random_batches import batches, columns_of, rows_of, table
 
 from areal_sc.errors import MetadataError
 from areal_sc.metadata import (
     BatchMetadata,
+    Columns,
     RowMetadata,
+    Run,
+    ShardMetadata,
     concat,
 )
 
@@ -52,7 +55,7 @@ def test_concat_puts_the_tables_one_below_the_other(parts: list[BatchMetadata]) 
 def test_union_joins_the_columns_of_equal_rows(batch: BatchMetadata, data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, batch.total_batch_size))
     sizes = [size for size in (cut, batch.total_batch_size - cut) if size]
-    other = replace(batch, shards=shards_of(sizes, "train", ["proximal_logprobs"], "other"))
+    other = replace(batch, columns=columns_of(sizes, "train", ["proximal_logprobs"], "other"))
     order = data.draw(rows_of(batch))
     united = batch.union(other)
     assert table(united) == table(batch) | table(other)
@@ -81,14 +84,14 @@ def test_split_gives_every_row_to_one_part(batch: BatchMetadata, n: int, balance
 
 def test_parts_of_equal_tokens_are_filled_evenly() -> None:
     rows = tuple(RowMetadata(i, 0, 0, 0.0, 0, ()) for i in range(6))
-    batch = BatchMetadata("b", 0, 6, (), rows)
+    batch = BatchMetadata("b", 0, (), rows)
     assert sorted(map(len, batch.partition(3))) == [2, 2, 2]
 
 
 def test_rows_on_which_nothing_is_computed_weigh_nothing() -> None:
     lengths = (40, 10, 30, 20, 10)
     rows = tuple(RowMetadata(i, 0, length, 0.0, 0, ()) for i, length in enumerate(lengths))
-    batch = BatchMetadata("b", 0, 5, (), rows).with_advantages([0.0, 1.0, -0.5, 2.0, 0.0])
+    batch = BatchMetadata("b", 0, (), rows).with_advantages([0.0, 1.0, -0.5, 2.0, 0.0])
     loads = [sum(lengths[row] for row in part if row not in (0, 4)) for part in batch.partition(2)]
     assert sorted(loads) == [30, 30]
 
@@ -99,7 +102,15 @@ def row(**changes: Any) -> RowMetadata:
 
 def small_batch() -> BatchMetadata:
     rows = tuple(row(group_id=i // 2) for i in range(4))
-    return BatchMetadata("b", 0, 4, shards_of([3, 1], "rollout", ["input_ids"]), rows)
+    return BatchMetadata("b", 0, columns_of([3, 1], "rollout", ["input_ids"]), rows)
+
+
+def with_shards(batch: BatchMetadata, shards: tuple[ShardMetadata, ...]) -> BatchMetadata:
+    return replace(batch, columns=(Columns(batch.dtypes, shards),))
+
+
+def with_run(batch: BatchMetadata, run: Run) -> ShardMetadata:
+    return replace(batch.shards[0], runs=(run,))
 
 
 def test_trained_tokens_are_counted_by_version() -> None:
@@ -111,8 +122,8 @@ def test_trained_tokens_are_counted_by_version() -> None:
 
 def test_select_keeps_only_the_named_fields() -> None:
     batch = small_batch()
-    other = replace(batch, shards=shards_of([4], "train", ["advantages"], "x"))
-    assert batch.union(other).select(["advantages"]).shards == other.shards
+    other = replace(batch, columns=columns_of([4], "train", ["advantages"], "x"))
+    assert batch.union(other).select(["advantages"]).columns == other.columns
 
 
 @pytest.mark.parametrize(
@@ -128,13 +139,14 @@ def test_select_keeps_only_the_named_fields() -> None:
         (lambda b: b.partition(0), "into 0 parts"),
         (lambda b: concat([], batch_id="c", global_step=0), "got 0"),
         (
-            lambda b: concat([b, replace(b, shards=())], batch_id="c", global_step=0),
-            r"fields \['input_ids'\], batch b has \[\]",
+            lambda b: concat([b, replace(b, columns=())], batch_id="c", global_step=0),
+            r"fields {'input_ids': 'float32'}, batch b has {}",
         ),
-        (lambda b: replace(b, total_batch_size=5), "is 5, but there is metadata of 4 rows"),
-        (lambda b: replace(b, shards=b.shards[:1]), "shards hold 3 rows, the batch has 4"),
-        (lambda b: replace(b, shards=b.shards[1:]), "expected a shard at row 0, got one at row 3"),
-        (lambda b: replace(b.shards[0], shard_rows=(0,)), "batch_size is 3, but .* 1 rows"),
+        (lambda b: with_shards(b, b.shards[:1]), "shards hold 3 rows, the batch has 4"),
+        (lambda b: with_shards(b, b.shards[1:]), "at row 0, got 1 from 0 at row 3"),
+        (lambda b: with_shards(b, (with_run(b, Run(0, -1, 4)),)), "got 4 from -1 at row 0"),
+        (lambda b: with_shards(b, (with_run(b, Run(0, 0, 0)), *b.shards)), "got 0 from 0 at row 0"),
+        (lambda b: replace(b, columns=b.columns * 2), "a field is named twice"),
     ],
 )
 def test_operations_that_do_not_fit_name_both_values(

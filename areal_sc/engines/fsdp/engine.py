@@ -41,12 +41,12 @@ from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.process_group import ProcessGroup, host_rendezvous, select_device
 from areal_sc.engines.fsdp.update_metrics import UpdateMetrics
 from areal_sc.engines.weight_group import (
-    BucketLayout,
     NamedTensor,
     layout_of,
     split_into_buckets,
 )
 from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.weights import BucketLayout
 
 logger = logging.getLogger(__name__)
 

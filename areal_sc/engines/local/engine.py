@@ -32,8 +32,9 @@ from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import Request, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.request_checks import check_prompt, check_sampling
-from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup, WeightReceiver
+from areal_sc.engines.weight_group import NamedTensor, WeightReceiver
 from areal_sc.errors import EngineFailed
+from areal_sc.weights import BucketLayout, WeightGroup
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource

@@ -44,8 +44,9 @@ from areal_sc.engines.servers.weights import (
     Weights,
     WrittenWeights,
 )
-from areal_sc.engines.weight_group import BucketLayout, NamedTensor
+from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError, ModelError
+from areal_sc.weights import BucketLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

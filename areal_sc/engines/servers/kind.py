@@ -18,7 +18,7 @@ from areal_sc.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     import torch
 
-    from areal_sc.engines.weight_group import BucketLayout, WeightGroup
+    from areal_sc.weights import BucketLayout, WeightGroup
 
 ABORTED = "abort"
 

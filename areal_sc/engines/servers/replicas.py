@@ -21,7 +21,6 @@ from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
 from areal_sc.engines.servers.replica import Replica, ReplicaSettings
 from areal_sc.engines.servers.updates import UpdateTimes, update_wave
 from areal_sc.engines.servers.weights import DiskWeights, LoadableWeights, Weights
-from areal_sc.engines.weight_group import WeightGroup
 from areal_sc.errors import (
     ArealError,
     ConfigError,
@@ -33,6 +32,7 @@ from areal_sc.errors import (
     WaitTimeout,
     WorkerError,
 )
+from areal_sc.weights import WeightGroup
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ import torch
 
 from areal_sc.engines.servers.weights import LoadReport, PausedServer, for_each
 from areal_sc.engines.weight_group import (
-    BucketLayout,
     NamedTensor,
     in_byte_order,
     layout_of,
     split_into_buckets,
 )
 from areal_sc.errors import ConfigError
+from areal_sc.weights import BucketLayout
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from safetensors.torch import save_file
 
-from areal_sc.engines.weight_group import BucketLayout, NamedTensor
+from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ArealError, EngineFailed, PeerLost, RpcTimeout
+from areal_sc.weights import BucketLayout
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource

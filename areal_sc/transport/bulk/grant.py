@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from areal_sc.errors import PeerSilent, ProtocolError, RpcTimeout
 from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.wire import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.pull_plan import Owner
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.transport import Transport
 
-OPEN_SESSION: Final = "bulk.open"
+_Id = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+_Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,10 @@ class SessionGrant:
     """
 
     address: str
-    session_id: bytes
-    password: bytes = field(repr=False)
-    request_key: bytes = field(repr=False)
-    reply_key: bytes = field(repr=False)
+    session_id: _Id
+    password: _Id = field(repr=False)
+    request_key: _Key = field(repr=False)
+    reply_key: _Key = field(repr=False)
     is_encrypted: bool
 
     @classmethod
@@ -49,34 +53,9 @@ class SessionGrant:
         """Name and password to connect with."""
         return self.session_id.hex(), self.password.hex()
 
-    def to_wire(self) -> list[Any]:
-        return [
-            self.address,
-            self.session_id,
-            self.password,
-            self.request_key,
-            self.reply_key,
-            self.is_encrypted,
-        ]
 
-    @classmethod
-    def from_wire(cls, wire: Any) -> SessionGrant:
-        """Inverse of `to_wire`. Raises: ProtocolError: it is something else."""
-        match wire:
-            case [
-                str(address),
-                bytes(session_id),
-                bytes(password),
-                bytes(request_key),
-                bytes(reply_key),
-                bool(is_encrypted),
-            ] if (
-                len(session_id) == len(password) == SESSION_ID_BYTES
-                and len(request_key) == KEY_BYTES
-                and len(reply_key) == KEY_BYTES
-            ):
-                return cls(address, session_id, password, request_key, reply_key, is_encrypted)
-        raise ProtocolError("expected the grant of a pull session")
+OPEN_SESSION: Final = Method("bulk.open", str, SessionGrant)
+"""Its argument names the puller, for messages."""
 
 
 async def request_grant(transport: Transport, owner: Owner, options: BulkOptions) -> SessionGrant:
@@ -91,7 +70,7 @@ async def request_grant(transport: Transport, owner: Owner, options: BulkOptions
     timeout_s = options.stalled_timeout_s
     control = transport.connect(owner.node_addr, owner.node_id, ANY_INCARNATION)
     try:
-        reply = await control.call(OPEN_SESSION, {"puller": options.puller}, timeout_s=timeout_s)
+        grant = await control.call(OPEN_SESSION, options.puller, timeout_s=timeout_s)
     except RpcTimeout as error:
         raise PeerSilent(
             f"{owner.node_id} at {owner.node_addr} gives no sign of life: its control socket did "
@@ -99,7 +78,6 @@ async def request_grant(transport: Transport, owner: Owner, options: BulkOptions
         ) from error
     finally:
         await control.close()
-    grant = SessionGrant.from_wire(reply)
     if grant.is_encrypted != options.is_encrypted:
         raise ProtocolError(
             f"transport.encrypt is {options.is_encrypted} here and {grant.is_encrypted} on "

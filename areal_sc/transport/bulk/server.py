@@ -15,7 +15,7 @@ import hmac
 import logging
 import socket
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Final
 
 from areal_sc.errors import ProtocolError, TransportError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
@@ -27,7 +27,7 @@ from areal_sc.transport.bulk.session import PullerSession
 from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.interface import LOOPBACK, Interface
 from areal_sc.transport.refusals import Refusals
-from areal_sc.transport.rpc.transport import Handler
+from areal_sc.transport.rpc.method import Served
 
 logger = logging.getLogger(__name__)
 
@@ -115,13 +115,9 @@ class BulkServer:
         self._watching = asyncio.create_task(self._watch(), name=f"pullers of {self._node_id}")
         return self._address
 
-    def handlers(self) -> dict[str, Handler]:
+    def methods(self) -> list[Served]:
         """The RPC method by which members of the run get a session."""
-
-        def open_session(args: dict[str, Any]) -> list[Any]:
-            return self.open_session(str(args.get("puller"))).to_wire()
-
-        return {OPEN_SESSION: open_session}
+        return [OPEN_SESSION.served_by(self.open_session)]
 
     def open_session(self, puller: str) -> SessionGrant:
         """A new session, for whoever the control socket has let in."""

@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from msgspec import Raw
+
 from areal_sc.errors import ArealError, PeerLost, ProtocolError, RpcTimeout
 from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.refusals import Refusals
@@ -27,12 +29,12 @@ from areal_sc.transport.rpc.codec import (
     Failure,
     MessageLimits,
     Reply,
+    Request,
     decode,
     encode,
-    encode_request,
-    request_frame,
 )
 from areal_sc.transport.rpc.deadlines import Deadlines
+from areal_sc.transport.rpc.method import A, Method, R, pack, untyped
 from areal_sc.transport.rpc.remote_errors import error_of
 from areal_sc.transport.socket import Frame
 
@@ -60,7 +62,7 @@ class _Pending:
 class Waiter(Protocol):
     """What a request's reply is for."""
 
-    method: str
+    method: Method[Any, Any]
 
     def settle(self, value: Any) -> None: ...
 
@@ -75,7 +77,7 @@ class _Call:
     def __init__(
         self,
         client: RpcClient,
-        method: str,
+        method: Method[Any, Any],
         request_id: str,
         timeout_s: float,
         answer: asyncio.Future[Any],
@@ -156,9 +158,14 @@ class RpcClient:
         return self._link.is_lost
 
     async def call(
-        self, method: str, args: dict[str, Any], *, timeout_s: float, request_id: str | None = None
-    ) -> Any:
-        """Calls `method` and returns its value.
+        self,
+        method: Method[A, R] | str,
+        args: A,
+        *,
+        timeout_s: float,
+        request_id: str | None = None,
+    ) -> R:
+        """Calls `method` and returns its reply.
 
         The server executes a request id at most once: repeating a call under its id joins it or
         replays its reply. A call that passes its deadline or is cancelled here is cancelled there.
@@ -168,18 +175,22 @@ class RpcClient:
             PeerLost: the server is gone: connections to it end, or cannot be made.
             IncarnationMismatch: the server is another incarnation than the one meant.
             ServerBusy: the server runs as much as it takes; a later call may succeed.
-            ProtocolError: the arguments are not msgpack-able or too large.
+            ProtocolError: the arguments are too large, or arguments or reply are not of the
+                declared types.
             RemoteError: the method raised; errors of `areal_sc.errors` arrive as themselves.
         """
         request_id = request_id or self._new_request_id()
-        frame = encode_request(request_id, self.incarnation, method, args, self._limits)
+        if isinstance(method, str):
+            method = untyped(method)
+        frame = self.frame_of(request_id, method, pack(args))
         call = _Call(self, method, request_id, timeout_s, self._loop.create_future())
         waits = self._deadlines.within(timeout_s)
         waits.add(call)
         try:
             if not self.begin(request_id, frame, call):
                 await self._send_when_possible(frame, call)
-            return await call.answer
+            reply: R = await call.answer
+            return reply
         except asyncio.CancelledError:
             self.abandon(request_id, call)
             raise
@@ -201,9 +212,9 @@ class RpcClient:
         self._stop_repeating()
         self.fail_pending(self._peer_lost("call ended"))
 
-    def frame_of(self, request_id: str, call: bytes) -> bytes:
-        """The request's frame around what `pack_call` gave. Raises: ProtocolError."""
-        return request_frame(request_id, self.incarnation, call, self._limits)
+    def frame_of(self, request_id: str, method: Method[Any, Any], args: Raw) -> bytes:
+        """The request's frame around packed arguments. Raises: ProtocolError: it is too large."""
+        return encode(Request(request_id, self.incarnation, method.name, args), self._limits)
 
     def begin(self, request_id: str, frame: bytes, waiter: Waiter) -> bool:
         """Sends a request whose reply is for `waiter`; False if it could not be sent yet.
@@ -211,7 +222,7 @@ class RpcClient:
         Raises: PeerLost: the server is gone; `waiter` hears nothing.
         """
         if self._link.is_closed or (self._link.is_lost is not None and not self._keeps_trying):
-            raise self._peer_lost(f"{waiter.method} not sent")
+            raise self._peer_lost(f"{waiter.method.name} not sent")
         is_sent = self._is_interrupted or self.send(frame)
         pending = self._pending.get(request_id)
         if pending is None:
@@ -241,10 +252,10 @@ class RpcClient:
         with suppress(PeerLost):
             self.send(encode(Cancel(request_id, self.incarnation), self._limits))
 
-    def timeout_error(self, method: str, timeout_s: float) -> RpcTimeout:
+    def timeout_error(self, method: Method[Any, Any], timeout_s: float) -> RpcTimeout:
         """What a call raises that got no reply in time."""
         return RpcTimeout(
-            f"{method} on {self.node_id} ({self.address}) gave no reply within {timeout_s:g} s"
+            f"{method.name} on {self.node_id} ({self.address}) gave no reply within {timeout_s:g} s"
         )
 
     def on_message(self, frames: Sequence[Frame]) -> None:
@@ -259,10 +270,13 @@ class RpcClient:
             return
         pending = self._pending.pop(message.request_id, None)
         for waiter in pending.waiters if pending else ():
-            if isinstance(message, Reply):
-                waiter.settle(message.value)
-            else:
-                waiter.fail(error_of(message, node_id=self.node_id, method=waiter.method))
+            if isinstance(message, Failure):
+                waiter.fail(error_of(message, node_id=self.node_id, method=waiter.method.name))
+                continue
+            try:
+                waiter.settle(waiter.method.read_reply(message.value))
+            except ProtocolError as error:
+                waiter.fail(error)
 
     def on_connected(self) -> None:
         """Requests were queued meanwhile; those of an earlier connection are sent again."""

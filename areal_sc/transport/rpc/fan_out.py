@@ -14,9 +14,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
+from msgspec import Raw
+
 from areal_sc.errors import ArealError
 from areal_sc.transport.rpc.client import RequestIds, RpcClient
-from areal_sc.transport.rpc.codec import pack_call
+from areal_sc.transport.rpc.method import A, Method, R, pack, untyped
 from areal_sc.transport.socket import SEND_RETRY_S
 
 CALLS_PER_TURN: Final = 64
@@ -62,7 +64,12 @@ class _Share:
     __slots__ = ("client", "gather", "index", "is_open", "method", "request_id")
 
     def __init__(
-        self, gather: _Gather, index: int, client: RpcClient, method: str, request_id: str
+        self,
+        gather: _Gather,
+        index: int,
+        client: RpcClient,
+        method: Method[Any, Any],
+        request_id: str,
     ) -> None:
         self.gather = gather
         self.index = index
@@ -87,20 +94,22 @@ class _Share:
 
 
 async def fan_out(
-    calls: Sequence[tuple[RpcClient, dict[str, Any]]],
-    method: str,
+    calls: Sequence[tuple[RpcClient, A]],
+    method: Method[A, R] | str,
     *,
     timeout_s: float,
     new_request_id: RequestIds,
     stops_at_error: bool = False,
-) -> list[Any | ArealError]:
+) -> list[R | ArealError]:
     """What each call returned, or the error that it would have raised; see `RpcClient.call`.
 
-    Arguments that are one and the same dict are encoded once. With `stops_at_error` the first error
-    ends the wait at once: the other calls are cancelled, and their outcomes mean nothing.
+    Arguments that are one and the same object are encoded once. With `stops_at_error` the first
+    error ends the wait at once: the other calls are cancelled, and their outcomes mean nothing.
     """
     if not calls:
         return []
+    if isinstance(method, str):
+        method = untyped(method)
     loop = asyncio.get_running_loop()
     gather = _Gather(len(calls), loop.create_future(), stops_at_error=stops_at_error)
     shares: list[_Share] = []
@@ -125,16 +134,16 @@ async def fan_out(
 
 
 async def _begin(
-    calls: Sequence[tuple[RpcClient, dict[str, Any]]],
-    method: str,
+    calls: Sequence[tuple[RpcClient, A]],
+    method: Method[A, Any],
     gather: _Gather,
     shares: list[_Share],
     new_request_id: RequestIds,
 ) -> list[tuple[_Share, bytes]]:
     """Sends the requests; returns those for which there was no room."""
     unsent = []
-    packed_args: dict[str, Any] | None = None
-    call = b""
+    packed_args: A | None = None
+    packed: Raw | None = None
     for index, (client, args) in enumerate(calls):
         if index and index % CALLS_PER_TURN == 0:
             await asyncio.sleep(0)
@@ -143,10 +152,9 @@ async def _begin(
         share = _Share(gather, index, client, method, new_request_id())
         shares.append(share)
         try:
-            if args is not packed_args:
-                call = pack_call(method, args)
-                packed_args = args
-            frame = client.frame_of(share.request_id, call)
+            if packed is None or args is not packed_args:
+                packed_args, packed = args, pack(args)
+            frame = client.frame_of(share.request_id, method, packed)
             if not client.begin(share.request_id, frame, share):
                 unsent.append((share, frame))
         except ArealError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
@@ -31,11 +31,12 @@ from areal_sc.transport.rpc.codec import (
     ANY_INCARNATION,
     Cancel,
     MessageLimits,
+    Reply,
     Request,
     decode,
     encode,
-    encode_reply,
 )
+from areal_sc.transport.rpc.method import Served, pack, untyped
 from areal_sc.transport.rpc.remote_errors import failure_of
 from areal_sc.transport.rpc.replay_cache import ReplayCache
 from areal_sc.transport.socket import AsyncSocket, Frame
@@ -44,10 +45,6 @@ logger = logging.getLogger(__name__)
 
 LAST_REPLIES_LINGER_S: Final = 1.0
 """How long a closing server goes on sending the replies that are already queued."""
-
-Handler = Callable[[dict[str, Any]], Coroutine[Any, Any, Any] | Any]
-"""Takes the arguments; returns something msgpack-able. That of a coroutine function runs as a task;
-a plain function is answered in the turn in which its request arrives, so it must be quick."""
 
 
 @dataclass(slots=True)
@@ -67,10 +64,10 @@ class _Execution:
 
 
 class RpcServer:
-    """Serves `handlers` to callers that mean this incarnation.
+    """Serves methods to callers that mean this incarnation.
 
     Args:
-        handlers: by method name.
+        methods: those that it serves.
         node_id: the server's name, for messages.
         incarnation: this life of it.
         bind: ZMQ interface, with a system-chosen port unless it names one.
@@ -86,7 +83,7 @@ class RpcServer:
 
     def __init__(
         self,
-        handlers: Mapping[str, Handler],
+        methods: Iterable[Served] | Mapping[str, Callable[[Any], Any]],
         *,
         node_id: str,
         incarnation: str,
@@ -100,7 +97,9 @@ class RpcServer:
         self.node_id = node_id
         self.incarnation = incarnation
         self.bytes_received = 0
-        self._handlers = dict(handlers)
+        if isinstance(methods, Mapping):
+            methods = [untyped(name).served_by(handler) for name, handler in methods.items()]
+        self._served = {served.method.name: served for served in methods}
         self._bind = bind if bind.count(":") == 2 else f"{bind}:0"
         self._authenticator = authenticator
         self._limits = limits or MessageLimits()
@@ -213,9 +212,9 @@ class RpcServer:
 
     def _refusal(self, request: Request, num_bytes: int) -> ArealError | None:
         """Why the request is not executed; None if it is."""
-        if request.method not in self._handlers:
+        if request.method not in self._served:
             return ProtocolError(
-                f"{self.node_id} has no method {request.method!r}, it has {sorted(self._handlers)}"
+                f"{self.node_id} has no method {request.method!r}, it has {sorted(self._served)}"
             )
         if (
             len(self._running) >= self._max_running
@@ -259,8 +258,9 @@ class RpcServer:
         self._send(caller, encode(failure_of(error, request.request_id), self._limits))
 
     def _execute(self, caller: bytes, request: Request, num_bytes: int) -> None:
+        served = self._served[request.method]
         try:
-            outcome = self._handlers[request.method](request.args)
+            outcome = served.handler(served.method.read_args(request.args))
         except Exception as error:  # the RPC boundary: whatever a method raises goes to its caller
             self._finish(request, [caller], self._failure(request, error))
             return
@@ -293,7 +293,7 @@ class RpcServer:
 
     def _reply(self, request: Request, value: Any) -> bytes:
         try:
-            return encode_reply(request.request_id, value, self._limits)
+            return encode(Reply(request.request_id, pack(value)), self._limits)
         except ProtocolError as error:
             return self._failure(request, error)
 

@@ -21,15 +21,17 @@ from areal_sc.transport.rpc.client import RequestIds, RpcClient, random_request_
 from areal_sc.transport.rpc.codec import MessageLimits
 from areal_sc.transport.rpc.deadlines import Deadlines
 from areal_sc.transport.rpc.fan_out import fan_out
-from areal_sc.transport.rpc.server import Handler, RpcServer
+from areal_sc.transport.rpc.method import A, Method, R, Served
+from areal_sc.transport.rpc.server import RpcServer
 
 __all__ = [
     "Authenticator",
     "Connection",
-    "Handler",
     "MessageLimits",
+    "Method",
     "RpcClient",
     "RpcServer",
+    "Served",
     "Transport",
     "ZmqTransport",
 ]
@@ -43,8 +45,13 @@ class Connection(Protocol):
     bytes_received: int
 
     async def call(
-        self, method: str, args: dict[str, Any], *, timeout_s: float, request_id: str | None = None
-    ) -> Any: ...
+        self,
+        method: Method[A, R] | str,
+        args: A,
+        *,
+        timeout_s: float,
+        request_id: str | None = None,
+    ) -> R: ...
 
     def fail_pending(self, error: ArealError) -> None: ...
 
@@ -60,12 +67,12 @@ class Transport(Protocol):
 
     async def call_all(
         self,
-        calls: Sequence[tuple[Any, dict[str, Any]]],
-        method: str,
+        calls: Sequence[tuple[Any, A]],
+        method: Method[A, R] | str,
         *,
         timeout_s: float,
         stops_at_error: bool = False,
-    ) -> list[Any | ArealError]: ...
+    ) -> list[R | ArealError]: ...
 
     async def close(self) -> None: ...
 
@@ -120,19 +127,19 @@ class ZmqTransport:
 
     async def call_all(
         self,
-        calls: Sequence[tuple[RpcClient, dict[str, Any]]],
-        method: str,
+        calls: Sequence[tuple[RpcClient, A]],
+        method: Method[A, R] | str,
         *,
         timeout_s: float,
         stops_at_error: bool = False,
-    ) -> list[Any | ArealError]:
+    ) -> list[R | ArealError]:
         """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
 
         The outcome of a call that failed is its error, as `RpcClient.call` would raise it: the
         caller decides what it means for the others, or says beforehand with `stops_at_error` that
         the first error ends all: calls without a reply are cancelled then, and their outcomes mean
-        nothing. Arguments that are one and the same dict are encoded once. A cancellation is passed
-        on to all servers that have not answered.
+        nothing. Arguments that are one and the same object are encoded once. A cancellation is
+        passed on to all servers that have not answered.
         """
         return await fan_out(
             calls,

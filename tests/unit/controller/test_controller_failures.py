@@ -27,6 +27,8 @@ from areal_sc.errors import (
     WorkflowError,
 )
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.weights import WeightsReference
+from areal_sc.workers.calls import UPDATE_WEIGHTS
 
 HEARTBEATS_S = 5 * (2.0 + 0.25) + 2.0
 """Five missed pings of two seconds, a poll after each, and the interval before the first."""
@@ -196,10 +198,11 @@ def test_a_worker_that_cannot_pull_weights_fails_the_run() -> None:
     async def scenario() -> None:
         async with TrainingRun(Settings()).started() as run:
 
-            async def gone(args: dict[str, Any]) -> None:
+            async def gone(weights: WeightsReference) -> None:
                 raise ShardGone("shard x is gone")
 
-            run.cluster.workers["rollout/1"].methods["update_weights"] = gone
+            served = run.cluster.workers["rollout/1"].served
+            served["update_weights"] = UPDATE_WEIGHTS.served_by(gone)
             await run.step()
             await fails_within(10.0, run.step(), ShardGone)
 
@@ -230,7 +233,7 @@ def test_a_worker_that_does_not_come_up_takes_the_others_with_it() -> None:
 
 def test_an_engine_that_cannot_be_built_fails_the_start() -> None:
     class NoModel(SimulatedRolloutWorker):
-        async def initialize(self, args: dict[str, Any]) -> None:
+        async def initialize(self, _: None) -> None:
             raise ModelError("the folder has no weights")
 
     async def scenario() -> None:

@@ -21,6 +21,7 @@ from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.workers.calls import PING, STATS
 
 INTERVAL_S = 2.0
 LIMIT_S = 5 * INTERVAL_S + 2 * INTERVAL_S
@@ -84,9 +85,9 @@ class WatchedFleet:
     def _note_calls(self, worker: Any) -> None:
         answer = worker.beats_of_node
 
-        async def noted(args: dict[str, Any]) -> Any:
+        async def noted(_: None) -> Any:
             self.cluster.asked.append((self.cluster.now_s, worker.name))
-            return await answer(args)
+            return await answer(None)
 
         worker.beats_of_node = noted
 
@@ -208,7 +209,7 @@ def test_a_call_in_flight_to_a_blocked_worker_ends_with_its_loss(tmp_path: Path)
             member = watched.fleet.members[1]
             watched.cluster.workers[member.name].is_blocked = True
             with pytest.raises(WorkerLost, match="rollout/1 hangs"):
-                await watched.fleet.call(member, "stats", {}, timeout_s=1000.0)
+                await watched.fleet.call(member, STATS, None, timeout_s=1000.0)
             assert watched.cluster.now_s < 70.0
 
     run_virtual(scenario())
@@ -222,7 +223,7 @@ def test_the_loss_of_one_ends_a_call_of_all_at_once(tmp_path: Path) -> None:
             loop = asyncio.get_running_loop()
             loop.call_later(5.0, watched.cluster.workers["rollout/2"].end, "exit code 1")
             with pytest.raises(WorkerLost, match="rollout/2 ended with exit code 1"):
-                await watched.fleet.call_all("stats", [{}] * 4, timeout_s=1000.0)
+                await watched.fleet.call_all(STATS, None, timeout_s=1000.0)
             assert watched.cluster.now_s < 10.0
 
     run_virtual(scenario())
@@ -232,7 +233,7 @@ def test_what_is_no_board_counts_as_silence(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with WatchedFleet(tmp_path, 1).started() as watched:
 
-            async def nonsense(args: dict[str, Any]) -> Any:
+            async def nonsense(_: None) -> Any:
                 return [["rollout/0", "no age"]]
 
             watched.cluster.workers["rollout/0"].beats_of_node = nonsense
@@ -287,7 +288,7 @@ def test_a_watch_that_fails_loses_the_workers_with_its_cause(
                 monkeypatch.setattr(watched.fleet._heartbeats, "_connection_to", fail)
             watched.cluster.workers["rollout/0"].is_blocked = True
             with pytest.raises(WorkerLost, match="cannot be watched any more: LookupError") as lost:
-                await watched.fleet.call(watched.fleet.members[0], "ping", {}, timeout_s=1000.0)
+                await watched.fleet.call(watched.fleet.members[0], PING, None, timeout_s=1000.0)
             assert isinstance(lost.value.__cause__, LookupError)
             assert watched.lost.keys() == {"rollout/0", "rollout/1"}
             assert watched.cluster.now_s < 10.0

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger_records import LedgerState, Record
 from areal_sc.controller.staleness import StalenessPolicy, StalenessStats
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
@@ -90,7 +91,7 @@ class Run:
         self.trained: list[tuple[int, list[RowMetadata]]] = []
 
     def write(self, record: dict) -> None:
-        self.records.append(msgpack.packb(record))
+        self.records.append(msgspec.msgpack.encode(record))
 
     def play(self) -> Run:
         for _ in range(MAX_EVENTS):
@@ -182,7 +183,7 @@ class Run:
                 versions[max(admitted, bisect_right(self.published, time) - 1 - lag)] += 1
             spans = tuple(sorted(versions.items()))
             rows.append(RowMetadata(group_id, attempt, num_tokens + 4, 1.0, admitted, spans))
-        return BatchMetadata(f"g{group_id}.{attempt}", 0, len(rows), (), tuple(rows))
+        return BatchMetadata(f"g{group_id}.{attempt}", 0, (), tuple(rows))
 
     def reject(self, group_id: int, reason: str) -> None:
         self.ledger.reject(group_id, reason)
@@ -245,8 +246,9 @@ class Run:
 
     def restart(self) -> None:
         """The controller dies with all workers; a new one has the snapshot and the journal."""
-        again = Ledger.restore(msgpack.unpackb(msgpack.packb(self.base)), self.write)
-        again.replay(msgpack.unpackb(record) for record in self.records)
+        base = msgspec.msgpack.encode(self.base)
+        again = Ledger.restore(msgspec.msgpack.decode(base, type=LedgerState), self.write)
+        again.replay(msgspec.msgpack.decode(record, type=Record) for record in self.records)
         assert again.snapshot() == self.ledger.snapshot()
         self.ledger = again
         if self.random.random() < 0.5:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgpack
+import msgspec
 import pytest
 
 from areal_sc.controller.group import GroupState
 from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger_records import LedgerState, Record
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
@@ -19,7 +20,7 @@ def batch_of(
     group_id: int, attempt: int = 0, admitted_version: int = 0, num_rows: int = 2
 ) -> BatchMetadata:
     row = RowMetadata(group_id, attempt, 9, 1.0, admitted_version, ((admitted_version, 5),))
-    return BatchMetadata(f"g{group_id}", 0, num_rows, (), (row,) * num_rows)
+    return BatchMetadata(f"g{group_id}", 0, (), (row,) * num_rows)
 
 
 def ledger_with_one(state: GroupState) -> Ledger:
@@ -203,7 +204,7 @@ def test_groups_come_in_order_of_admission_whatever_their_history() -> None:
 
 
 def test_the_journal_comes_first_and_a_failing_one_changes_nothing() -> None:
-    def full_disk(record: dict[str, object]) -> None:
+    def full_disk(record: Record) -> None:
         raise OSError("no space left")
 
     for state, change in (
@@ -235,7 +236,8 @@ def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> 
     ledger.record_trained(trained.rows)
     ledger.reject(4, "timeout")
 
-    restored = Ledger.restore(msgpack.unpackb(msgpack.packb(ledger.snapshot())))
+    packed = msgspec.msgpack.encode(ledger.snapshot())
+    restored = Ledger.restore(msgspec.msgpack.decode(packed, type=LedgerState))
     assert restored.snapshot() == ledger.snapshot()
     assert restored.account() == ledger.account()
     assert restored.group(2).batch == batch_of(2, admitted_version=2)
@@ -253,7 +255,7 @@ def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> 
 
 
 def test_replay_refuses_a_journal_with_a_gap() -> None:
-    records: list[dict[str, object]] = []
+    records: list[Record] = []
     ledger = Ledger(records.append)
     ledger.admit(PROMPT, 0)
     ledger.start(0, "rollout/0")
@@ -264,8 +266,6 @@ def test_replay_refuses_a_journal_with_a_gap() -> None:
             Ledger().replay(records[:missing] + records[missing + 1 :])
     with pytest.raises(LedgerError, match="repeated"):
         Ledger().replay(records[:1] * 2)
-    with pytest.raises(LedgerError, match="unknown record 'vanish'"):
-        Ledger().replay([{"op": "vanish"}])
 
 
 def test_the_ledgers_size_is_that_of_the_groups_in_flight() -> None:
@@ -279,7 +279,7 @@ def test_the_ledgers_size_is_that_of_the_groups_in_flight() -> None:
         ledger.finish(group_id, 0, batch_of(group_id))
         (batch,) = ledger.consume([group_id], group_id)
         ledger.record_trained(batch.rows)
-    assert len(msgpack.packb(ledger.snapshot())) < 200
+    assert len(msgspec.msgpack.encode(ledger.snapshot())) < 200
     assert ledger.account()["rows_trained"] == 2 * 2700
 
 
@@ -292,6 +292,6 @@ def test_groups_that_are_consumed_and_never_trained_do_not_add_up() -> None:
         (batch,) = ledger.consume([group_id], group_id)
         if group_id % 10:
             ledger.record_trained(batch.rows)
-    assert len(msgpack.packb(ledger.snapshot())) < 200
+    assert len(msgspec.msgpack.encode(ledger.snapshot())) < 200
     account = ledger.account()
     assert (account["rows_trained"], account["rows_trained_twice"]) == (2 * 2700, 0)

@@ -18,7 +18,8 @@ from areal_sc.config.schema import (
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.engines.handles import make_generator
-from areal_sc.metadata import WeightsReference
+from areal_sc.weights import WeightsReference
+from areal_sc.workers.calls import UPDATE_WEIGHTS
 
 NUM_WORKERS = 6
 
@@ -31,13 +32,13 @@ class UpdatingFleet:
         self.updated: list[tuple[str, int]] = []
 
     async def call(
-        self, member: Any, method: str, args: dict[str, Any], *, timeout_s: float
+        self, member: Any, method: Any, weights: WeightsReference, *, timeout_s: float
     ) -> None:
         assert timeout_s > 600  # far above what any update takes
-        assert method == "update_weights"
+        assert method is UPDATE_WEIGHTS
         future = self.updating[member.name] = asyncio.get_running_loop().create_future()
         await future
-        self.updated.append((member.name, args["version"]))
+        self.updated.append((member.name, weights.version))
 
     def finish(self, name: str) -> None:
         self.updating.pop(name).set_result(None)

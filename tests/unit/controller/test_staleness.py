@@ -28,7 +28,7 @@ def group(
     if state is FINISHED:
         spans = spans or ((admitted_version, 4),)
         row = RowMetadata(group_id, 0, 10, 1.0, admitted_version, spans)
-        made.batch = BatchMetadata(f"g{group_id}", 0, 1, (), (row,))
+        made.batch = BatchMetadata(f"g{group_id}", 0, (), (row,))
     return made
 
 
@@ -100,7 +100,7 @@ def test_mask_rejects_only_groups_without_a_trainable_token() -> None:
 def test_one_row_with_a_trainable_token_keeps_its_group() -> None:
     mixed = group(0, 0, FINISHED)
     rows = tuple(RowMetadata(0, 0, 9, 0.0, 0, ((version, 3),)) for version in (0, 5))
-    mixed.batch = BatchMetadata("g0", 0, 2, (), rows)
+    mixed.batch = BatchMetadata("g0", 0, (), rows)
     assert ids(StalenessPolicy(1, 1, OverBound.mask).form_batch([mixed], 6).groups) == [0]
 
 

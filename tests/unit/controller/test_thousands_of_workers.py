@@ -20,6 +20,8 @@ from areal_sc import controller
 from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.controller.worker_queue import GROUPS_PER_TURN
 from areal_sc.controller.worker_rounds import BEGUN_PER_TURN
+from areal_sc.transport.rpc.method import Method
+from areal_sc.workers.calls import RUN_GROUP, UPDATE_WEIGHTS
 
 NUM_GROUPS = 96
 
@@ -58,19 +60,19 @@ def test_the_work_of_a_batch_grows_no_faster_than_the_number_of_workers() -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "limit"), [("run_group", GROUPS_PER_TURN), ("update_weights", BEGUN_PER_TURN)]
+    ("method", "limit"), [(RUN_GROUP, GROUPS_PER_TURN), (UPDATE_WEIGHTS, BEGUN_PER_TURN)]
 )
 def test_calls_of_many_workers_leave_the_loop_its_turns(
-    method: str, limit: int, monkeypatch: pytest.MonkeyPatch
+    method: Method[Any, Any], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: Counter[int] = Counter()
     call = SimulatedConnection.call
 
-    async def noted(self: SimulatedConnection, name: str, *args: Any, **options: Any) -> Any:
+    async def noted(self: SimulatedConnection, called: Any, *args: Any, **options: Any) -> Any:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
-        turns[loop._num_turns] += name == method
-        return await call(self, name, *args, **options)
+        turns[loop._num_turns] += called is method
+        return await call(self, called, *args, **options)
 
     monkeypatch.setattr(SimulatedConnection, "call", noted)
     settings = Settings(

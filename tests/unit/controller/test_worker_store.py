@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_sc.controller.worker_store import GroupRun, WorkerStore
+from areal_sc.workers.calls import Sweep
 
 
 class Owner:
@@ -29,7 +30,7 @@ def test_a_group_takes_room_until_a_sweep_is_confirmed() -> None:
     store.end(run, ["a.1"])
     assert (store.num_running, store.num_held, store.has_dead) == (0, 1, True)
     plan = store.plan_sweep("a")
-    assert plan.args == {"live": [], "adopted_live": [], "dead": [1], "acknowledged": 0}
+    assert plan.sweep == Sweep(0, dead=(1,), adopted_live=())
     assert store.num_held == 1, "the worker may not have got it"
     store.confirm_sweep(plan, 1)
     assert (store.num_held, store.has_dead) == (0, False)
@@ -46,7 +47,7 @@ def test_what_becomes_dead_after_the_plan_waits_for_the_next_one() -> None:
     owner.needed.discard(1)
     store.confirm_sweep(plan, 2)
     assert (store.num_held, store.has_dead) == (1, True)
-    assert store.plan_sweep("a").args["dead"] == [2]
+    assert store.plan_sweep("a").sweep.dead == (2,)
 
 
 def test_numbers_are_acknowledged_when_the_runs_of_their_time_have_ended() -> None:
@@ -56,15 +57,10 @@ def test_numbers_are_acknowledged_when_the_runs_of_their_time_have_ended() -> No
     store.confirm_sweep(store.plan_sweep("a"), 5)  # one of the five may be the slow run's
     store.begin(later)
     plan = store.plan_sweep("a")
-    assert plan.args["acknowledged"] == 0
+    assert plan.sweep.acknowledged == 0
     store.confirm_sweep(plan, 7)
     store.end(slow, ["a.3"])
-    assert store.plan_sweep("a").args == {
-        "live": [3],
-        "adopted_live": [],
-        "dead": [],
-        "acknowledged": 5,
-    }
+    assert store.plan_sweep("a").sweep == Sweep(5, live=(3,), adopted_live=())
 
 
 def test_a_restarted_worker_is_told_no_numbers_of_its_earlier_life() -> None:
@@ -74,17 +70,12 @@ def test_a_restarted_worker_is_told_no_numbers_of_its_earlier_life() -> None:
         store.begin(run)
         store.end(run, [f"a.{group_id + 1}"])
     store.confirm_sweep(store.plan_sweep("a"), 3)
-    assert store.plan_sweep("a").args["acknowledged"] == 3
+    assert store.plan_sweep("a").sweep.acknowledged == 3
     run = owner.run(3)
     store.begin(run)
     store.end(run, ["b.1"])
     owner.needed.discard(0)  # a.1, which is not b.1
     plan = store.plan_sweep("b")
-    assert plan.args == {
-        "live": [1],
-        "adopted_live": ["a.2", "a.3"],
-        "dead": [],
-        "acknowledged": 0,
-    }
+    assert plan.sweep == Sweep(0, live=(1,), adopted_live=("a.2", "a.3"))
     store.confirm_sweep(plan, 1)
     assert store.num_held == 3, "an adopted shard goes when it is not among the live ones"

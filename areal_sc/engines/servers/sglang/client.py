@@ -25,7 +25,7 @@ from areal_sc.engines.servers.sglang.arguments import check_version
 from areal_sc.errors import EngineFailed, ProtocolError
 
 if TYPE_CHECKING:
-    from areal_sc.engines.weight_group import BucketLayout, WeightGroup
+    from areal_sc.weights import BucketLayout, WeightGroup
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from areal_sc.engines.servers.sglang.client import _pickle
 from areal_sc.engines.servers.tensors import LoadableTensors, SharedBuckets
 from areal_sc.engines.servers.weights import PausedServer
 from areal_sc.engines.weight_group import (
-    BucketLayout,
     NamedTensor,
     in_byte_order,
     layout_of,
     split_into_buckets,
 )
 from areal_sc.errors import ModelError
+from areal_sc.weights import BucketLayout
 
 READER = """
 import base64, json, pickle, sys, torch

@@ -1,0 +1,110 @@
+"""Methods that are called over a connection. Each is declared once, for callers and servers.
+
+    PING = Method("ping", NoneType, NoneType)
+    RUN_GROUP = Method("run_group", RunGroup, GroupReply)
+
+    reply = await connection.call(RUN_GROUP, RunGroup(...), timeout_s=60)      the caller
+    RpcServer([PING.served_by(self.ping), RUN_GROUP.served_by(self.run_group)])   the server
+
+Arguments and replies are msgspec structs, dataclasses or plain types. They travel as msgpack, and
+their types are checked while they are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from areal_sc.errors import ProtocolError
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+Handler = Callable[[A], Coroutine[Any, Any, R] | R]
+"""Takes the arguments and returns the reply. The coroutine of a coroutine function runs as a task.
+A plain function is answered in the turn in which its request arrives, so it must be quick."""
+
+MAX_ERROR_CHARS: Final = 200
+"""Of a decoder's message; some of them repeat the input."""
+
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not of the declared type, or not msgpack at all."""
+
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Method(Generic[A, R]):
+    """A declared method.
+
+    Args:
+        name: names it on the wire.
+        args: type of the arguments; `NoneType` for a method without any.
+        reply: type of the reply.
+        deadline_s: seconds that a call may take where its caller does not say; None: the
+            `transport.call_timeout_s` of the run.
+    """
+
+    __slots__ = ("_args", "_reply", "deadline_s", "name")
+
+    def __init__(
+        self, name: str, args: type[A], reply: type[R], *, deadline_s: float | None = None
+    ) -> None:
+        self.name = name
+        self.deadline_s = deadline_s
+        self._args = msgspec.msgpack.Decoder(args)
+        self._reply = msgspec.msgpack.Decoder(reply)
+
+    def __repr__(self) -> str:
+        return f"Method({self.name!r})"
+
+    def read_args(self, packed: Raw) -> A:
+        """Raises: ProtocolError: these are not the declared arguments."""
+        try:
+            return self._args.decode(packed)
+        except UNDECODABLE as error:
+            raise self._misfit("arguments", error) from None
+
+    def read_reply(self, packed: Raw) -> R:
+        """Raises: ProtocolError: this is not the declared reply."""
+        try:
+            return self._reply.decode(packed)
+        except UNDECODABLE as error:
+            raise self._misfit("reply", error) from None
+
+    def served_by(self, handler: Handler[A, R]) -> Served:
+        """What a server needs to serve the method."""
+        return Served(self, handler)
+
+    def _misfit(self, what: str, error: Exception) -> ProtocolError:
+        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+        return ProtocolError(f"{self.name}: the {what} are not of the declared type: {text}")
+
+
+@cache
+def untyped(name: str) -> Method[Any, Any]:
+    """A method whose arguments and reply may be anything; until all are declared."""
+    return Method(name, Any, Any)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A method, and the function of a server that answers its calls."""
+
+    method: Method[Any, Any]
+    handler: Handler[Any, Any]
+
+
+def pack(value: Any) -> Raw:
+    """Arguments, or a reply, as they travel.
+
+    Raises: ProtocolError: the value has no msgpack form.
+    """
+    try:
+        return Raw(_encoder.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"cannot be sent as msgpack: {error}") from error

@@ -1,0 +1,299 @@
+"""The methods of the workers: name, arguments, reply and deadline of each, declared once. No torch.
+
+Whoever calls one and whoever serves it uses its declaration. Methods whose arguments are a `Change`
+change the worker's state, or write: the change names its operation, which runs once however often
+it is asked for (see `operations`).
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.transport.plane_stats import PlaneStats
+from areal_sc.transport.rpc.method import Method
+from areal_sc.weights import BucketLayout, ShardReference, WeightGroup, WeightsReference
+from areal_sc.workers.operations import Operation
+
+WRITE_TIMEOUT_S: Final = 4 * 3600.0
+"""For weights, a snapshot or an export to be written; far above what any takes."""
+
+SHUTDOWN_TIMEOUT_S: Final = 2.0
+"""A worker that has not answered by then is ended."""
+
+
+class Change(Struct, frozen=True, array_like=True):
+    """What a method that changes state is asked to do."""
+
+    operation: Operation
+
+
+# ---------------------------------------------------------------- every worker
+
+
+class Sweep(Struct, frozen=True, array_like=True):
+    """Which shards to forget: those in `dead`, and those up to `acknowledged` that are not live.
+
+    Attributes:
+        live, dead: numbers of the worker's own shards.
+        adopted_live: ids of the shards to keep of those adopted from an earlier life of the worker;
+            None keeps all of them.
+    """
+
+    acknowledged: int
+    live: tuple[int, ...] = ()
+    dead: tuple[int, ...] = ()
+    adopted_live: tuple[str, ...] | None = None
+
+
+class WorkerStats(Struct, frozen=True):
+    """Counters of a worker.
+
+    Attributes:
+        plane: of its store and data plane.
+        control_refused: connections without the run's keys, and messages that no member of the run
+            sends, on the control and heartbeat sockets.
+        engine: of its engine, which has its own names for them.
+    """
+
+    plane: PlaneStats
+    control_refused: int = 0
+    engine: dict[str, float] = {}
+
+    def as_metrics(self) -> dict[str, float]:
+        """All of them by name."""
+        return {**asdict(self.plane), "control_refused": self.control_refused, **self.engine}
+
+
+PING = Method("ping", NoneType, NoneType)
+SWEEP = Method("sweep", Sweep, int)
+"""Its reply is the number of the newest shard in the store."""
+STATS = Method("stats", NoneType, WorkerStats)
+SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
+"""Ends the worker after the reply."""
+
+
+# ---------------------------------------------------------------- train workers
+
+
+class InitializeRank(Struct, frozen=True, array_like=True):
+    """What a rank needs to join the others and to build the model.
+
+    Attributes:
+        init_method: the ranks' meeting point; "" where there is one rank.
+        lineage: of the weights that it begins with.
+    """
+
+    rank: int
+    world_size: int
+    init_method: str
+    lineage: int
+
+
+class SealedShard(Struct, frozen=True, array_like=True):
+    """A shard that was sealed.
+
+    Attributes:
+        shard: where it is; its id is "" where there was nothing to seal.
+        last_sequence: number of the newest shard in the store.
+    """
+
+    shard: ShardReference
+    last_sequence: int
+
+
+class PPOUpdate(Change, frozen=True, array_like=True):
+    """One optimizer update for each minibatch, of the rows of this rank."""
+
+    minibatches: tuple[BatchMetadata, ...]
+
+
+class SFTUpdate(Change, frozen=True, array_like=True):
+    """One optimizer update on rows `indices` of a registered dataset."""
+
+    dataset: int
+    indices: tuple[int, ...]
+
+
+class SealWeights(Change, frozen=True, array_like=True):
+    """The weights are sealed, and the policy version becomes `version`."""
+
+    version: int
+
+
+class SaveWeights(Change, frozen=True, array_like=True):
+    """The weights are written to a folder, and the policy version becomes `version`.
+
+    Attributes:
+        oldest: version that somebody may still read; the folders of earlier ones go.
+    """
+
+    version: int
+    oldest: int
+
+
+class SavedWeights(Struct, frozen=True, array_like=True):
+    """Weights in a folder.
+
+    Attributes:
+        last_sequence: number of the newest shard in the store.
+    """
+
+    folder: str
+    last_sequence: int
+
+
+class OpenWeightGroup(Struct, frozen=True, array_like=True):
+    """A weight group that rank 0 is to open.
+
+    Attributes:
+        world_size: rank 0, and the generating ranks.
+        is_cuda: all generating ranks compute on GPUs.
+        devices: those of them that are known, as `own_devices` names them.
+    """
+
+    name: str
+    world_size: int
+    is_cuda: bool
+    devices: tuple[str, ...]
+
+
+class SentWeights(Struct, frozen=True, array_like=True):
+    """The end of a broadcast.
+
+    Attributes:
+        num_bytes: sent.
+        failure: why not all of them were; "" if they were.
+    """
+
+    num_bytes: int
+    failure: str
+
+
+CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
+INITIALIZE_RANK = Method("initialize_rank", InitializeRank, NoneType)
+COMPUTE_LOGPROBS = Method("compute_logprobs", BatchMetadata, SealedShard)
+"""Seals `proximal_logprobs` of the batch's rows."""
+PPO_UPDATE = Method("ppo_update", PPOUpdate, dict[str, float])
+SFT_UPDATE = Method("sft_update", SFTUpdate, dict[str, float])
+SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
+SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, deadline_s=WRITE_TIMEOUT_S)
+"""Also waits for a snapshot that is being written."""
+OPEN_WEIGHT_GROUP = Method("open_weight_group", OpenWeightGroup, WeightGroup)
+MEET_WEIGHT_GROUP = Method("meet_weight_group", int, NoneType)
+"""Its argument is the number of ranks."""
+WEIGHT_LAYOUTS = Method("weight_layouts", NoneType, tuple[BucketLayout, ...])
+BROADCAST_WEIGHTS = Method("broadcast_weights", NoneType, SentWeights)
+CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType)
+"""Its argument is the weight group. Also called by rollout workers, whose servers have refused."""
+BEGIN_SAVE_HF = Method("begin_save_hf", Change, str, deadline_s=WRITE_TIMEOUT_S)
+"""Takes the weights for a Hugging Face folder below the run folder, and names that folder."""
+BEGIN_SNAPSHOT = Method("begin_snapshot", Change, NoneType, deadline_s=WRITE_TIMEOUT_S)
+"""Takes this rank's part of a snapshot that the controller completes."""
+FINISH_WRITE = Method("finish_write", Change, NoneType, deadline_s=WRITE_TIMEOUT_S)
+"""Replies when what the operation took is on the disk."""
+LOAD_SNAPSHOT = Method("load_snapshot", Change, NoneType)
+"""Goes back to the snapshot of the operation's version, in the operation's lineage."""
+
+
+# ---------------------------------------------------------------- rollout workers
+
+
+class RunGroup(Struct, frozen=True, array_like=True):
+    """Episodes of one prompt, to be run beside each other."""
+
+    group_id: int
+    attempt: int
+    admitted_version: int
+    prompt: PromptReference
+    workflow: int
+    group_size: int
+
+
+class GroupReply(Struct, frozen=True, array_like=True):
+    """What became of a group.
+
+    Attributes:
+        batch: its rows; None where none was sealed, because all were rejected, or the group was
+            given up meanwhile.
+        rejected: cause -> (number of rows, one full message).
+        metrics: metric of the workflow -> (sum, number of rows).
+    """
+
+    batch: BatchMetadata | None = None
+    rejected: dict[str, tuple[int, str]] = {}
+    metrics: dict[str, tuple[float, int]] = {}
+
+
+class GroupAttempt(Struct, frozen=True, array_like=True):
+    """One run of a group."""
+
+    group_id: int
+    attempt: int
+
+
+class RunEvaluation(Struct, frozen=True, array_like=True):
+    """One episode of which nothing is kept.
+
+    Attributes:
+        temperature: replaces that of the run; None keeps it.
+    """
+
+    prompt: PromptReference
+    workflow: int
+    temperature: float | None = None
+
+
+class EvaluationReply(Struct, frozen=True, array_like=True):
+    """What an evaluated episode gave.
+
+    Attributes:
+        reward: None where the episode was rejected, for the reason in `rejection`.
+        versions: lowest and highest policy version that sampled a token.
+    """
+
+    reward: float | None
+    metrics: dict[str, float] = {}
+    versions: tuple[int, int] = (0, 0)
+    rejection: str = ""
+
+
+class WeightRanks(Struct, frozen=True, array_like=True):
+    """What a worker needs in a weight group.
+
+    Attributes:
+        num_ranks: of its engine.
+        devices: GPUs of the engine, as `own_devices` names them.
+        is_member: all its ranks are in the group that was asked for.
+    """
+
+    num_ranks: int
+    is_cuda: bool
+    devices: tuple[str, ...]
+    is_member: bool
+
+
+class JoinWeightGroup(Struct, frozen=True, array_like=True):
+    """A weight group to join, with consecutive ranks."""
+
+    group: WeightGroup
+    first_rank: int
+
+
+INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
+"""Loads the model, and begins to serve requests."""
+RUN_GROUP = Method("run_group", RunGroup, GroupReply)
+GIVE_UP_GROUP = Method("give_up_group", GroupAttempt, NoneType)
+"""Ends the episodes of a group, if they go on; the reply of its `run_group` follows."""
+RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
+UPDATE_WEIGHTS = Method("update_weights", WeightsReference, NoneType)
+WEIGHT_RANKS = Method("weight_ranks", str, WeightRanks)
+"""Its argument is the weight group."""
+JOIN_WEIGHT_GROUP = Method("join_weight_group", JoinWeightGroup, NoneType)
+LEAVE_WEIGHT_GROUP = Method("leave_weight_group", str, NoneType)
+PAUSE = Method("pause", NoneType, NoneType)
+RESUME = Method("resume", NoneType, NoneType)
