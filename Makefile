@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/installed
 
-.PHONY: quickstart test lint install sglang clean
+.PHONY: quickstart check test lint install sglang clean
 
 quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
@@ -10,6 +10,9 @@ quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
 
 test: lint sglang  ## everything that has to be green
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+check: lint  ## while you work: lint, types and the unit tests, without those of several seconds
+	$(VENV)/bin/python -m pytest -n 2 -q -m "not slow" tests/unit $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -54,8 +54,7 @@ _LAYOUT = [
         (r"(?<![\w)}\]])\*\*|\*\*(?![\w({\\])|`", ""),
         (r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le"),
         (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
-        (r"\\neq(?![A-Za-z])", r"\\ne"),
-        (r"\\dots|\\ldots|\\cdots|\.\.\.", "\u2026"),
+        (r"\.\.\.", "\u2026"),
     )
 ]
 _NOTATION = [
@@ -82,15 +81,12 @@ _NOTATION = [
             r"(?<![\d.A-Za-z])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?)\+?(\d+)(?![\w.])",
             r"\1\\cdot10^{\2\3}",
         ),
-        (r"\^\{\+", "^{"),
         (r"(?<![\d,.])(\d{1,3}(?: \d{3})+)(?=\.\d|$)", lambda m: m.group().replace(" ", "")),
         (r"(?<![.,\d])\.(?=\d)", "0."),
     )
 ]
 _LEAD = re.compile(
-    r"(?:(?:therefore|thus|hence|so|simply|just|exactly|equal to|equals|is|are|the|an?|and|number"
-    r"|value|answer|result|option|choice|approximately|about|roughly|\\approx|of|to be|we get"
-    r"|we have|it|be|then)\b|[:=,~*\s]|\\approx\b)+",
+    r"(?:(?:the|an?|is|are|equals|about|approximately|roughly)\b|[:=,~*\s]|\\approx\b)+",
     re.IGNORECASE,
 )
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMITS, WORKERS, CONTROLLER = (
     BENCHMARKS / f"planes_{name}.py" for name in ("limits", "workers", "controller")

@@ -87,6 +87,7 @@ def check_evaluations(run: TrainingRun) -> None:
             assert outcome.versions[0] == outcome.versions[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(runs(OverBound.train))
 def test_train(run_settings: Settings) -> None:
@@ -95,6 +96,7 @@ def test_train(run_settings: Settings) -> None:
     assert set(run.rejected.values()) <= {"reward_error"}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(runs(OverBound.mask))
 def test_mask(run_settings: Settings) -> None:
@@ -104,6 +106,7 @@ def test_mask(run_settings: Settings) -> None:
         assert step.min_token_versions == {step.version - run_settings.max_staleness}
 
 
+@pytest.mark.slow
 @settings(max_examples=100, derandomize=True)
 @given(runs(OverBound.wait))
 def test_wait(run_settings: Settings) -> None:
@@ -113,6 +116,7 @@ def test_wait(run_settings: Settings) -> None:
     assert set(run.rejected.values()) <= {"reward_error"}, "nobody waits and is rejected as well"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(runs(OverBound.regenerate))
 def test_regenerate(run_settings: Settings) -> None:
@@ -121,6 +125,7 @@ def test_regenerate(run_settings: Settings) -> None:
     assert max_group_staleness(run) <= run_settings.max_staleness
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True)
 @given(st.sampled_from(list(OverBound)).flatmap(lambda mode: runs(mode, max_eta=0)))
 def test_without_staleness_generation_and_training_take_turns(run_settings: Settings) -> None:

@@ -285,6 +285,7 @@ def max_group_staleness(run: Run) -> int:
     return max(version - row.admitted_version for version, rows in run.trained for row in rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=250, derandomize=True)
 @given(scenarios(OverBound.train))
 def test_train_holds_eq_3_and_trains_everything(scenario: Scenario) -> None:
@@ -294,6 +295,7 @@ def test_train_holds_eq_3_and_trains_everything(scenario: Scenario) -> None:
     assert run.rejected["stale"] == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=250, derandomize=True)
 @given(scenarios(OverBound.mask))
 def test_mask_never_trains_a_token_over_the_bound(scenario: Scenario) -> None:
@@ -309,6 +311,7 @@ def test_mask_never_trains_a_token_over_the_bound(scenario: Scenario) -> None:
             assert sum(row.num_loss_tokens_since(bound) for row in group_rows) > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=500, derandomize=True)
 @given(scenarios(OverBound.wait))
 def test_wait_never_trains_a_group_over_the_bound_and_goes_on(scenario: Scenario) -> None:
@@ -318,6 +321,7 @@ def test_wait_never_trains_a_group_over_the_bound_and_goes_on(scenario: Scenario
     assert run.rejected["stale"] == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=250, derandomize=True)
 @given(scenarios(OverBound.regenerate))
 def test_regenerate_never_trains_a_group_over_the_bound(scenario: Scenario) -> None:

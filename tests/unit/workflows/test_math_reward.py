@@ -211,6 +211,62 @@ RIGHT = [
     ("5", "The answer is therefore 5."),
     ("5", "The answer is approximately 5."),
     ("5", "Answer: x=5"),
+    # one way to write each thing
+    ("3/2", r"\boxed{\dfrac32}"),
+    ("3/2", r"\boxed{\tfrac32}"),
+    ("3/2", r"\boxed{\cfrac32}"),
+    (r"\{1,2\}", r"\boxed{\lbrace 1, 2\rbrace}"),
+    ("5", r"The answer is \[5\]"),
+    ("5", "The answer is `5`."),
+    ("5 cm", "The answer is **5** cm."),
+    (r"(-\infty, 5]", r"\boxed{x \leq 5}"),
+    (r"(-\infty, 5]", r"\boxed{x \leqslant 5}"),
+    (r"[5,\infty)", r"\boxed{x \geq 5}"),
+    (r"[5,\infty)", r"\boxed{x \geqslant 5}"),
+    (r"x \ne 5", r"\boxed{x \neq 5}"),
+    (r"\infty", r"\boxed{infinity}"),
+    (r"(1,\infty)", r"\boxed{(1, inf)}"),
+    ("-5", "The answer is minus 5"),
+    ("-5", "The answer is negative 5"),
+    (r"3\sqrt{2}", "The answer is 3sqrt{2}"),
+    (r"\frac{1}{12}", r"\boxed{\frac1{12}}"),
+    (r"\frac{a}{12}", r"\boxed{\frac a{12}}"),
+    (r"\frac{a}{b}", r"\boxed{\frac ab}"),
+    (r"\frac{12}{b}", r"\boxed{\frac{12} b}"),
+    (r"\sqrt{x}", r"\boxed{\sqrt x}"),
+    (r"\sqrt{x}", r"\boxed{sqrt x}"),
+    ("8", "The answer is 2**3"),
+    ("2^{x+1}", r"\boxed{2^(x+1)}"),
+    ("1/8", r"\boxed{2^-3}"),
+    ("1234567", r"\boxed{1 234 567}"),
+    ("1234.5", "The answer is 1 234.5"),
+    ("-0.1", r"\boxed{-.1}"),
+    ("500", r"\boxed{.5e3}"),
+    ("1-x", "\\boxed{1\N{MINUS SIGN}x}"),
+    ("1-x", "\\boxed{1\N{EN DASH}x}"),
+    ("6", "The answer is 2×3"),  # noqa: RUF001
+    ("6", "The answer is 2\N{MIDDLE DOT}3"),
+    ("6", "The answer is 2\N{DOT OPERATOR}3"),
+    (r"2\pi", "The answer is 2π"),
+    (r"\infty", r"\boxed{∞}"),
+    (r"(-\infty, 2]", r"\boxed{x ≤ 2}"),
+    (r"[2, \infty)", r"\boxed{x ≥ 2}"),
+    (r"x \ne 2", r"\boxed{x ≠ 2}"),
+    ("0.25", "The answer is ¼"),
+    ("1.75", "The answer is 1¾"),
+    ("1/3", r"\boxed{⅓}"),
+    ("2/3", r"\boxed{⅔}"),
+    ("2,-2", r"\boxed{±2}"),
+    (r"[0,1]\cup[2,3]", r"\boxed{[0,1]∪[2,3]}"),  # noqa: RUF001
+    ("[0,1]", r"\boxed{x ∈ [0,1]}"),
+    ("90°", "The answer is 90°"),
+    ("3.14", "The answer is ≈ 3.14"),
+    ("2", "The answer is 8÷4"),
+    ("2 billion", "The answer is 2000000000"),
+    ("2 trillion", "The answer is 2000000000000"),
+    ("9 sq ft", "The answer is 9 square feet"),
+    ("9 cu ft", "The answer is 9 cubic feet"),
+    ("9 ft^3", "The answer is 9 cubic feet"),
 ]
 
 WRONG = [
@@ -456,6 +512,75 @@ WRONG = [
 @pytest.mark.parametrize(("answer", "completion"), RIGHT)
 def test_a_right_answer_is_rewarded(answer: str | int, completion: str) -> None:
     assert numeric_match({"answer": answer}, completion) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "words"),
+    [
+        (
+            "5",
+            r"\boxed{@ 5}",
+            "therefore thus hence so simply just exactly equals is are the an a number value "
+            "answer result option choice approximately about roughly it be then",
+        ),
+        (
+            "5",
+            "So the answer is 5 @ 2 + 3 = 5.",
+            "because since as so which when where that if after but not for at on is are was were "
+            "has have every each altogether total left hence thus then instead rather remaining he "
+            "she they we it",
+        ),
+        ("5", "#### 5 @", "of in an each every for at altogether total the on"),
+        ("x", r"\boxed{\@{x}}", "text mathrm textbf mathbf mbox operatorname rm textit"),
+        (r"\@(x)", r"\boxed{@(x)}", "sin cos tan ln log exp"),
+        (
+            "x^2",
+            r"\boxed{@ x^2}",
+            r"\displaystyle \limits \left. \big \Big \bigr \Bigr \bigl \Bigl",
+        ),
+        ("1000", r"\boxed{1@000}", r"\, \; \: {,} {\,}"),
+    ],
+)
+def test_words_around_an_answer_that_change_nothing(
+    answer: str, completion: str, words: str
+) -> None:
+    for word in words.split():
+        prompt = {"answer": answer.replace("@", word)}
+        assert numeric_match(prompt, completion.replace("@", word)) == 1.0, word
+
+
+@pytest.mark.parametrize(
+    ("completion", "words"),
+    [
+        (
+            r"\boxed{5 @}",
+            "squared cubed factorial pairs pair half halves third quarter fourth fifth sixth "
+            "eighth tenth hundredth thirds more less fewer over plus minus times divided point and "
+            "than out modulo mod base to or",
+        ),
+        (
+            "We see that it is @ 5.",
+            "not than least most between from no never except times plus minus by over squared "
+            "neither nor exceeds below above under before after within without excluding unlike "
+            "almost nearly twice double triple minimum maximum mod step question equation up#to "
+            "instead#of anything#but less#than#or#equal not#quite#exactly",
+        ),
+        (
+            "We have the @ of 5.",
+            "% 3 percent out half third thirds quarter quarters fourth fifth tenth multiple power "
+            "root roots square cube factor factors divisor divisors minimum maximum",
+        ),
+        (
+            "We see that 5 @.",
+            "cannot can't isn't wasn't doesn't didn't wouldn't couldn't is#wrong is#incorrect "
+            "is#impossible is#invalid is#false was#wrong seems#wrong looks#wrong is#not#right",
+        ),
+    ],
+)
+def test_words_around_an_answer_that_make_it_another(completion: str, words: str) -> None:
+    for word in words.split():
+        said = word.replace("#", " ")
+        assert numeric_match({"answer": "5"}, completion.replace("@", said)) == 0.0, said
 
 
 @pytest.mark.parametrize(("answer", "completion"), WRONG)
