@@ -109,6 +109,8 @@ def _surviving(records: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[
 def _cut_unfinished_line(path: Path) -> None:
     """Shortens the file to its last newline."""
     if path.exists():
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
+        with path.open("rb") as file:
+            content = file.read(path.stat().st_size)
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(path, end)
