@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,45 @@ _RUN_FILES = (
     *("summary.json", "metrics.jsonl", "learning_curve.png", "config.yaml"),
     *("model", "models", "checkpoints", "logs"),
 )
+
+
+_RESULT: dict[str, tuple[tuple[str, Callable[[Any], str], str], ...]] = {
+    "accuracy": (
+        ("accuracy_before", short_number, "before"),
+        ("accuracy_after", short_number, "after"),
+        ("greedy_accuracy_after", short_number, "greedy"),
+    ),
+    "reward": (("reward_before", short_number, "before"), ("reward_after", short_number, "after")),
+    "steps": (
+        ("num_steps", str, "done"),
+        ("wall_time_s", short_duration, "in all"),
+        ("first_step_s", short_duration, "until the first"),
+    ),
+    "tokens/s": (
+        ("generated_tokens_per_s", short_count, "generated"),
+        ("trained_tokens_per_s", short_count, "trained"),
+    ),
+    "time": (
+        ("wait_share", percent, "waiting for generation"),
+        ("train_share", percent, "training"),
+        ("sync_share", percent, "publishing"),
+    ),
+    "staleness": (
+        ("max_token_staleness_trained", str, "at most of tokens"),
+        ("max_group_staleness", str, "of groups"),
+    ),
+    "rows": (
+        ("num_rows_trained", "{:,}".format, "trained"),
+        ("num_rows_trained_twice", "{:,}".format, "twice"),
+        ("num_rows_rejected", "{:,}".format, "rejected"),
+    ),
+    "tokens": (
+        ("num_masked_tokens", "{:,}".format, "masked"),
+        ("num_wasted_tokens", "{:,}".format, "wasted"),
+    ),
+    "controllers": (("controller_bytes_per_row", "{:.0f}".format, "bytes a row"),),
+}
+"""Lines of a run's result: label, and of each part its name, how to show it, and what it is."""
 
 
 class LivePhase(Phase):
@@ -158,52 +197,8 @@ class LiveDisplay(Tracker):
 
 def _result_lines(summary: Summary) -> Iterator[tuple[str, str]]:
     """Label and text of each line of the result; what was not measured is left out."""
-    accuracy = (summary.accuracy_before, summary.accuracy_after)
-    reward = (summary.reward_before, summary.reward_after)
-    for label, (before, after) in (("accuracy", accuracy), ("reward", reward)):
-        if after is not None and (label == "accuracy" or reward != accuracy):
-            text = short_number(after)
-            if before is not None:
-                text = f"{short_number(before)} before, {text} after"
-            if label == "accuracy" and summary.greedy_accuracy_after is not None:
-                text += f", {short_number(summary.greedy_accuracy_after)} greedy"
-            yield label, text
-    steps = f"{summary.num_steps} in {short_duration(summary.wall_time_s)}"
-    if summary.first_step_s is not None:
-        steps += f", the first after {short_duration(summary.first_step_s)}"
-    yield "steps", steps
-    if summary.generated_tokens_per_s is not None:
-        yield (
-            "tokens/s",
-            f"{short_count(summary.generated_tokens_per_s)} generated, "
-            f"{short_count(summary.trained_tokens_per_s)} trained",
-        )
-    if summary.wait_share is not None:
-        yield (
-            "time",
-            f"{percent(summary.wait_share)} waiting for generation, "
-            f"{percent(summary.train_share or 0)} training, "
-            f"{percent(summary.sync_share or 0)} publishing",
-        )
-    if summary.max_token_staleness_trained is not None:
-        yield (
-            "staleness",
-            f"at most {summary.max_token_staleness_trained} of tokens, "
-            f"{summary.max_group_staleness} of groups",
-        )
-    if summary.num_rows_trained is not None:
-        rows = f"{summary.num_rows_trained:,} trained"
-        if summary.num_rows_trained_twice is not None:
-            rows += f", {summary.num_rows_trained_twice:,} twice"
-        if summary.num_rows_rejected is not None:
-            rows += f", {summary.num_rows_rejected:,} rejected"
-        yield "rows", rows
-    lost = []
-    if summary.num_masked_tokens:
-        lost.append(f"{summary.num_masked_tokens:,} masked")
-    if summary.num_wasted_tokens:
-        lost.append(f"{summary.num_wasted_tokens:,} wasted")
-    if lost:
-        yield "tokens", ", ".join(lost)
-    if summary.controller_bytes_per_row is not None:
-        yield "controllers", f"{summary.controller_bytes_per_row:.0f} bytes a row"
+    for label, parts in _RESULT.items():
+        found = [(getattr(summary, name), show, what) for name, show, what in parts]
+        texts = [f"{show(value)} {what}" for value, show, what in found if value is not None]
+        if texts:
+            yield label, ", ".join(texts)
