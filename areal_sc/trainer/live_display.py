@@ -61,8 +61,8 @@ _RESULT: dict[str, tuple[tuple[str, Callable[[Any], str], str], ...]] = {
         ("sync_share", percent, "publishing"),
     ),
     "staleness": (
-        ("max_token_staleness_trained", str, "at most of tokens"),
-        ("max_group_staleness", str, "of groups"),
+        ("max_token_staleness_trained", str, "of tokens"),
+        ("max_group_staleness", str, "of groups, at most"),
     ),
     "rows": (
         ("num_rows_trained", "{:,}".format, "trained"),
@@ -91,7 +91,6 @@ class LivePhase(Phase):
         self._bars.update(self._task, completed=self.done)
 
     def update(self, text: str) -> None:
-        super().update(text)
         line = " ".join(Text.from_ansi(text).plain.split())
         self._bars.update(self._task, status=line, refresh=True)
 
@@ -197,7 +196,10 @@ class LiveDisplay(Tracker):
 
 def _result_lines(summary: Summary) -> Iterator[tuple[str, str]]:
     """Label and text of each line of the result; what was not measured is left out."""
+    is_same = summary.reward_after == summary.accuracy_after
     for label, parts in _RESULT.items():
+        if label == "reward" and is_same:
+            continue
         found = [(getattr(summary, name), show, what) for name, show, what in parts]
         texts = [f"{show(value)} {what}" for value, show, what in found if value is not None]
         if texts:
