@@ -17,34 +17,30 @@ def tail_advice(config: RolloutConfig, metrics: StepMetrics) -> str | None:
 
     Returns: one sentence, or None while the tail is acceptable.
     """
-    max_staleness, over_bound = config.max_staleness, config.over_bound
-    if over_bound == OverBound.train:
-        if metrics.group_staleness_max <= MAX_TAIL * max(max_staleness, 1):
+    bound = config.max_staleness
+    match config.over_bound:
+        case OverBound.train if metrics.group_staleness_max > MAX_TAIL * max(bound, 1):
+            found = (
+                f"groups were trained up to {metrics.group_staleness_max} policy versions old, "
+                f"rollout.max_staleness is {bound}"
+            )
+            choice = "mask, wait or regenerate"
+        case OverBound.mask if metrics.masked_share > MAX_LOST_SHARE:
+            found = (
+                f"{metrics.masked_share:.0%} of the tokens are masked, "
+                f"older than rollout.max_staleness={bound} allows"
+            )
+            choice = "train"
+        case OverBound.regenerate if metrics.wasted_share > MAX_LOST_SHARE:
+            found = (
+                f"{metrics.wasted_share:.0%} of the generated tokens are thrown away, "
+                f"their groups older than rollout.max_staleness={bound} allows"
+            )
+            choice = "train or mask"
+        case _:  # with `wait` no group is over the bound; the price shows as waiting time
             return None
-        found = (
-            f"groups were trained up to {metrics.group_staleness_max} policy versions old, "
-            f"rollout.max_staleness is {max_staleness}"
-        )
-        choice = "choose rollout.over_bound=mask, wait or regenerate"
-    elif over_bound == OverBound.mask:
-        if metrics.masked_share <= MAX_LOST_SHARE:
-            return None
-        found = (
-            f"{metrics.masked_share:.0%} of the tokens are masked, "
-            f"older than rollout.max_staleness={max_staleness} allows"
-        )
-        choice = "choose rollout.over_bound=train"
-    elif over_bound == OverBound.regenerate:
-        if metrics.wasted_share <= MAX_LOST_SHARE:
-            return None
-        found = (
-            f"{metrics.wasted_share:.0%} of the generated tokens are thrown away, "
-            f"their groups older than rollout.max_staleness={max_staleness} allows"
-        )
-        choice = "choose rollout.over_bound=train or mask"
-    else:  # wait: no group is over the bound; the price shows as waiting time
-        return None
     return (
         f"{found}: raise rollout.max_staleness, give generation more workers "
-        f"(rollout.num_workers) or shorter answers (generation.max_new_tokens), or {choice}"
+        f"(rollout.num_workers) or shorter answers (generation.max_new_tokens), or choose "
+        f"rollout.over_bound={choice}"
     )

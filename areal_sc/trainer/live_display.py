@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.live import Live
+from rich.console import Console
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
 from rich.text import Text
 
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
@@ -21,53 +29,70 @@ from areal_sc.trainer.tracker import Tracker
 
 _REFRESHES_PER_S = 4
 _ROWS_PER_HEADER = 20
-_MAX_BAR_WIDTH = 40
-_WIDE = 70  # characters from which a bar tells the remaining time
+_BAR_WIDTH = 20
+_SPEED_WINDOW_S = 3600.0
+"""The remaining time is told from the speed of so long; one step may take many minutes."""
 
 _RUN_FILES = (
-    "summary.json",
-    "metrics.jsonl",
-    "learning_curve.png",
-    "config.yaml",
-    "model",
-    "checkpoints",
-    "logs",
+    *("summary.json", "metrics.jsonl", "learning_curve.png", "config.yaml"),
+    *("model", "models", "checkpoints", "logs"),
 )
 
 
-class _Bars:
-    """The open phases, laid out for the width that the terminal has at that moment."""
+_RESULT: dict[str, tuple[tuple[str, Callable[[Any], str], str], ...]] = {
+    "accuracy": (
+        ("accuracy_before", short_number, "before"),
+        ("accuracy_after", short_number, "after"),
+        ("greedy_accuracy_after", short_number, "greedy"),
+    ),
+    "reward": (("reward_before", short_number, "before"), ("reward_after", short_number, "after")),
+    "steps": (
+        ("num_steps", str, "done"),
+        ("wall_time_s", short_duration, "in all"),
+        ("first_step_s", short_duration, "until the first"),
+    ),
+    "tokens/s": (
+        ("generated_tokens_per_s", short_count, "generated"),
+        ("trained_tokens_per_s", short_count, "trained"),
+    ),
+    "time": (
+        ("wait_share", percent, "waiting for generation"),
+        ("train_share", percent, "training"),
+        ("sync_share", percent, "publishing"),
+    ),
+    "staleness": (
+        ("max_token_staleness_trained", str, "of tokens"),
+        ("max_group_staleness", str, "of groups, at most"),
+    ),
+    "rows": (
+        ("num_rows_trained", "{:,}".format, "trained"),
+        ("num_rows_trained_twice", "{:,}".format, "twice"),
+        ("num_rows_rejected", "{:,}".format, "rejected"),
+    ),
+    "tokens": (
+        ("num_masked_tokens", "{:,}".format, "masked"),
+        ("num_wasted_tokens", "{:,}".format, "wasted"),
+    ),
+    "controllers": (("controller_bytes_per_row", "{:.0f}".format, "bytes a row"),),
+}
+"""Lines of a run's result: label, and of each part its name, how to show it, and what it is."""
 
-    def __init__(self, phases: list[Phase]) -> None:
-        self._phases = phases
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        now = console.get_time()
-        width = options.max_width
-        rows = [(phase, _progress(phase, now, is_wide=width >= _WIDE)) for phase in self._phases]
-        taken = max((len(phase.name) + len(texts) + 3 for phase, texts in rows), default=0)
-        bar_width = max(min(width - taken, _MAX_BAR_WIDTH), 4)
-        grid = Table.grid(padding=(0, 1))
-        for _ in range(3):
-            grid.add_column(no_wrap=True)
-        for phase, texts in rows:
-            bar = ProgressBar(
-                total=phase.total or None,
-                completed=phase.done,
-                width=bar_width,
-                pulse=not phase.total,
-                animation_time=now,
-            )
-            grid.add_row(phase.name, bar, texts)
-        yield grid
-        for phase in self._phases:
-            if phase.status:
-                yield Text(
-                    f"{phase.name}: {_one_line(phase.status)}",
-                    style="dim",
-                    no_wrap=True,
-                    overflow="ellipsis",
-                )
+class LivePhase(Phase):
+    """Shows its progress in one bar."""
+
+    def __init__(self, bars: Progress, task: TaskID, *attributes: Any) -> None:
+        super().__init__(*attributes)
+        self._bars = bars
+        self._task = task
+
+    def advance(self, n: int = 1) -> None:
+        super().advance(n)
+        self._bars.update(self._task, completed=self.done)
+
+    def update(self, text: str) -> None:
+        line = " ".join(Text.from_ansi(text).plain.split())
+        self._bars.update(self._task, status=line, refresh=True)
 
 
 class LiveDisplay(Tracker):
@@ -77,31 +102,39 @@ class LiveDisplay(Tracker):
         self._console = console
         self._run_dir = run_dir
         self._total_steps = total_steps
-        self._phases: list[Phase] = []
         self._table: StepTable | None = None
         self._rows_since_header = 0
-        self._live = Live(
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(_BAR_WIDTH),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[status]}", style="dim", markup=False, table_column=rest),
             console=console,
-            get_renderable=lambda: _Bars(self._phases),
+            get_time=console.get_time,
+            speed_estimate_period=_SPEED_WINDOW_S,
             refresh_per_second=_REFRESHES_PER_S,
             transient=True,
+            expand=True,
         )
         if run_dir is not None:
             self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
-        phase = Phase(name, total, unit, self._console.get_time())
-        self._phases.append(phase)
-        self._live.start(refresh=True)
+        task = self._bars.add_task(name, total=total, status="")
+        phase = LivePhase(self._bars, task, name, total, unit, self._console.get_time())
+        self._bars.start()
         outcome = "stopped"
         try:
             yield phase
             outcome = ""
         finally:
-            self._phases.remove(phase)
-            if not self._phases:
-                self._live.stop()
+            self._bars.remove_task(task)
+            if not self._bars.tasks:
+                self._bars.stop()
             duration = short_duration(self._console.get_time() - phase.started_at)
             if outcome:
                 done = f"{outcome} after {phase.progress} {unit}".rstrip()
@@ -155,76 +188,19 @@ class LiveDisplay(Tracker):
             self._console.print(Padding(Text("  ".join(names)), (0, 0, 0, 2)))
 
     def close(self) -> None:
-        self._live.stop()
+        self._bars.stop()
 
     def _print(self, line: Text) -> None:
         self._console.print(line, highlight=False)
 
 
-def _progress(phase: Phase, now: float, *, is_wide: bool) -> str:
-    """What stands beside the bar: count, time so far, and the rest at the speed so far."""
-    elapsed_s = now - phase.started_at
-    texts = [short_duration(elapsed_s)]
-    if phase.total or phase.done:
-        texts.insert(0, phase.progress)
-    if phase.total and phase.done and is_wide:
-        remaining_s = elapsed_s / phase.done * max(phase.total - phase.done, 0)
-        texts.append(f"{short_duration(remaining_s)} left")
-    return "  ".join(texts)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(Text.from_ansi(text).plain.split())
-
-
 def _result_lines(summary: Summary) -> Iterator[tuple[str, str]]:
     """Label and text of each line of the result; what was not measured is left out."""
-    accuracy = (summary.accuracy_before, summary.accuracy_after)
-    reward = (summary.reward_before, summary.reward_after)
-    for label, (before, after) in (("accuracy", accuracy), ("reward", reward)):
-        if after is not None and (label == "accuracy" or reward != accuracy):
-            text = short_number(after)
-            if before is not None:
-                text = f"{short_number(before)} before, {text} after"
-            if label == "accuracy" and summary.greedy_accuracy_after is not None:
-                text += f", {short_number(summary.greedy_accuracy_after)} greedy"
-            yield label, text
-    steps = f"{summary.num_steps} in {short_duration(summary.wall_time_s)}"
-    if summary.first_step_s is not None:
-        steps += f", the first after {short_duration(summary.first_step_s)}"
-    yield "steps", steps
-    if summary.generated_tokens_per_s is not None:
-        yield (
-            "tokens/s",
-            f"{short_count(summary.generated_tokens_per_s)} generated, "
-            f"{short_count(summary.trained_tokens_per_s)} trained",
-        )
-    if summary.wait_share is not None:
-        yield (
-            "time",
-            f"{percent(summary.wait_share)} waiting for generation, "
-            f"{percent(summary.train_share or 0)} training, "
-            f"{percent(summary.sync_share or 0)} publishing",
-        )
-    if summary.max_token_staleness_trained is not None:
-        yield (
-            "staleness",
-            f"at most {summary.max_token_staleness_trained} of tokens, "
-            f"{summary.max_group_staleness} of groups",
-        )
-    if summary.num_rows_trained is not None:
-        rows = f"{summary.num_rows_trained:,} trained"
-        if summary.num_rows_trained_twice is not None:
-            rows += f", {summary.num_rows_trained_twice:,} twice"
-        if summary.num_rows_rejected is not None:
-            rows += f", {summary.num_rows_rejected:,} rejected"
-        yield "rows", rows
-    lost = []
-    if summary.num_masked_tokens:
-        lost.append(f"{summary.num_masked_tokens:,} masked")
-    if summary.num_wasted_tokens:
-        lost.append(f"{summary.num_wasted_tokens:,} wasted")
-    if lost:
-        yield "tokens", ", ".join(lost)
-    if summary.controller_bytes_per_row is not None:
-        yield "controllers", f"{summary.controller_bytes_per_row:.0f} bytes a row"
+    is_same = summary.reward_after == summary.accuracy_after
+    for label, parts in _RESULT.items():
+        if label == "reward" and is_same:
+            continue
+        found = [(getattr(summary, name), show, what) for name, show, what in parts]
+        texts = [f"{show(value)} {what}" for value, show, what in found if value is not None]
+        if texts:
+            yield label, ", ".join(texts)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import Any, Literal, Self
 
 STEP_PARTS = ("wait", "train", "sync")
@@ -18,6 +19,13 @@ MAX_WAITING_SHARE = 0.2
 """Share of a step that the trainer may wait for its batch before generation counts as the bound."""
 
 
+@cache
+def _names(record_type: type[Any]) -> tuple[str, ...]:
+    """The fields of a dataclass, and its properties."""
+    found = inspect.getmembers(record_type, lambda member: isinstance(member, property))
+    return (*(item.name for item in fields(record_type)), *(name for name, _ in found))
+
+
 class _Record:
     """A line of the metrics file."""
 
@@ -25,8 +33,8 @@ class _Record:
 
     def to_record(self) -> dict[str, Any]:
         """The fields, and every property that follows from them; `from_record` is its inverse."""
-        properties = inspect.getmembers(type(self), lambda member: isinstance(member, property))
-        return asdict(self) | {name: getattr(self, name) for name, _ in properties}  # type: ignore[call-overload]
+        record_type: Any = type(self)
+        return {name: getattr(self, name) for name in _names(record_type)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
@@ -224,7 +232,7 @@ def summarize(
         num_rows_trained: by the ledger, as the next two.
     """
 
-    def total(name: str) -> float:
+    def total(name: str) -> Any:
         return sum(getattr(step, name) for step in steps)
 
     named = {result.name: result for result in evaluations}

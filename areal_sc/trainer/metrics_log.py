@@ -14,8 +14,6 @@ from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, without_nonfinite
 from areal_sc.trainer.tracker import Tracker
 
-_CHUNK_BYTES = 1 << 16
-
 
 class MetricsLog(Tracker):
     """Appends records to `metrics.jsonl`, one JSON object a line, each written at once.
@@ -109,19 +107,10 @@ def _surviving(records: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Shortens the file to its last newline; records are small, so that one is near the end."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        end = size
-        while end:
-            start = max(end - _CHUNK_BYTES, 0)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-    if end < size:
-        os.truncate(path, end)
+    """Shortens the file to its last newline."""
+    if path.exists():
+        with path.open("rb") as file:
+            content = file.read(path.stat().st_size)
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(path, end)

@@ -30,7 +30,6 @@ class Phase:
         unit: what is counted, in the plural: `steps`.
         started_at: in seconds of the console's clock.
         done: units done.
-        status: what the phase is doing now.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Phase:
     unit: str
     started_at: float
     done: int = 0
-    status: str = ""
 
     def advance(self, n: int = 1) -> None:
         """Counts `n` more of the phase's units as done."""
@@ -46,7 +44,6 @@ class Phase:
 
     def update(self, text: str) -> None:
         """Says what the phase is doing now."""
-        self.status = text
 
     @property
     def progress(self) -> str:
@@ -70,7 +67,6 @@ class PlainPhase(Phase):
                 self._display.line("INFO", phase=self.name, done=self.counted)
 
     def update(self, text: str) -> None:
-        super().update(text)
         self._display.line("INFO", phase=self.name, status=text)
 
     @property

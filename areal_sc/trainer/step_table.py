@@ -24,16 +24,12 @@ _WIDE = 80
 
 _ROOM_FOR_LOSSES = len(" waste 0.1%")
 
-_SHORT_BOUND: dict[Bound, str] = {
-    "generation": "gen",
-    "training": "train",
-    "synchronisation": "sync",
+_BOUNDS: dict[Bound, tuple[str, str]] = {
+    "generation": ("gen", "cyan"),
+    "training": ("train", "green"),
+    "synchronisation": ("sync", "yellow"),
 }
-_BOUND_STYLE: dict[Bound, str] = {
-    "generation": "cyan",
-    "training": "green",
-    "synchronisation": "yellow",
-}
+"""Short name and colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ def _mean_and_max(mean: float, maximum: int) -> str:
 STEP = Column(("step",), "step", 4, 0, str)
 """Its width is that of the largest number of a run."""
 
-BOUND = Column(("bound",), "bound", 5, 5, lambda bound: _SHORT_BOUND[bound].ljust(5))
+BOUND = Column(("bound",), "bound", 5, 5, lambda bound: _BOUNDS[bound][0].ljust(5))
 
 COLUMNS = (
     STEP,
@@ -141,7 +137,7 @@ class StepTable:
         line = Text()
         for i, column in enumerate(self._columns):
             text = column.text(*column.values(metrics)) + (self._total if column is STEP else "")
-            style = _BOUND_STYLE[metrics.bound] if column is BOUND else column.style
+            style = _BOUNDS[metrics.bound][1] if column is BOUND else column.style
             line.append(self._gap if i else "")
             line.append(self._aligned(column, text), style=style)
         for column in LOSSES:

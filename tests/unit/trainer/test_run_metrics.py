@@ -117,3 +117,19 @@ def test_summary_of_a_run_without_steps_or_evaluations() -> None:
     assert {
         value for name, value in values.items() if name not in ("num_steps", "wall_time_s")
     } == {None}
+
+
+def test_a_record_has_every_field_property_and_metric(make_step: MakeStep) -> None:
+    step = make_step(workflow={"accuracy": 0.3, "turns": 1.5}, train={"new": 2.0})
+    record = json.loads(json.dumps(step.to_record()))
+    assert record["workflow"] == {"accuracy": 0.3, "turns": 1.5}
+    assert (record["accuracy"], record["bound"], record["train"]["new"]) == (0.3, "training", 2.0)
+    assert StepMetrics.from_record(record) == step
+    assert (step.value("turns"), step.value("new"), step.value("bound")) == (1.5, 2.0, "training")
+    assert step.value("unknown") is None
+
+
+def test_a_record_of_an_earlier_version_keeps_its_accuracy(make_step: MakeStep) -> None:
+    record = make_step(accuracy=0.4).to_record()
+    del record["workflow"]
+    assert StepMetrics.from_record(record).accuracy == 0.4
