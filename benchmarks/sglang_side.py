@@ -1,4 +1,4 @@
-"""Real SGLang servers for a benchmark, under SGLangServerEngine; none outlives it."""
+"""Real SGLang servers for a benchmark, under ServerEngine; none outlives it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.client import SGLangClient
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.engines.servers.tensors import SharedBuckets
 
 REPOSITORY = Path(__file__).parents[1]
@@ -52,10 +53,10 @@ def check_python(parser: argparse.ArgumentParser, python: Path) -> None:
 
 
 @asynccontextmanager
-async def serving(config: RolloutConfig) -> AsyncIterator[SGLangServerEngine]:
+async def serving(config: RolloutConfig) -> AsyncIterator[ServerEngine]:
     """The engine with its servers started; they end with the block."""
     with tempfile.TemporaryDirectory(prefix="areal-sc-sglang-") as logs:
-        engine = SGLangServerEngine(config, log_folder=Path(logs), name="rollout-0")
+        engine = ServerEngine(SGLangEngine(config), log_folder=Path(logs), name="rollout-0")
         await engine.start()
         try:
             yield engine
@@ -63,7 +64,7 @@ async def serving(config: RolloutConfig) -> AsyncIterator[SGLangServerEngine]:
             await engine.close()
 
 
-def servers_of(engine: SGLangServerEngine) -> list[ServerSide]:
+def servers_of(engine: ServerEngine) -> list[ServerSide]:
     """The running servers, in their order."""
     found = []
     for replica in engine.replicas:
@@ -73,6 +74,6 @@ def servers_of(engine: SGLangServerEngine) -> list[ServerSide]:
     return found
 
 
-def buckets_of(engine: SGLangServerEngine) -> SharedBuckets:
+def buckets_of(engine: ServerEngine) -> SharedBuckets:
     """Through which tensors come into the servers."""
     return engine._buckets

@@ -5,7 +5,7 @@
 One update is what a training step ends with, and the processes are those of a run: a trainer of one
 rank (FSDPEngine, tensor store, WeightPublication; see weight_trainer.py), one for each method so
 that each has memory of its own, and this process in place of the rollout worker (puller,
-SGLangServerEngine, its servers). What is left out is the controllers' few messages. All methods
+ServerEngine, its servers). What is left out is the controllers' few messages. All methods
 update the same servers, in turns; each server streams some answers meanwhile.
 
 - publish: the trainer's own time. pull: sealing a copy; disk: writing the folder; collective:
@@ -57,7 +57,7 @@ from planes_role import Role
 from token_streams import TokenStreams, token_streams
 
 from areal_sc.config.schema import Device, Dtype, RolloutConfig, SGLangConfig, WeightUpdateConfig
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.weight_group import BucketLayout, NamedTensor, WeightGroup
 from areal_sc.metadata import WeightsReference
 
@@ -157,7 +157,7 @@ class UpdateSide:
     def __init__(
         self,
         trainers: Trainers,
-        engine: SGLangServerEngine,
+        engine: ServerEngine,
         node: planes_ours.Worker,
         streams: TokenStreams,
     ) -> None:
@@ -266,7 +266,7 @@ async def _nobody_may_refuse() -> None:
 
 
 @contextmanager
-def timed_parts(engine: SGLangServerEngine) -> Iterator[dict[str, float]]:
+def timed_parts(engine: ServerEngine) -> Iterator[dict[str, float]]:
     """Seconds of the parts of a pull's load within the block; requests those of one server."""
     parts = dict.fromkeys(PULL_PARTS, 0.0)
     client = sglang_side.servers_of(engine)[0].client

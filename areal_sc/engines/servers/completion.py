@@ -17,8 +17,8 @@ from typing import Any
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
+from areal_sc.engines.servers.client import ABORTED, AnswerPart, PartRequest
 from areal_sc.engines.servers.dispatch import Work
-from areal_sc.engines.servers.kind import ABORTED, AnswerPart, PartRequest
 from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.replicas import ReplicaSet
 from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, ServerBusy

@@ -21,7 +21,7 @@ from areal_sc.errors import ArealError, EngineFailed, PeerLost, RpcTimeout
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
-    from areal_sc.engines.servers.kind import ServerClient
+    from areal_sc.engines.servers.client import ServerClient
 
 S = TypeVar("S")
 
