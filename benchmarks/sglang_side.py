@@ -6,33 +6,14 @@ import argparse
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.engine import ServerEngine
-from areal_sc.engines.servers.sglang.client import SGLangClient
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
-from areal_sc.engines.servers.tensors import SharedBuckets
 
 REPOSITORY = Path(__file__).parents[1]
 PYTHON = REPOSITORY / ".venv-sglang" / "bin" / "python"
-
-
-@dataclass(frozen=True)
-class ServerSide:
-    """What a benchmark sees of a server beside the engine.
-
-    Attributes:
-        key: to be shown with every request.
-        pid: of its HTTP process, which leads its session.
-        client: the one that the engine uses.
-    """
-
-    url: str
-    key: str
-    pid: int
-    client: SGLangClient
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,18 +43,3 @@ async def serving(config: RolloutConfig) -> AsyncIterator[ServerEngine]:
             yield engine
         finally:
             await engine.close()
-
-
-def servers_of(engine: ServerEngine) -> list[ServerSide]:
-    """The running servers, in their order."""
-    found = []
-    for replica in engine.replicas:
-        assert replica.server is not None
-        server = replica.server
-        found.append(ServerSide(server.url, server.api_key, server.pid, replica.client))
-    return found
-
-
-def buckets_of(engine: ServerEngine) -> SharedBuckets:
-    """Through which tensors come into the servers."""
-    return engine._buckets

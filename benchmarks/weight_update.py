@@ -166,7 +166,7 @@ class UpdateSide:
         self._node = node
         self._streams = streams
         self._copy = PlainCopy(trainers.num_bytes)
-        self._num_servers = len(sglang_side.servers_of(engine))
+        self._num_servers = len(engine.replicas)
         self._layouts: list[BucketLayout] = []
 
     async def meet(self) -> None:
@@ -269,8 +269,8 @@ async def _nobody_may_refuse() -> None:
 def timed_parts(engine: ServerEngine) -> Iterator[dict[str, float]]:
     """Seconds of the parts of a pull's load within the block; requests those of one server."""
     parts = dict.fromkeys(PULL_PARTS, 0.0)
-    client = sglang_side.servers_of(engine)[0].client
-    buckets = sglang_side.buckets_of(engine)
+    client = engine.replicas[0].client
+    buckets = engine._buckets
     fill = buckets._fill
 
     def timed_fill(*args: Any) -> Any:
@@ -365,7 +365,7 @@ async def measure_servers(
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(sglang_side.serving(config))
         streams = await stack.enter_async_context(
-            token_streams(sglang_side.servers_of(engine), settings.num_streams, ANSWER_TOKENS)
+            token_streams(engine.replicas, settings.num_streams, ANSWER_TOKENS)
         )
         side = UpdateSide(trainers, engine, node, streams)
         await side.meet()

@@ -58,6 +58,7 @@ class ServersHandle(GeneratorHandle):
         module: that `python -m` runs as their main program.
         client_class: `module:name` of their `ServerClient`.
         scheduler_title: part of the titles of those of their processes that compute.
+        support_setting: that limits the tokens of a truncated distribution.
         left_files: finds, in a process's memory map, files of shared memory that a killed server
             leaves; the first group is the path.
     """
@@ -67,6 +68,7 @@ class ServersHandle(GeneratorHandle):
     module: ClassVar[str]
     client_class: ClassVar[str]
     scheduler_title: ClassVar[str]
+    support_setting: ClassVar[str]
     left_files: ClassVar[re.Pattern[str]]
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 

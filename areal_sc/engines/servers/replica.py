@@ -21,7 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_sc.config.schema import RolloutConfig, ServersConfig, WeightUpdateMethod
+from areal_sc.config.schema import (
+    GenerationConfig,
+    RolloutConfig,
+    ServersConfig,
+    WeightUpdateMethod,
+)
 from areal_sc.engines.servers.client import (
     AnswerPart,
     PartRequest,
@@ -33,7 +38,7 @@ from areal_sc.engines.servers.handle import ServerPlace, ServersHandle
 from areal_sc.engines.servers.process import ServerProcess, free_port
 from areal_sc.engines.servers.watch import Watch
 from areal_sc.engines.servers.weights import PausedServer
-from areal_sc.errors import ArealError, EngineFailed, PeerLost, RpcTimeout
+from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, RpcTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +237,24 @@ class Replica:
             raise
         finally:
             self._flights.discard(flight)
+
+    def max_support(self, sampling: GenerationConfig) -> int:
+        """Largest number of tokens that a truncated distribution of a request may have.
+
+        Raises: ConfigError: none, or fewer than are asked for.
+        """
+        limit = self.abilities.max_support
+        if limit == 0:
+            raise ConfigError(
+                f"{self.url} gives no log-probabilities under top_p and top_k: set generation.top_p "
+                f"to 1 and generation.top_k to 0, or use a newer {self._settings.handle.name}"
+            )
+        if sampling.top_k > limit:
+            raise ConfigError(
+                f"generation.top_k is {sampling.top_k}, but {self.url} has a limit of {limit}: set "
+                f"{self._settings.handle.support_setting}"
+            )
+        return limit
 
     async def abort(self, request_id: str) -> None:
         """Asks the server to end a request; one that is lost has ended it already."""

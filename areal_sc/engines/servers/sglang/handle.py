@@ -39,6 +39,7 @@ class SGLangEngine(ServersHandle):
     module: ClassVar[str] = "sglang.launch_server"
     client_class: ClassVar[str] = "areal_sc.engines.servers.sglang.client:SGLangClient"
     scheduler_title: ClassVar[str] = "scheduler"
+    support_setting: ClassVar[str] = "sglang.args.sampling_mask_max_tokens"
     # in which a server's processes tell each other how busy they are
     left_files: ClassVar[re.Pattern[str]] = re.compile(
         r" (/dev/shm/sglang_loads_\S+\.shm)$", re.MULTILINE
