@@ -246,8 +246,9 @@ class Replica:
         limit = self.abilities.max_support
         if limit == 0:
             raise ConfigError(
-                f"{self.url} gives no log-probabilities under top_p and top_k: set generation.top_p "
-                f"to 1 and generation.top_k to 0, or use a newer {self._settings.handle.name}"
+                f"{self.url} gives no log-probabilities under top_p and top_k: set "
+                "generation.top_p to 1 and generation.top_k to 0, or use a newer "
+                f"{self._settings.handle.name}"
             )
         if sampling.top_k > limit:
             raise ConfigError(
