@@ -107,7 +107,9 @@ class ServersHandle(GeneratorHandle):
     @property
     def takes_free_memory(self) -> bool:
         device, num_devices = self.devices
-        return num_devices > 0 and resolved_device(device, count_cuda_devices()) == Device.cuda
+        if device == Device.auto:
+            device = resolved_device(device, count_cuda_devices())
+        return num_devices > 0 and device == Device.cuda
 
     @property
     def num_servers(self) -> int:
