@@ -109,7 +109,7 @@ async def measure(
         server = await stack.enter_async_context(
             sglang_side.serving(replace(config, sglang=sglang))
         )
-        pids = {"server": sglang_side.servers_of(server)[0].pid}
+        pids = {"server": server.replicas[0].server.pid}
         engines: dict[str, GenerationEngine] = {"LocalEngine": local, "SGLang": server}
         return {
             workload: await compare(engines, pids, WORKLOADS[workload](slots), rounds)

@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import aiohttp
-from sglang_side import ServerSide
+
+from areal_sc.engines.servers.replica import Replica
 
 _POLL_S = 0.002
 
@@ -25,7 +26,7 @@ class TokenStream:
         arrivals: of each answer, when its tokens came, `time.perf_counter`.
     """
 
-    def __init__(self, server: ServerSide, number: int, num_tokens: int) -> None:
+    def __init__(self, server: Replica, number: int, num_tokens: int) -> None:
         self.arrivals: list[list[float]] = []
         self._server = server
         self._number = number
@@ -33,7 +34,8 @@ class TokenStream:
 
     async def run(self) -> None:
         """Until cancelled."""
-        key = {"Authorization": f"Bearer {self._server.key}"}
+        assert self._server.server is not None
+        key = {"Authorization": f"Bearer {self._server.server.api_key}"}
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(headers=key, timeout=timeout) as session:
             while True:
@@ -100,7 +102,7 @@ class TokenStreams:
 
 @asynccontextmanager
 async def token_streams(
-    servers: Sequence[ServerSide], num_streams: int, num_tokens: int
+    servers: Sequence[Replica], num_streams: int, num_tokens: int
 ) -> AsyncIterator[TokenStreams]:
     """Runs `num_streams` answers on each server, new ones of `num_tokens` tokens when they end."""
     streams = [

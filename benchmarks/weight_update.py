@@ -5,7 +5,7 @@
 One update is what a training step ends with, and the processes are those of a run: a trainer of one
 rank (FSDPEngine, tensor store, WeightPublication; see weight_trainer.py), one for each method so
 that each has memory of its own, and this process in place of the rollout worker (puller,
-SGLangServerEngine, its servers). What is left out is the controllers' few messages. All methods
+ServerEngine, its servers). What is left out is the controllers' few messages. All methods
 update the same servers, in turns; each server streams some answers meanwhile.
 
 - publish: the trainer's own time. pull: sealing a copy; disk: writing the folder; collective:
@@ -55,7 +55,7 @@ from planes_role import Role
 from token_streams import TokenStreams, token_streams
 
 from areal_sc.config.schema import Device, Dtype, RolloutConfig, SGLangConfig, WeightUpdateConfig
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.weights import BucketLayout, WeightGroup, WeightsReference
 
@@ -155,7 +155,7 @@ class UpdateSide:
     def __init__(
         self,
         trainers: Trainers,
-        engine: SGLangServerEngine,
+        engine: ServerEngine,
         node: planes_ours.Worker,
         streams: TokenStreams,
     ) -> None:
@@ -164,7 +164,7 @@ class UpdateSide:
         self._node = node
         self._streams = streams
         self._copy = PlainCopy(trainers.num_bytes)
-        self._num_servers = len(sglang_side.servers_of(engine))
+        self._num_servers = len(engine.replicas)
         self._layouts: list[BucketLayout] = []
 
     async def meet(self) -> None:
@@ -264,11 +264,11 @@ async def _nobody_may_refuse() -> None:
 
 
 @contextmanager
-def timed_parts(engine: SGLangServerEngine) -> Iterator[dict[str, float]]:
+def timed_parts(engine: ServerEngine) -> Iterator[dict[str, float]]:
     """Seconds of the parts of a pull's load within the block; requests those of one server."""
     parts = dict.fromkeys(PULL_PARTS, 0.0)
-    client = sglang_side.servers_of(engine)[0].client
-    buckets = sglang_side.buckets_of(engine)
+    client = engine.replicas[0].client
+    buckets = engine._buckets
     fill = buckets._fill
 
     def timed_fill(*args: Any) -> Any:
@@ -363,7 +363,7 @@ async def measure_servers(
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(sglang_side.serving(config))
         streams = await stack.enter_async_context(
-            token_streams(sglang_side.servers_of(engine), settings.num_streams, ANSWER_TOKENS)
+            token_streams(engine.replicas, settings.num_streams, ANSWER_TOKENS)
         )
         side = UpdateSide(trainers, engine, node, streams)
         await side.meet()

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import Request, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.request_checks import check_prompt, check_sampling
+from areal_sc.engines.tokenizer import end_token_ids
 from areal_sc.engines.weight_group import NamedTensor, WeightReceiver
 from areal_sc.errors import EngineFailed
 from areal_sc.weights import BucketLayout, WeightGroup
@@ -77,7 +78,7 @@ class LocalEngine:
         local_model = LocalModel(model)
         check_generation(model, local_model)
         self._vocab_size = local_model.vocab_size
-        self._end_ids = _token_ids(self.tokenizer.eos_token_id, model.generation_config)
+        self._end_ids = end_token_ids(self.tokenizer, model.generation_config)
         table = SlotTable(
             config.max_running_sequences,
             config.max_context_tokens,
@@ -271,15 +272,6 @@ class LocalEngine:
             stop_token_ids=(*self._end_ids, *sampling.stop_token_ids),
             prefix_group=prefix_group,
         )
-
-
-def _token_ids(eos_token_id: int | None, generation_config: Any) -> tuple[int, ...]:
-    """The distinct end-of-sequence ids of the tokenizer and of the model."""
-    ids: list[int] = []
-    for source in (eos_token_id, getattr(generation_config, "eos_token_id", None)):
-        if source is not None:
-            ids.extend([source] if isinstance(source, int) else source)
-    return tuple(dict.fromkeys(ids))
 
 
 def _receive_all(receiver: WeightReceiver, buckets: Sequence[BucketLayout]) -> list[NamedTensor]:

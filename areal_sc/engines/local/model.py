@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -22,6 +21,7 @@ from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import Dtype
 from areal_sc.engines.local.attention import ATTENTION_NAME, Attention, register_attention
 from areal_sc.engines.rotary import length_dependent_rope
+from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.errors import ConfigError, ModelError
 
 
@@ -52,13 +52,7 @@ def load_folder(
             f"model folder {folder}: {len(wrong)} weights are missing or of another shape, "
             f"the first is {wrong[0]}"
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model folder {folder}: no usable tokenizer: {error}") from error
-    if len(tokenizer) <= 1:  # what transformers makes up where the files are missing
-        raise ModelError(f"model folder {folder}: no usable tokenizer: it has no vocabulary")
-    return model.to(device), tokenizer
+    return model.to(device), load_tokenizer(folder)
 
 
 def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:

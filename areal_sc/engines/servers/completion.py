@@ -17,11 +17,11 @@ from typing import Any
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
+from areal_sc.engines.servers.client import ABORTED, AnswerPart, PartRequest
 from areal_sc.engines.servers.dispatch import Work
-from areal_sc.engines.servers.kind import ABORTED, AnswerPart, PartRequest
 from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.replicas import ReplicaSet
-from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, ServerBusy
+from areal_sc.errors import ArealError, EngineFailed, PeerLost, ServerBusy
 
 logger = logging.getLogger(__name__)
 
@@ -188,13 +188,16 @@ class Completer:
         """One attempt; the place is given back when the server is done with it."""
         with ExitStack() as taken:
             taken.callback(self._replicas.dispatcher.leave, replica.load, work)
+            max_support = None
+            if request.is_truncated:
+                max_support = min(replica.max_support(request.sampling), self._vocab_size)
             asked = PartRequest(
                 uuid.uuid4().hex,
                 [*request.prompt, *request.token_ids],
                 request.sampling,
                 request.num_missing_tokens,
                 request.stop_token_ids,
-                self._max_support(replica, request) if request.is_truncated else None,
+                max_support,
             )
             flight = asyncio.create_task(replica.generate(asked))
             ends: list[asyncio.Future[Any]] = [flight, request.cancelled]
@@ -228,21 +231,6 @@ class Completer:
             flight.cancel()
             flight.add_done_callback(_forget)
             self._replicas.dispatcher.leave(replica.load, work)
-
-    def _max_support(self, replica: Replica, request: CompletionRequest) -> int:
-        """Largest number of tokens that a truncated distribution of this request may have."""
-        limit = min(replica.abilities.max_support, self._vocab_size)
-        if limit == 0:
-            raise ConfigError(
-                f"{replica.url} gives no log-probabilities under top_p and top_k: set "
-                "generation.top_p to 1 and generation.top_k to 0, or use newer servers"
-            )
-        if request.sampling.top_k > limit:
-            raise ConfigError(
-                f"generation.top_k is {request.sampling.top_k}, but {replica.url} has a limit of "
-                f"{limit}: lower it, or give the servers a higher limit"
-            )
-        return limit
 
     async def _wait_while_busy(self, request: CompletionRequest, error: ServerBusy) -> None:
         """A server that is full for the moment, or a router before it, has lost nothing.

@@ -28,7 +28,6 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.servers.completion import Completer, CompletionRequest
 from areal_sc.engines.servers.handle import ServersHandle
-from areal_sc.engines.servers.kind import ServerKind
 from areal_sc.engines.servers.model import (
     ServedModel,
     as_shaped,
@@ -69,9 +68,7 @@ class ServerEngine(ReplicaSet):
 
     tokenizer: PreTrainedTokenizerBase
 
-    def __init__(
-        self, kind: ServerKind, handle: ServersHandle, *, log_folder: Path, name: str
-    ) -> None:
+    def __init__(self, handle: ServersHandle, *, log_folder: Path, name: str) -> None:
         """Reads the model folder; starts nothing.
 
         Raises: ConfigError: an impossible setting. ModelError: the folder cannot be used.
@@ -92,7 +89,7 @@ class ServerEngine(ReplicaSet):
         self._buckets = SharedBuckets()
         self._completer = Completer(self, self._model.vocab_size)
         is_cuda = _serves_on_cuda(handle)
-        super().__init__(ReplicaSettings(kind, handle, log_folder, name, is_cuda=is_cuda))
+        super().__init__(ReplicaSettings(handle, log_folder, name, is_cuda=is_cuda))
 
     async def close(self) -> None:
         """Ends the servers that were started; pending and later calls raise WorkerError."""
@@ -138,7 +135,7 @@ class ServerEngine(ReplicaSet):
         if self._settings.servers.urls:
             raise ConfigError(
                 "weights go as tensors only to servers that this worker has started, and "
-                f"{self._settings.kind.section}.urls names others: set weight_update.method to "
+                f"{self._settings.handle.section}.urls names others: set weight_update.method to "
                 "disk or collective"
             )
         await self.publish(self._tensor_weights(version, source))

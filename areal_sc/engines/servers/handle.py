@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from areal_sc.config.machine import Machine, count_cuda_devices, resolved_device
@@ -22,21 +23,72 @@ from areal_sc.config.worker_plan import WorkerPlan
 from areal_sc.engines.handle_base import GeneratorHandle, load_class
 from areal_sc.errors import ConfigError
 
+if TYPE_CHECKING:
+    from areal_sc.engines.servers.client import ServerClient
+
 _MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
-class ServersHandle(GeneratorHandle):
-    """Generation by servers, which a worker starts or connects to.
+class ServerPlace:
+    """What tells one server of a worker from another.
 
     Attributes:
-        section: name of the servers' settings, in the run's and in `rollout`.
+        index: number of the server, from 0.
+        port: that it listens on.
+        api_key: that its clients must show.
+        is_cuda: it computes on GPUs, else on the CPU.
     """
 
+    index: int
+    port: int
+    api_key: str
+    is_cuda: bool
+
+
+@dataclass(frozen=True)
+class ServersHandle(GeneratorHandle):
+    """Generation by servers of a kind, which a worker starts or connects to.
+
+    A kind is a subclass, a `ServerClient`, and the memory of one rank.
+
+    Attributes:
+        name: of the kind, for messages.
+        section: name of the servers' settings, in the run's and in `rollout`.
+        module: that `python -m` runs as their main program.
+        client_class: `module:name` of their `ServerClient`.
+        scheduler_title: part of the titles of those of their processes that compute.
+        support_setting: that limits the tokens of a truncated distribution.
+        left_files: finds, in a process's memory map, files of shared memory that a killed server
+            leaves; the first group is the path.
+    """
+
+    name: ClassVar[str]
     section: ClassVar[str]
+    module: ClassVar[str]
+    client_class: ClassVar[str]
+    scheduler_title: ClassVar[str]
+    support_setting: ClassVar[str]
+    left_files: ClassVar[re.Pattern[str]]
+    worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:
-        return load_class(self.worker_class)(self.config, log_folder=log_folder, name=name)
+        return load_class(self.worker_class)(self, log_folder=log_folder, name=name)
+
+    def connect(self, url: str, api_key: str) -> ServerClient:
+        """Imports torch."""
+        client: ServerClient = load_class(self.client_class)(
+            url, api_key, self.servers.control_timeout_s
+        )
+        return client
+
+    def arguments(self, place: ServerPlace) -> list[str]:
+        """The command line of one server's main program."""
+        raise NotImplementedError
+
+    def environment(self, place: ServerPlace) -> dict[str, str]:
+        """Variables that one server needs."""
+        return {}
 
     @property
     def servers(self) -> ServersConfig:
@@ -55,7 +107,9 @@ class ServersHandle(GeneratorHandle):
     @property
     def takes_free_memory(self) -> bool:
         device, num_devices = self.devices
-        return num_devices > 0 and resolved_device(device, count_cuda_devices()) == Device.cuda
+        if device == Device.auto:
+            device = resolved_device(device, count_cuda_devices())
+        return num_devices > 0 and device == Device.cuda
 
     @property
     def num_servers(self) -> int:

@@ -13,12 +13,12 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
 )
 
 from areal_sc.config.model_folder import check_model_folder, read_model_config, read_stored_shapes
+from areal_sc.engines.tokenizer import end_token_ids, load_tokenizer
 from areal_sc.errors import ModelError
 
 if TYPE_CHECKING:
@@ -52,16 +52,14 @@ class ServedModel:
         config = read_model_config(Path(path))
         if not config or not isinstance(config.get("vocab_size"), int):
             raise ModelError(f"model folder {path}: config.json does not tell vocab_size")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"model folder {path}: no usable tokenizer: {error}") from error
-        if len(tokenizer) <= 1:  # what transformers makes up where the files are missing
-            raise ModelError(f"model folder {path}: no usable tokenizer: it has no vocabulary")
+        tokenizer = load_tokenizer(path)
+        generation = None
+        if (Path(path) / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(path)
         return cls(
             tokenizer,
             config["vocab_size"],
-            _end_token_ids(tokenizer, path),
+            end_token_ids(tokenizer, generation),
             _read_parameters(path),
             read_stored_shapes(Path(path)),
         )
@@ -88,17 +86,6 @@ def _read_parameters(path: str) -> dict[str, tuple[int, ...]]:
         logger.warning("path=%s its parameters are not known: %s", path, error)
         return {}
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _end_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ...]:
-    ends: list[int] = []
-    sources = [tokenizer.eos_token_id]
-    if (Path(path) / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    for source in sources:
-        if source is not None:
-            ends += [source] if isinstance(source, int) else source
-    return tuple(dict.fromkeys(ends))
 
 
 def check_weights_folder(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -29,9 +29,9 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT
 
 from areal_sc.config.model_folder import check_model_folder
-from areal_sc.config.schema import RolloutConfig, ServersConfig
 from areal_sc.engines.servers import launcher
-from areal_sc.engines.servers.kind import ServerClient, ServerKind, ServerPlace
+from areal_sc.engines.servers.client import ServerClient
+from areal_sc.engines.servers.handle import ServerPlace, ServersHandle
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
 
 logger = logging.getLogger(__name__)
@@ -58,42 +58,35 @@ class ServerProcess:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        kind: ServerKind,
-        servers: ServersConfig,
+        handle: ServersHandle,
         place: ServerPlace,
         log_path: Path,
     ) -> None:
-        self.url = f"http://{reachable_host(servers.host)}:{place.port}"
+        self.url = f"http://{reachable_host(handle.servers.host)}:{place.port}"
         self.api_key = place.api_key
         self.pid = process.pid
         self.schedulers: list[int] = []
-        self._kind = kind
+        self._handle = handle
         self._log_path = log_path
         self._process = process
-        self._python = servers.python or sys.executable
         self._left_files: set[Path] = set()
-        self._stop_timeout_s = servers.stop_timeout_s
 
     @classmethod
     async def start(
-        cls,
-        kind: ServerKind,
-        config: RolloutConfig,
-        servers: ServersConfig,
-        place: ServerPlace,
-        log_path: Path,
+        cls, handle: ServersHandle, place: ServerPlace, log_path: Path
     ) -> ServerProcess:
         """Starts the process; `wait_ready` tells when it serves.
 
         Must be called in a thread that lives as long as the server shall.
         Raises: ModelError, ConfigError: the folder, the port or an argument cannot be.
         """
-        check_model_folder(config.path)
-        check_port(servers.host, place.port, kind.section)
+        servers = handle.servers
+        check_model_folder(handle.config.path)
+        check_port(servers.host, place.port, handle.section)
         start = {
             "parent_pid": os.getpid(),
-            "module": kind.module,
-            "arguments": kind.arguments(config, servers, place),
+            "module": handle.module,
+            "arguments": handle.arguments(place),
         }
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # Its owner's alone: servers print their arguments, the key among them.
@@ -106,16 +99,16 @@ class ServerProcess:
                 stdout=log,
                 stderr=STDOUT,
                 start_new_session=True,
-                env=server_environment(kind, servers, place),
+                env=server_environment(handle, place),
             )
         except OSError as error:
-            raise ConfigError(f"{kind.section}.python cannot be run: {error}") from error
+            raise ConfigError(f"{handle.section}.python cannot be run: {error}") from error
         finally:
             os.close(log)
         assert process.stdin
         process.stdin.write(json.dumps(start).encode())
         process.stdin.close()
-        server = cls(process, kind, servers, place, log_path)
+        server = cls(process, handle, place, log_path)
         logger.info("server=%s pid=%d log=%s", server.url, server.pid, log_path)
         return server
 
@@ -135,8 +128,8 @@ class ServerProcess:
             except (PeerLost, RpcTimeout, ServerBusy):  # not listening yet, or still loading
                 await asyncio.sleep(_READY_POLL_S)
             else:
-                self.schedulers = find_by_title(self.pid, self._kind.scheduler_title)
-                self._left_files = mapped_files(self.pid, self._kind.left_files)
+                self.schedulers = find_by_title(self.pid, self._handle.scheduler_title)
+                self._left_files = mapped_files(self.pid, self._handle.left_files)
                 return
         code = self._process.returncode
         raise self._start_error(f"ended with exit code {code} before it was ready")
@@ -150,7 +143,7 @@ class ServerProcess:
         if self._process.returncode is None:
             self._process.terminate()
             try:
-                async with asyncio.timeout(self._stop_timeout_s):
+                async with asyncio.timeout(self._handle.servers.stop_timeout_s):
                     await self._process.wait()
             except TimeoutError:
                 logger.info("server=%s killed: it did not end by itself", self.url)
@@ -161,7 +154,7 @@ class ServerProcess:
 
         Returns when its leader is reaped.
         """
-        left = self._left_files | mapped_files(self.pid, self._kind.left_files)
+        left = self._left_files | mapped_files(self.pid, self._handle.left_files)
         kill_session(self.pid)
         await self._process.wait()
         for path in left:
@@ -172,45 +165,42 @@ class ServerProcess:
             last = deque(log, LOG_TAIL_LINES)
         # without its key, which is among its arguments
         tail = [line.rstrip("\n").replace(self.api_key, "***") for line in last]
-        section = self._kind.section
+        section, python = self._handle.section, self._handle.servers.python or sys.executable
         if self._process.returncode == launcher.NOT_INSTALLED:
             return ConfigError(
-                f"{self._kind.name} is not installed for {section}.python={self._python!r}: "
+                f"{self._handle.name} is not installed for {section}.python={python!r}: "
                 "install it there, or name the interpreter of the environment that has it"
             )
         if any(_PORT_IN_USE in line.lower() for line in tail):
             return ConfigError(_port_message(self.url.removeprefix("http://"), section))
         return WorkerStartError(
-            f"the {self._kind.name} server at {self.url} {what}; its log "
+            f"the {self._handle.name} server at {self.url} {what}; its log "
             f"{self._log_path} ends with:\n" + "\n".join(tail),
             log_path=str(self._log_path),
             log_tail=tail,
         )
 
 
-def server_environment(
-    kind: ServerKind, servers: ServersConfig, place: ServerPlace
-) -> dict[str, str]:
+def server_environment(handle: ServersHandle, place: ServerPlace) -> dict[str, str]:
     """This process's environment, with what the server needs and what the user added."""
-    environment = os.environ | kind.environment(place)
+    environment = os.environ | handle.environment(place)
     if place.is_cuda:
-        environment["CUDA_VISIBLE_DEVICES"] = _devices(kind, servers, place, environment)
+        environment["CUDA_VISIBLE_DEVICES"] = _devices(handle, place, environment)
     else:
         environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment | servers.environment
+    return environment | handle.servers.environment
 
 
-def _devices(
-    kind: ServerKind, servers: ServersConfig, place: ServerPlace, environment: Mapping[str, str]
-) -> str:
+def _devices(handle: ServersHandle, place: ServerPlace, environment: Mapping[str, str]) -> str:
     """The server's GPUs; indices count the devices that this process sees."""
+    servers = handle.servers
     first = place.index * servers.tp_size
     indices = servers.devices or list(range(servers.num_servers * servers.tp_size))
     seen = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     own = indices[first : first + servers.tp_size]
     if seen and max(own) >= len(seen):
         raise ConfigError(
-            f"{kind.section}: server {place.index} needs GPUs {own}, but this worker sees "
+            f"{handle.section}: server {place.index} needs GPUs {own}, but this worker sees "
             f"{len(seen)} (CUDA_VISIBLE_DEVICES={','.join(seen)})"
         )
     return ",".join(seen[index] if seen else str(index) for index in own)

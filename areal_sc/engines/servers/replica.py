@@ -21,21 +21,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_sc.config.schema import RolloutConfig, ServersConfig, WeightUpdateMethod
-from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
-from areal_sc.engines.servers.handle import ServersHandle
-from areal_sc.engines.servers.kind import (
+from areal_sc.config.schema import (
+    GenerationConfig,
+    RolloutConfig,
+    ServersConfig,
+    WeightUpdateMethod,
+)
+from areal_sc.engines.servers.client import (
     AnswerPart,
     PartRequest,
     ServerAbilities,
     ServerClient,
-    ServerKind,
-    ServerPlace,
 )
+from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.handle import ServerPlace, ServersHandle
 from areal_sc.engines.servers.process import ServerProcess, free_port
 from areal_sc.engines.servers.watch import Watch
 from areal_sc.engines.servers.weights import PausedServer
-from areal_sc.errors import ArealError, EngineFailed, PeerLost, RpcTimeout
+from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, RpcTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,6 @@ class ReplicaSettings:
         api_key: of the servers that are started; random.
     """
 
-    kind: ServerKind
     handle: ServersHandle
     log_folder: Path
     owner: str
@@ -142,7 +144,7 @@ class Replica:
                 await self._start_server()
             else:
                 key = os.environ.get(servers.api_key_env, "") if servers.api_key_env else ""
-                self._connect(key)
+                self._client = settings.handle.connect(self.url, key)
                 await self.client.resume()  # an earlier run may have left it paused
             abilities = await self.client.ask_abilities(timeout_s=servers.control_timeout_s)
             abilities.check(self.url, settings.config.path, settings.config.max_context_tokens)
@@ -236,6 +238,25 @@ class Replica:
         finally:
             self._flights.discard(flight)
 
+    def max_support(self, sampling: GenerationConfig) -> int:
+        """Largest number of tokens that a truncated distribution of a request may have.
+
+        Raises: ConfigError: none, or fewer than are asked for.
+        """
+        limit = self.abilities.max_support
+        if limit == 0:
+            raise ConfigError(
+                f"{self.url} gives no log-probabilities under top_p and top_k: set "
+                "generation.top_p to 1 and generation.top_k to 0, or use a newer "
+                f"{self._settings.handle.name}"
+            )
+        if sampling.top_k > limit:
+            raise ConfigError(
+                f"generation.top_k is {sampling.top_k}, but {self.url} has a limit of {limit}: set "
+                f"{self._settings.handle.support_setting}"
+            )
+        return limit
+
     async def abort(self, request_id: str) -> None:
         """Asks the server to end a request; one that is lost has ended it already."""
         with suppress(ArealError):
@@ -278,16 +299,11 @@ class Replica:
         settings, servers = self._settings, self._settings.servers
         port = servers.ports[self.index] if servers.ports else free_port(servers.host)
         place = ServerPlace(self.index, port, settings.api_key, is_cuda=settings.is_cuda)
-        kind = settings.kind
-        log_path = settings.log_folder / f"{settings.owner}-{kind.section}-{self.index}.log"
-        self.server = await ServerProcess.start(kind, settings.config, servers, place, log_path)
+        name = f"{settings.owner}-{settings.handle.section}-{self.index}.log"
+        self.server = await ServerProcess.start(settings.handle, place, settings.log_folder / name)
         self.url = self.server.url
-        self._connect(settings.api_key)
+        self._client = settings.handle.connect(self.url, settings.api_key)
         await self.server.wait_ready(self.client, servers.start_timeout_s)
-
-    def _connect(self, api_key: str) -> None:
-        timeout_s = self._settings.servers.control_timeout_s
-        self._client = self._settings.kind.connect(self.url, api_key, timeout_s)
 
     async def _find_version(self) -> int:
         """Of a server that somebody else has started: 0 when it has the model folder's weights."""

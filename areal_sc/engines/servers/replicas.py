@@ -212,7 +212,7 @@ class ReplicaSet:
             await replica.bring_up()
         except (PeerLost, RpcTimeout, ProtocolError, EngineFailed) as error:
             if not replica.is_own:
-                section, name = self._settings.kind.section, self._settings.kind.name
+                section, name = self._settings.handle.section, self._settings.handle.name
                 raise ConfigError(
                     f"{section}.urls: no {name} server answers at {replica.url} as one does "
                     f"({error}); start it, or correct the URL"
@@ -292,7 +292,7 @@ class ReplicaSet:
         self._changed.set()
 
     def _failure(self, state: str) -> WorkerError:
-        return WorkerError(f"the {self._settings.kind.name} engine {state}")
+        return WorkerError(f"the {self._settings.handle.name} engine {state}")
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -305,7 +305,7 @@ class ReplicaSet:
         if left == 0:
             self.dispatcher.fail(
                 EngineFailed(
-                    f"all {len(self.replicas)} {self._settings.kind.name} servers are lost, the "
+                    f"all {len(self.replicas)} {self._settings.handle.name} servers are lost, the "
                     f"last one after {self._settings.servers.max_restarts} failed starts; see "
                     f"{self._settings.log_folder}"
                 )

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from areal_sc.engines.servers.weights import LoadReport, PausedServer, for_each
+from areal_sc.engines.servers.weights import (
+    LoadableWeights,
+    LoadReport,
+    PausedServer,
+    Weights,
+    for_each,
+)
 from areal_sc.engines.weight_group import (
     NamedTensor,
     in_byte_order,
@@ -65,7 +71,7 @@ class SharedBuckets:
 
 
 @dataclass(frozen=True)
-class TensorWeights:
+class TensorWeights(Weights):
     """Tensors of this process, for servers that it has started; through shared memory.
 
     Attributes:
@@ -78,18 +84,14 @@ class TensorWeights:
     buckets: SharedBuckets
     bucket_bytes: int
 
-    @property
-    def again(self) -> TensorWeights:
-        return self
-
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[LoadableTensors]:
+    async def opened(self) -> AsyncIterator[LoadableWeights]:
         tensors = list(await self.source())
         yield LoadableTensors(list(split_into_buckets(tensors, self.bucket_bytes)), self.buckets)
 
 
 @dataclass
-class LoadableTensors:
+class LoadableTensors(LoadableWeights):
     """The tensors of `TensorWeights`, in buckets."""
 
     cut: Sequence[Sequence[NamedTensor]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_sc.config.schema import ServersConfig
-from areal_sc.engines.servers.kind import ServerClient
+from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.process import ProcessState, ServerProcess, read_process
 from areal_sc.errors import ArealError, RpcTimeout
 

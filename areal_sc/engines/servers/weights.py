@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from safetensors.torch import save_file
 
@@ -22,7 +22,7 @@ from areal_sc.weights import BucketLayout
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
-    from areal_sc.engines.servers.kind import ServerClient
+    from areal_sc.engines.servers.client import ServerClient
 
 S = TypeVar("S")
 
@@ -62,36 +62,35 @@ class LoadReport:
     broken_group: str | None = None
 
 
-class LoadableWeights(Protocol):
+class LoadableWeights:
     """Weights that are at hand, so that a server stands still for their loading alone."""
 
     def prepared(self) -> AbstractAsyncContextManager[None]:
         """Around one `load`: does beforehand what can be done while servers still generate."""
-        ...
+        return nullcontext()
 
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
         """Gives the servers these weights. `timeout_s` bounds each step."""
-        ...
+        raise NotImplementedError
 
 
-class Weights(Protocol):
+class Weights:
     """Weights of one policy version."""
 
-    @property
-    def version(self) -> int: ...
+    version: int
 
     @property
     def again(self) -> Weights:
         """What a server that starts later is given to have the same weights."""
-        ...
+        return self
 
     def opened(self) -> AbstractAsyncContextManager[LoadableWeights]:
         """Gets them from where they are; raises what that raises."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class DiskWeights:
+class DiskWeights(Weights, LoadableWeights):
     """A Hugging Face folder on a path that the servers see.
 
     It has to stay until the version after it has been published: a server that restarts reads it.
@@ -100,16 +99,9 @@ class DiskWeights:
     version: int
     folder: str
 
-    @property
-    def again(self) -> Weights:
-        return self
-
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[LoadableWeights]:
         yield self
-
-    def prepared(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
 
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
         async def load_one(server: PausedServer) -> None:
@@ -119,7 +111,7 @@ class DiskWeights:
 
 
 @dataclass(frozen=True)
-class WrittenWeights:
+class WrittenWeights(Weights):
     """Tensors that are written to a folder when they are asked for, for servers that see it.
 
     Attributes:
@@ -132,10 +124,6 @@ class WrittenWeights:
     source: TensorSource
     folder: Path
     model_folder: Path
-
-    @property
-    def again(self) -> Weights:
-        return self
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[LoadableWeights]:
@@ -157,7 +145,7 @@ class WrittenWeights:
 
 
 @dataclass(frozen=True)
-class CollectiveWeights:
+class CollectiveWeights(Weights, LoadableWeights):
     """Weights that the servers of a weight group receive while rank 0 broadcasts them.
 
     A broadcast waits for all ranks, so no server is asked to take part before all of them have
@@ -168,7 +156,7 @@ class CollectiveWeights:
         group_name: of the group.
         num_members: servers that have joined it; those that have restarted since are in it no more.
         buckets: in the order in which they are broadcast.
-        again: the same weights another way.
+        other_way: the same weights.
         give_up: tells rank 0 that not all ranks will take part.
     """
 
@@ -176,18 +164,19 @@ class CollectiveWeights:
     group_name: str
     num_members: int
     buckets: Sequence[BucketLayout]
-    again: Weights
+    other_way: Weights
     give_up: Callable[[], Awaitable[None]]
+
+    @property
+    def again(self) -> Weights:
+        return self.other_way
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[LoadableWeights]:
         yield self
 
-    def prepared(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
     async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
-        """After a broadcast that failed, the servers that are left load `again`.
+        """After a broadcast that failed, the servers that are left load `other_way`.
 
         One member that is missing fails it: all ranks of a group take part, or none can.
         """
@@ -208,7 +197,7 @@ class CollectiveWeights:
             await for_each(outside, lambda s: s.client.end_update(timeout_s=timeout_s))
         late = LoadReport([])
         if outside:
-            async with self.again.opened() as weights, weights.prepared():
+            async with self.other_way.opened() as weights, weights.prepared():
                 late = await weights.load(outside, timeout_s=timeout_s)
         errors |= dict(zip(outside, late.errors, strict=True))
         return LoadReport(

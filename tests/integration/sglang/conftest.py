@@ -22,7 +22,8 @@ from areal_sc.config.schema import (
     SGLangConfig,
     WeightUpdateConfig,
 )
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.engine import ServerEngine
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
 
 REPOSITORY = Path(__file__).parents[3]
 INSTALL = REPOSITORY / "tests" / "sglang_server" / "install.sh"
@@ -79,10 +80,10 @@ def sglang_config(sglang_python: Path) -> SGLangConfig:
 async def engine(
     rollout_config: RolloutConfig,
     tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[SGLangServerEngine]:
+) -> AsyncIterator[ServerEngine]:
     """Two servers; a test leaves both serving, and not paused."""
-    engine = SGLangServerEngine(
-        rollout_config,
+    engine = ServerEngine(
+        SGLangEngine(rollout_config),
         log_folder=tmp_path_factory.mktemp("sglang_logs"),
         name="rollout-0",
     )
@@ -103,7 +104,7 @@ def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
 
 
 @pytest.fixture
-def generating(engine: SGLangServerEngine) -> Generating:
+def generating(engine: ServerEngine) -> Generating:
     """Starts answers, and waits until the servers themselves run them, past their first tokens.
 
     On a busy machine answers may end before they were seen: then they are started again.

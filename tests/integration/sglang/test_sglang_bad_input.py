@@ -15,8 +15,9 @@ import pytest
 from integration.sglang.policies import MAX_CONTEXT, Policies
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig, SGLangConfig, WeightUpdateConfig
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.process import free_port
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.engines.weight_group import layout_of
 from areal_sc.errors import ConfigError, ModelError, WorkerStartError
 
@@ -24,21 +25,21 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 
 KEY_VARIABLE = "KEY_OF_SGLANG_SERVERS"
 
-EngineFactory = Callable[..., SGLangServerEngine]
+EngineFactory = Callable[..., ServerEngine]
 
 
 @pytest.fixture
 def make_engine(rollout_config: RolloutConfig, tmp_path: Path) -> EngineFactory:
     """An engine that is not started."""
 
-    def make(sglang: SGLangConfig, **rollout: object) -> SGLangServerEngine:
+    def make(sglang: SGLangConfig, **rollout: object) -> ServerEngine:
         config = replace(rollout_config, sglang=sglang, **rollout)
-        return SGLangServerEngine(config, log_folder=tmp_path / "logs", name="bad")
+        return ServerEngine(SGLangEngine(config), log_folder=tmp_path / "logs", name="bad")
 
     return make
 
 
-def running_servers(engine: SGLangServerEngine, num_servers: int = 1) -> SGLangConfig:
+def running_servers(engine: ServerEngine, num_servers: int = 1) -> SGLangConfig:
     """Settings that connect to some servers of another engine."""
     replicas = engine.replicas
     os.environ[KEY_VARIABLE] = replicas[0].server.api_key if replicas[0].server else ""
@@ -121,7 +122,7 @@ async def test_an_unreachable_url(make_engine: EngineFactory) -> None:
     await engine.close()
 
 
-async def test_a_wrong_key(make_engine: EngineFactory, engine: SGLangServerEngine) -> None:
+async def test_a_wrong_key(make_engine: EngineFactory, engine: ServerEngine) -> None:
     other = make_engine(replace(running_servers(engine), api_key_env="NO_SUCH_KEY"))
     with pytest.raises(ConfigError, match=r"refused the API key .*sglang\.api_key_env"):
         await other.start()
@@ -129,7 +130,7 @@ async def test_a_wrong_key(make_engine: EngineFactory, engine: SGLangServerEngin
 
 
 async def test_a_server_of_another_model(
-    make_engine: EngineFactory, engine: SGLangServerEngine, policies: Policies, tmp_path: Path
+    make_engine: EngineFactory, engine: ServerEngine, policies: Policies, tmp_path: Path
 ) -> None:
     folder = tmp_path / "other"
     shutil.copytree(policies.folder, folder)
@@ -142,7 +143,7 @@ async def test_a_server_of_another_model(
 
 
 async def test_a_server_of_a_shorter_context(
-    make_engine: EngineFactory, engine: SGLangServerEngine
+    make_engine: EngineFactory, engine: ServerEngine
 ) -> None:
     other = make_engine(running_servers(engine), max_context_tokens=MAX_CONTEXT * 2)
     with pytest.raises(ConfigError, match=r"max_context_tokens is 2048: lower it"):
@@ -151,7 +152,7 @@ async def test_a_server_of_a_shorter_context(
 
 
 async def test_servers_of_others_are_used_but_get_no_tensors(
-    make_engine: EngineFactory, engine: SGLangServerEngine, policies: Policies, tmp_path: Path
+    make_engine: EngineFactory, engine: ServerEngine, policies: Policies, tmp_path: Path
 ) -> None:
     """They keep running, and weights come to them by disk."""
     folder = policies.save(engine.version, tmp_path / "weights")

@@ -15,6 +15,7 @@ from integration.sglang.policies import Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.process import (
     ServerProcess,
     mapped_files,
@@ -22,7 +23,7 @@ from areal_sc.engines.servers.process import (
     session_members,
 )
 from areal_sc.engines.servers.replica import Replica
-from areal_sc.engines.servers.sglang.engine import SGLang, SGLangServerEngine
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.engines.weight_group import NamedTensor
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
@@ -49,7 +50,7 @@ class Scene:
 
 
 async def set_scene(
-    engine: SGLangServerEngine, until: Until, generating: Generating, victim: int = 0
+    engine: ServerEngine, until: Until, generating: Generating, victim: int = 0
 ) -> Scene:
     """Starts the answers; the server of that number is the one to fail."""
     both = engine.replicas
@@ -70,7 +71,7 @@ async def seconds_until(condition: Callable[[], bool], until: Until) -> float:
 
 
 async def check_after_loss(
-    engine: SGLangServerEngine,
+    engine: ServerEngine,
     policies: Policies,
     until: Until,
     scene: Scene,
@@ -97,11 +98,11 @@ async def check_after_loss(
 
 
 async def test_a_killed_server(
-    engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
+    engine: ServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     scene = await set_scene(engine, until, generating)
     processes = session_members(scene.server.pid)
-    (loads,) = mapped_files(scene.server.pid, SGLang.left_files)
+    (loads,) = mapped_files(scene.server.pid, SGLangEngine.left_files)
     running = scene.victim.load.num_running
     os.kill(scene.server.pid, signal.SIGKILL)
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
@@ -116,7 +117,7 @@ async def test_a_killed_server(
 
 
 async def test_a_server_that_dies_between_two_buckets(
-    engine: SGLangServerEngine,
+    engine: ServerEngine,
     policies: Policies,
     until: Until,
     generating: Generating,
@@ -146,7 +147,7 @@ async def test_a_server_that_dies_between_two_buckets(
 
 
 async def test_a_stopped_scheduler(
-    engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
+    engine: ServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     """Its HTTP process goes on answering; only the scheduler is silent."""
     scene = await set_scene(engine, until, generating, victim=1)
@@ -159,7 +160,7 @@ async def test_a_stopped_scheduler(
     assert read_process(scheduler) is None
 
 
-async def test_a_slow_answer_is_no_failure(engine: SGLangServerEngine, until: Until) -> None:
+async def test_a_slow_answer_is_no_failure(engine: ServerEngine, until: Until) -> None:
     """A server that is paused for longer than a hung one may be silent is left alone."""
     lost = engine.stats()["lost_servers"]
     running = asyncio.create_task(engine.generate([5, 6], LONG))

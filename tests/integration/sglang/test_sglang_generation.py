@@ -9,7 +9,7 @@ import pytest
 from integration.sglang.policies import MAX_CONTEXT, VOCAB_SIZE, Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.errors import ConfigError, WorkflowError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -24,7 +24,7 @@ def tokens(number: int, **settings: float) -> GenerationConfig:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 async def test_logprobs_are_those_of_the_request_s_temperature(
-    engine: SGLangServerEngine, policies: Policies, temperature: float
+    engine: ServerEngine, policies: Policies, temperature: float
 ) -> None:
     prompts = [[3 + i, 5, 7 + i] for i in range(8)]
     answers = await asyncio.gather(
@@ -37,7 +37,7 @@ async def test_logprobs_are_those_of_the_request_s_temperature(
 
 
 async def test_temperatures_do_not_mix_in_one_batch(
-    engine: SGLangServerEngine, policies: Policies
+    engine: ServerEngine, policies: Policies
 ) -> None:
     prompt = [9, 8, 7]
     temperatures = [0.5, 1.0, 0.0, 2.0]
@@ -49,7 +49,7 @@ async def test_temperatures_do_not_mix_in_one_batch(
 
 
 async def test_greedy_takes_the_most_probable_token(
-    engine: SGLangServerEngine, policies: Policies
+    engine: ServerEngine, policies: Policies
 ) -> None:
     prompt = [4, 5, 6]
     first, second = await asyncio.gather(
@@ -64,7 +64,7 @@ async def test_greedy_takes_the_most_probable_token(
     "settings", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 50, "temperature": 0.7}]
 )
 async def test_truncated_distributions_have_logprobs_of_their_own(
-    engine: SGLangServerEngine, policies: Policies, settings: dict[str, float]
+    engine: ServerEngine, policies: Policies, settings: dict[str, float]
 ) -> None:
     prompt = [11, 12]
     sampling = tokens(40, **settings)
@@ -72,7 +72,7 @@ async def test_truncated_distributions_have_logprobs_of_their_own(
     policies.check_truncated(prompt, answer, sampling)
 
 
-async def test_finish_reasons(engine: SGLangServerEngine, policies: Policies) -> None:
+async def test_finish_reasons(engine: ServerEngine, policies: Policies) -> None:
     prompt = [4, 5, 6]
     free = await engine.generate(prompt, tokens(12, temperature=0.0))
     assert (len(free.token_ids), free.finish_reason) == (12, "length")
@@ -84,7 +84,7 @@ async def test_finish_reasons(engine: SGLangServerEngine, policies: Policies) ->
     policies.check(prompt, stopped)
 
 
-async def test_the_context_is_used_to_its_last_token(engine: SGLangServerEngine) -> None:
+async def test_the_context_is_used_to_its_last_token(engine: ServerEngine) -> None:
     almost_all = [5] * (MAX_CONTEXT - 3)
     exact = await engine.generate(almost_all, tokens(3, temperature=0.0))
     assert (len(exact.token_ids), exact.finish_reason) == (3, "length")
@@ -94,7 +94,7 @@ async def test_the_context_is_used_to_its_last_token(engine: SGLangServerEngine)
     assert (len(one.token_ids), one.finish_reason) == (1, "context")
 
 
-async def test_bad_requests_are_refused(engine: SGLangServerEngine) -> None:
+async def test_bad_requests_are_refused(engine: ServerEngine) -> None:
     with pytest.raises(WorkflowError, match=f"prompt has {MAX_CONTEXT} tokens"):
         await engine.generate([1] * MAX_CONTEXT, tokens(1))
     with pytest.raises(WorkflowError, match="empty"):
@@ -106,7 +106,7 @@ async def test_bad_requests_are_refused(engine: SGLangServerEngine) -> None:
 
 
 async def test_rows_of_a_group_share_their_prompt(
-    engine: SGLangServerEngine,
+    engine: ServerEngine,
 ) -> None:
     """They go to one server, and the later ones find the prompt in its cache."""
     prompts = {name: [20 + i] * 200 for i, name in enumerate("abcd")}
@@ -128,7 +128,7 @@ async def test_rows_of_a_group_share_their_prompt(
 
 
 async def test_a_cancelled_group_returns_what_it_has(
-    engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
+    engine: ServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     prompt = [6, 7]
     other = asyncio.create_task(engine.generate(prompt, tokens(30), prefix_group="other"))
@@ -149,7 +149,7 @@ async def test_a_cancelled_group_returns_what_it_has(
 
 
 async def test_a_cancelled_task_is_ended_on_its_server(
-    engine: SGLangServerEngine, until: Until, generating: Generating
+    engine: ServerEngine, until: Until, generating: Generating
 ) -> None:
     tasks = await generating(
         lambda: [asyncio.create_task(engine.generate([6, 7], LONG)) for _ in range(4)]
@@ -164,7 +164,7 @@ async def test_a_cancelled_task_is_ended_on_its_server(
 
 
 async def test_a_pause_holds_answers_and_requests(
-    engine: SGLangServerEngine, policies: Policies, until: Until, generating: Generating
+    engine: ServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     prompt = [8, 9]
     (running,) = await generating(lambda: [asyncio.create_task(engine.generate(prompt, LONG))])

@@ -25,7 +25,7 @@ from areal_sc import (
     make_scheduler,
 )
 from areal_sc import start as start_controllers
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.engine import ServerEngine
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -105,7 +105,7 @@ def gate_file(run: RunProcess) -> Path:
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("method", ["disk", "collective"])
 async def test_servers_that_run_already_get_the_trainers_weights(
-    engine: SGLangServerEngine,
+    engine: ServerEngine,
     policies: Policies,
     tmp_path: Path,
     method: str,

@@ -15,7 +15,7 @@ from integration.sglang.policies import Generating, Policies, at_hand
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate
 from areal_sc.engines.base import Completion
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.weight_group import (
     WeightBroadcaster,
     layout_of,
@@ -36,7 +36,7 @@ GROUP_TIMEOUT_S = 30.0
 
 
 def start_answers(
-    engine: SGLangServerEngine, prompts: Sequence[list[int]] = PROMPTS
+    engine: ServerEngine, prompts: Sequence[list[int]] = PROMPTS
 ) -> list[asyncio.Task[Completion]]:
     return [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in prompts]
 
@@ -47,7 +47,7 @@ def check_span_both(answers: Sequence[Completion], old: int, new: int) -> None:
 
 
 async def test_tensors_replace_weights_in_the_middle_of_answers(
-    engine: SGLangServerEngine, policies: Policies, generating: Generating
+    engine: ServerEngine, policies: Policies, generating: Generating
 ) -> None:
     old, new = engine.version, policies.add()
     before = engine.stats()
@@ -65,7 +65,7 @@ async def test_tensors_replace_weights_in_the_middle_of_answers(
 
 
 async def test_a_folder_replaces_weights_in_the_middle_of_answers(
-    engine: SGLangServerEngine, policies: Policies, generating: Generating, tmp_path: Path
+    engine: ServerEngine, policies: Policies, generating: Generating, tmp_path: Path
 ) -> None:
     old, new = engine.version, policies.add()
     folder = policies.save(new, tmp_path / "new")
@@ -88,7 +88,7 @@ class Trainer:
         self.broadcaster = WeightBroadcaster(name, "127.0.0.1", "gloo", GROUP_TIMEOUT_S)
         self.num_ranks = num_ranks
 
-    async def meet(self, engine: SGLangServerEngine) -> None:
+    async def meet(self, engine: ServerEngine) -> None:
         group = self.broadcaster.describe(self.num_ranks)
         joined = asyncio.create_task(engine.join_group(group, first_rank=1))
         await asyncio.to_thread(self.broadcaster.meet, self.num_ranks)
@@ -101,7 +101,7 @@ class Trainer:
         return [layout_of(bucket) for bucket in self.buckets(version)]
 
     async def receive(
-        self, engine: SGLangServerEngine, version: int, layouts: list[BucketLayout] | None = None
+        self, engine: ServerEngine, version: int, layouts: list[BucketLayout] | None = None
     ) -> None:
         """The engine's side of the broadcasts."""
 
@@ -127,7 +127,7 @@ class Trainer:
 
 
 async def test_a_broadcast_replaces_weights_in_the_middle_of_answers(
-    engine: SGLangServerEngine, policies: Policies, generating: Generating
+    engine: ServerEngine, policies: Policies, generating: Generating
 ) -> None:
     trainer = Trainer(policies, "group-a", num_ranks=1 + engine.count_ranks())
     await trainer.meet(engine)
@@ -149,7 +149,7 @@ async def test_a_broadcast_replaces_weights_in_the_middle_of_answers(
 
 
 async def test_a_refused_broadcast_leaves_nobody_waiting(
-    engine: SGLangServerEngine, policies: Policies
+    engine: ServerEngine, policies: Policies
 ) -> None:
     """The servers get the weights another way, and the trainer is told to stop."""
     trainer = Trainer(policies, "group-b", num_ranks=1 + engine.count_ranks())
@@ -176,7 +176,7 @@ async def test_a_refused_broadcast_leaves_nobody_waiting(
 
 
 async def test_a_broadcast_of_other_parameters_is_refused_beforehand(
-    engine: SGLangServerEngine, policies: Policies
+    engine: ServerEngine, policies: Policies
 ) -> None:
     """SGLang itself would leave out what it does not know, and say nothing."""
     version = engine.version
@@ -190,7 +190,7 @@ async def test_a_broadcast_of_other_parameters_is_refused_beforehand(
 
 
 async def test_32_answers_across_many_updates(
-    engine: SGLangServerEngine, policies: Policies, generating: Generating, tmp_path: Path
+    engine: ServerEngine, policies: Policies, generating: Generating, tmp_path: Path
 ) -> None:
     prompts = [[3 + i, 7, 9 + i] for i in range(32)]
     tasks = await generating(lambda: start_answers(engine, prompts))
@@ -217,7 +217,7 @@ async def test_32_answers_across_many_updates(
 
 
 async def test_servers_without_version_spans_are_interrupted_by_aborting(
-    engine: SGLangServerEngine, policies: Policies, generating: Generating
+    engine: ServerEngine, policies: Policies, generating: Generating
 ) -> None:
     """As older ones are: partial answers go on as prompt and partial answer."""
     with without_spans(engine):
@@ -232,7 +232,7 @@ async def test_servers_without_version_spans_are_interrupted_by_aborting(
 
 
 async def test_running_answers_may_finish_first(
-    engine: SGLangServerEngine, policies: Policies, generating: Generating, until: Until
+    engine: ServerEngine, policies: Policies, generating: Generating, until: Until
 ) -> None:
     old, new = engine.version, policies.add()
     with settings(engine, on_weight_update=OnWeightUpdate.finish_running):
@@ -248,7 +248,7 @@ async def test_running_answers_may_finish_first(
 
 
 async def test_a_rolling_update_leaves_a_server_to_generate(
-    engine: SGLangServerEngine, policies: Policies, until: Until
+    engine: ServerEngine, policies: Policies, until: Until
 ) -> None:
     old, new = engine.version, policies.add()
     seen: list[int] = []
@@ -275,7 +275,7 @@ async def test_a_rolling_update_leaves_a_server_to_generate(
 
 
 async def test_weights_that_do_not_fit_change_nothing(
-    engine: SGLangServerEngine, policies: Policies, tmp_path: Path
+    engine: ServerEngine, policies: Policies, tmp_path: Path
 ) -> None:
     version = engine.version
     tensors = policies.named_tensors(version)
@@ -298,7 +298,7 @@ async def test_weights_that_do_not_fit_change_nothing(
 
 
 async def test_weights_may_change_while_paused(
-    engine: SGLangServerEngine, policies: Policies, generating: Generating
+    engine: ServerEngine, policies: Policies, generating: Generating
 ) -> None:
     old, new = engine.version, policies.add()
     tasks = await generating(lambda: start_answers(engine))
@@ -313,13 +313,13 @@ async def test_weights_may_change_while_paused(
     policies.check_all(PROMPTS, answers)
 
 
-async def publish(engine: SGLangServerEngine, policies: Policies) -> None:
+async def publish(engine: ServerEngine, policies: Policies) -> None:
     version = policies.add()
     await engine.update_weights(version, policies.source(version))
 
 
 @contextmanager
-def settings(engine: SGLangServerEngine, **changed: object) -> Iterator[None]:
+def settings(engine: ServerEngine, **changed: object) -> Iterator[None]:
     """Settings that the engine reads at each update."""
     before = {name: getattr(engine._config, name) for name in changed}
     for name, value in changed.items():
@@ -332,7 +332,7 @@ def settings(engine: SGLangServerEngine, **changed: object) -> Iterator[None]:
 
 
 @contextmanager
-def without_spans(engine: SGLangServerEngine) -> Iterator[None]:
+def without_spans(engine: ServerEngine) -> Iterator[None]:
     """The servers count as ones that tell only one version an answer."""
     for replica in engine.replicas:
         replica._abilities = replace(replica.abilities, has_version_spans=False)

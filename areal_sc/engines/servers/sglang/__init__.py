@@ -1,1 +1,1 @@
-"""Generation by SGLang servers. The engine is `engine.SGLangServerEngine`."""
+"""SGLang as a kind of server."""

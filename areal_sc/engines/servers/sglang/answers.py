@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from areal_sc.engines.servers.kind import ABORTED, AnswerPart, PartRequest
+from areal_sc.engines.servers.client import ABORTED, AnswerPart, PartRequest
 from areal_sc.errors import EngineFailed, ProtocolError
 
 _FINISHED = ("stop", "length")

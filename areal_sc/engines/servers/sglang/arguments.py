@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig, ServersConfig
-from areal_sc.engines.servers.kind import ServerPlace
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.engines.servers.handle import ServerPlace
 from areal_sc.errors import ConfigError
 
 OLDEST_VERSION = (0, 5, 11)
@@ -45,13 +45,12 @@ SETTINGS_OF: Mapping[str, str] = {
 """Arguments of SGLang that have a setting here, and may not be given a second time."""
 
 
-def server_arguments(
-    config: RolloutConfig, servers: ServersConfig, place: ServerPlace
-) -> list[str]:
+def server_arguments(config: RolloutConfig, place: ServerPlace) -> list[str]:
     """What follows `python -m sglang.launch_server`; `sglang.args` overrides our defaults.
 
     Raises: ConfigError: `sglang.args` holds an argument that has a setting of its own.
     """
+    servers = config.sglang
     given = {name.removeprefix("--").replace("-", "_"): v for name, v in servers.args.items()}
     for name in given:
         if name in SETTINGS_OF:

@@ -9,7 +9,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.multiprocessing.reductions import (
@@ -18,8 +18,13 @@ from torch.multiprocessing.reductions import (
     rebuild_typed_storage,
 )
 
-from areal_sc.engines.servers.http_client import HttpClient, reason_of
-from areal_sc.engines.servers.kind import AnswerPart, PartRequest, ServerAbilities
+from areal_sc.engines.servers.client import (
+    AnswerPart,
+    PartRequest,
+    ServerAbilities,
+    ServerClient,
+    reason_of,
+)
 from areal_sc.engines.servers.sglang.answers import read_answer, request_body
 from areal_sc.engines.servers.sglang.arguments import check_version
 from areal_sc.errors import EngineFailed, ProtocolError
@@ -37,18 +42,12 @@ _INITIAL_VERSIONS = {"default": 0}
 """Names of weights that a server has before any were given to it."""
 
 
-class SGLangClient(HttpClient):
-    """`ServerClient` of an SGLang server.
+class SGLangClient(ServerClient):
+    """An SGLang server."""
 
-    Args:
-        control_timeout_s: for answers that do not wait for tokens or weights.
-    """
-
-    def __init__(self, url: str, api_key: str = "", control_timeout_s: float = 60.0) -> None:
-        super().__init__(url, api_key, "sglang.api_key_env")
-        self._control_timeout_s = control_timeout_s
-        self._has_update_session = True
-        self._tp_size = 1
+    section: ClassVar[str] = "sglang"
+    _has_update_session = True
+    _tp_size = 1
 
     async def check_health(self, *, timeout_s: float) -> None:
         await self.request("GET", "/health", None, timeout_s)

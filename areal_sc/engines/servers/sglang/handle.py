@@ -8,6 +8,7 @@ before, so it is a share of what they leave. The rest is for what both need in a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,8 +16,7 @@ from typing import ClassVar
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.worker_plan import DTYPE_BYTES, HOST, Plan, WorkerPlan, format_bytes
-from areal_sc.engines.servers.handle import ServersHandle
-from areal_sc.engines.servers.kind import ServerPlace
+from areal_sc.engines.servers.handle import ServerPlace, ServersHandle
 from areal_sc.engines.servers.sglang.arguments import server_arguments
 from areal_sc.errors import ConfigError
 
@@ -34,12 +34,30 @@ _NEED_LESS = "more devices, or more actor.num_workers, need less on a device"
 class SGLangEngine(ServersHandle):
     """Generation by SGLang servers, which a worker starts or connects to: `config.sglang`."""
 
+    name: ClassVar[str] = "SGLang"
     section: ClassVar[str] = "sglang"
-    worker_class: ClassVar[str] = "areal_sc.engines.servers.sglang.engine:SGLangServerEngine"
+    module: ClassVar[str] = "sglang.launch_server"
+    client_class: ClassVar[str] = "areal_sc.engines.servers.sglang.client:SGLangClient"
+    scheduler_title: ClassVar[str] = "scheduler"
+    support_setting: ClassVar[str] = "sglang.args.sampling_mask_max_tokens"
+    # in which a server's processes tell each other how busy they are
+    left_files: ClassVar[re.Pattern[str]] = re.compile(
+        r" (/dev/shm/sglang_loads_\S+\.shm)$", re.MULTILINE
+    )
+
+    def arguments(self, place: ServerPlace) -> list[str]:
+        return server_arguments(self.config, place)
+
+    def environment(self, place: ServerPlace) -> dict[str, str]:
+        # A server's context may exceed what the model was made for; no token is ever placed there.
+        environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if not place.is_cuda:
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        return environment
 
     def plan_rank(self, shape: ModelShape, device: str, machine: Machine) -> WorkerPlan:
         place = ServerPlace(0, 0, "", is_cuda=device != "cpu")
-        words = server_arguments(self.config, self.servers, place)
+        words = self.arguments(place)
         given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
         value_bytes, tp_size = DTYPE_BYTES[self.config.dtype], self.servers.tp_size
         parameter_bytes = -(-value_bytes * (shape.num_parameters or 0) // tp_size)

@@ -18,11 +18,12 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.model import ServedModel, check_weights_folder
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError
 
-MakeEngine = Callable[..., SGLangServerEngine]
+MakeEngine = Callable[..., ServerEngine]
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def folder(tiny_model_folder: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def make_engine(folder: Path, method: WeightUpdateMethod) -> SGLangServerEngine:
+def make_engine(folder: Path, method: WeightUpdateMethod) -> ServerEngine:
     config = RolloutConfig(
         path=str(folder),
         dtype=Dtype.float32,
@@ -44,7 +45,7 @@ def make_engine(folder: Path, method: WeightUpdateMethod) -> SGLangServerEngine:
         sglang=SGLangConfig(),
         weight_update=WeightUpdateConfig(method=method),
     )
-    return SGLangServerEngine(config, log_folder=folder.parent, name="rollout")
+    return ServerEngine(SGLangEngine(config), log_folder=folder.parent, name="rollout")
 
 
 def test_parameters_are_those_that_trainers_publish(folder: Path) -> None:

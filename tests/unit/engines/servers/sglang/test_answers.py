@@ -13,10 +13,11 @@ from areal_sc.config.schema import (
     GenerationConfig,
     RolloutConfig,
 )
+from areal_sc.engines.servers.client import PartRequest
 from areal_sc.engines.servers.completion import CompletionRequest
-from areal_sc.engines.servers.kind import PartRequest
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.answers import read_answer, read_versions, request_body
-from areal_sc.engines.servers.sglang.engine import SGLangServerEngine
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError, WorkflowError
 
 
@@ -127,7 +128,9 @@ def make_request(
 ) -> Callable[..., CompletionRequest]:
     """What an engine that takes 8 tokens makes of a call of `generate`."""
     config = RolloutConfig(path=str(tiny_model_folder), device=Device.cpu, max_context_tokens=8)
-    engine = SGLangServerEngine(config, log_folder=tmp_path_factory.mktemp("logs"), name="rollout")
+    engine = ServerEngine(
+        SGLangEngine(config), log_folder=tmp_path_factory.mktemp("logs"), name="rollout"
+    )
 
     def make(prompt: list[int], **sampling: Any) -> CompletionRequest:
         return engine._make_request(prompt, GenerationConfig(**sampling), None)

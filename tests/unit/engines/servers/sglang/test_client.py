@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from areal_sc.engines.servers import http_client
+from areal_sc.engines.servers import client as http_client
 from areal_sc.engines.servers.process import free_port
 from areal_sc.engines.servers.sglang.client import SGLangClient
 from areal_sc.errors import (

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import Dtype, RolloutConfig, SGLangConfig
-from areal_sc.engines.servers.kind import ServerAbilities, ServerPlace
+from areal_sc.engines.servers.client import ServerAbilities
+from areal_sc.engines.servers.handle import ServerPlace
 from areal_sc.engines.servers.process import server_environment
 from areal_sc.engines.servers.sglang.arguments import (
     as_command_line,
     check_version,
     server_arguments,
 )
-from areal_sc.engines.servers.sglang.engine import SGLang
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, ModelError
 
@@ -58,7 +58,7 @@ def test_a_command_line() -> None:
 
 
 def test_settings_reach_the_server() -> None:
-    arguments = server_arguments(rollout(), SGLangConfig(num_servers=3, tp_size=2), PLACE)
+    arguments = server_arguments(rollout(sglang=SGLangConfig(num_servers=3, tp_size=2)), PLACE)
     assert {
         "--model-path=/model",
         "--dtype=bfloat16",
@@ -77,17 +77,17 @@ def test_arguments_of_the_user_come_first() -> None:
     sglang = SGLangConfig(
         args={"--max-running-requests": 99, "attention_backend": None, "enable_metrics": True}
     )
-    arguments = server_arguments(rollout(), sglang, PLACE)
+    arguments = server_arguments(rollout(sglang=sglang), PLACE)
     assert "--max-running-requests=99" in arguments
     assert "--enable-metrics" in arguments
     assert not any(argument.startswith("--attention-backend") for argument in arguments)
     for name, setting in (("port", "ports"), ("tp", "tp_size"), ("dp_size", "num_servers")):
         with pytest.raises(ConfigError, match=rf"\.{name}: set sglang\.{setting} instead"):
-            server_arguments(rollout(), SGLangConfig(args={name: 1}), PLACE)
+            server_arguments(rollout(sglang=SGLangConfig(args={name: 1})), PLACE)
 
 
 def test_cpu_defaults_are_not_given_to_gpus() -> None:
-    arguments = server_arguments(rollout(), SGLangConfig(), ON_GPU)
+    arguments = server_arguments(rollout(), ON_GPU)
     assert not any(a.startswith(("--device", "--max-total-tokens")) for a in arguments)
 
 
@@ -103,15 +103,16 @@ def test_devices(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     sglang = SGLangConfig(num_servers=2, tp_size=2, devices=devices, environment={"NCCL_X": "1"})
-    environment = server_environment(SGLang(), sglang, ON_GPU)
+    environment = server_environment(SGLangEngine(rollout(sglang=sglang)), ON_GPU)
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
     assert environment["NCCL_X"] == "1"
 
 
 def test_devices_that_this_worker_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    sglang = SGLangConfig(num_servers=2, tp_size=2)
     with pytest.raises(ConfigError, match=r"server 1 needs GPUs \[2, 3\], but this worker sees 2"):
-        server_environment(SGLang(), SGLangConfig(num_servers=2, tp_size=2), ON_GPU)
+        server_environment(SGLangEngine(rollout(sglang=sglang)), ON_GPU)
 
 
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.15.post1", "0.5.23", "0.6.0rc1", "1.0"])

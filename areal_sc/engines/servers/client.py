@@ -1,19 +1,36 @@
-"""What a kind of server provides: how it is started, and what one that runs is asked.
+"""One running server, over HTTP with pooled connections and typed errors.
 
-Another kind implements `ServerKind` and `ServerClient`; everything else here is for all kinds.
+Every answer is checked: what comes back is what was asked for, or one of
+
+    PeerLost       no connection, or it ended before the answer: nothing is known of the request
+    RpcTimeout     no answer in time
+    ServerBusy     the server takes no request now (it starts, ends, or its queue is full)
+    EngineFailed   the server refused; the message is its own
+    ConfigError    the API key is wrong
+    ProtocolError  the answer is none that such a server gives
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import aiohttp
 
 from areal_sc.config.model_folder import read_model_config
-from areal_sc.config.schema import GenerationConfig, RolloutConfig, ServersConfig
-from areal_sc.errors import ConfigError, ModelError
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.errors import (
+    ConfigError,
+    EngineFailed,
+    ModelError,
+    PeerLost,
+    ProtocolError,
+    RpcTimeout,
+    ServerBusy,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,22 +39,13 @@ if TYPE_CHECKING:
 
 ABORTED = "abort"
 
+MAX_ANSWER_BYTES = 256 << 20
+_CONNECT_TIMEOUT_S = 10.0
+_KEEP_ALIVE_S = 3.0  # shorter than the 5 s after which servers close an idle connection
+_MAX_REASON_CHARACTERS = 1000
 
-@dataclass(frozen=True)
-class ServerPlace:
-    """What tells one server of a worker from another.
-
-    Attributes:
-        index: number of the server, from 0.
-        port: that it listens on.
-        api_key: that its clients must show.
-        is_cuda: it computes on GPUs, else on the CPU.
-    """
-
-    index: int
-    port: int
-    api_key: str
-    is_cuda: bool
+_UNAUTHORIZED = (401, 403)
+_BUSY = (429, 503)
 
 
 @dataclass(frozen=True)
@@ -130,62 +138,77 @@ class AnswerPart:
     num_cached_tokens: int
 
 
-class ServerClient(Protocol):
-    """One running server. Made on a running event loop, and closed on it.
+class ServerClient:
+    """One running server. Must be made on a running event loop, and closed on it.
 
-    Every call raises PeerLost, RpcTimeout, ServerBusy, EngineFailed, ConfigError or ProtocolError,
-    as `http_client` says.
+    A kind of server implements the calls that end in `NotImplementedError`.
+
+    Args:
+        url: `http://host:port`.
+        api_key: sent with every request; empty sends none.
+        control_timeout_s: for answers that do not wait for tokens or weights.
+
+    Attributes:
+        section: name of the kind's settings, for messages.
     """
 
-    url: str
+    section: ClassVar[str]
 
-    async def close(self) -> None: ...
+    def __init__(self, url: str, api_key: str = "", control_timeout_s: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self._control_timeout_s = control_timeout_s
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            trust_env=False,
+        )
 
     async def check_health(self, *, timeout_s: float) -> None:
         """Returns when the server has generated a token."""
-        ...
+        raise NotImplementedError
 
     async def probe(self, *, timeout_s: float) -> None:
         """Returns when the process that computes has answered, which it does while paused too."""
-        ...
+        raise NotImplementedError
 
     async def ask_abilities(self, *, timeout_s: float) -> ServerAbilities:
         """Of a server that is not paused. Raises: ConfigError: it is too old to be driven."""
-        ...
+        raise NotImplementedError
 
     async def served_weights(self) -> tuple[int | None, str]:
         """Policy version, None when it is no run's, and the folder that the server was given."""
-        ...
+        raise NotImplementedError
 
     async def generate(self, request: PartRequest) -> AnswerPart:
         """Waits as long as it takes."""
-        ...
+        raise NotImplementedError
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, which is answered with what it has; no error when there is none."""
-        ...
+        raise NotImplementedError
 
     async def pause(self, *, holds_requests: bool) -> None:
         """Returns when no further step begins; running requests are held, or answered at once."""
-        ...
+        raise NotImplementedError
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        raise NotImplementedError
 
     async def set_version(self, version: int) -> None:
         """Names the weights that the server has; requests go on."""
-        ...
+        raise NotImplementedError
 
     async def load_from_disk(self, folder: str, *, timeout_s: float) -> None:
         """Replaces the weights by those of a folder on the server's disk, and drops the cache."""
-        ...
+        raise NotImplementedError
 
     async def begin_update(self) -> None:
         """Before weights come in buckets."""
-        ...
+        raise NotImplementedError
 
     async def end_update(self, *, timeout_s: float) -> None:
         """After the last bucket."""
-        ...
+        raise NotImplementedError
 
     async def load_tensors(
         self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
@@ -197,49 +220,85 @@ class ServerClient(Protocol):
             layout: of its bytes.
             drops_cache: as the last bucket has to.
         """
-        ...
+        raise NotImplementedError
 
     async def join_group(self, group: WeightGroup, first_rank: int, *, timeout_s: float) -> None:
         """Becomes ranks of a process group; returns when all of the group's ranks are there."""
-        ...
+        raise NotImplementedError
 
-    async def leave_group(self, name: str) -> None: ...
+    async def leave_group(self, name: str) -> None:
+        raise NotImplementedError
 
     async def receive_broadcast(
         self, group_name: str, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
     ) -> None:
         """Takes part in the broadcast of one bucket."""
-        ...
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> dict[str, Any]:
+        """The answer to a request that the server has accepted; {} when it has no content."""
+        status, content = await self.send(method, path, body, timeout_s)
+        if status in _BUSY:
+            raise ServerBusy(f"{self.url}{path} takes no request now (HTTP {status})")
+        if status in _UNAUTHORIZED:
+            raise ConfigError(
+                f"{self.url}{path} refused the API key (HTTP {status}): put the server's key "
+                f"into an environment variable and name it in {self.section}.api_key_env"
+            )
+        try:
+            answer = json.loads(content) if content else {}
+        except ValueError as error:
+            if status == 200:
+                raise ProtocolError(f"{self.url}{path} did not answer with JSON") from error
+            answer = content[:_MAX_REASON_CHARACTERS].decode(errors="replace")
+        if status != 200:
+            raise EngineFailed(f"{self.url}{path} refused (HTTP {status}): {reason_of(answer)}")
+        if not isinstance(answer, dict):
+            raise ProtocolError(
+                f"{self.url}{path} answered with a {type(answer).__name__}, expected an object"
+            )
+        return answer
+
+    async def send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> tuple[int, bytes]:
+        """HTTP status and content, whatever they are."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        if self._session.closed:
+            raise PeerLost(f"{self.url} was given up")
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=timeout
+            ) as response:
+                content = bytearray()
+                async for chunk in response.content.iter_any():
+                    content += chunk
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise ProtocolError(
+                            f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes"
+                        )
+                return response.status, bytes(content)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise PeerLost(
+                f"no answer from {self.url}{path}: not connected within {_CONNECT_TIMEOUT_S:g} s"
+            ) from error
+        except TimeoutError as error:
+            raise RpcTimeout(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise PeerLost(f"no answer from {self.url}{path}: {reason}") from error
 
 
-class ServerKind(Protocol):
-    """How servers of a kind are started and reached.
-
-    Attributes:
-        name: for messages.
-        section: name of their settings in the run's.
-        module: that is run as their main program.
-        scheduler_title: part of the titles of those of their processes that compute.
-        left_files: finds, in a process's memory map, files of shared memory that a killed server
-            leaves; the first group is the path.
-    """
-
-    name: str
-    section: str
-    module: str
-    scheduler_title: str
-    left_files: re.Pattern[str]
-
-    def arguments(
-        self, config: RolloutConfig, servers: ServersConfig, place: ServerPlace
-    ) -> list[str]:
-        """The command line of one server's main program."""
-        ...
-
-    def environment(self, place: ServerPlace) -> dict[str, str]:
-        """Variables that it needs."""
-        ...
-
-    def connect(self, url: str, api_key: str, control_timeout_s: float) -> ServerClient:
-        """A client; `control_timeout_s` is for answers that wait for no tokens or weights."""
-        ...
+def reason_of(answer: Any) -> str:
+    """The message in an answer, in whichever of the usual forms."""
+    if isinstance(answer, dict):
+        error = answer.get("error")
+        answer = answer.get("message") or (
+            error.get("message") if isinstance(error, dict) else error
+        )
+    return str(answer)[:_MAX_REASON_CHARACTERS]
