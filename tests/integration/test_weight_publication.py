@@ -26,6 +26,7 @@ from areal_sc import (
 from areal_sc import start as start_controllers
 from areal_sc.errors import ConfigError, WorkerLost
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.workers.calls import LEAVE_WEIGHT_GROUP
 
 METHODS = ("pull", "collective", "disk")
 PROMPTS = letter_prompts(16, seed=3)
@@ -130,7 +131,7 @@ def leave_unnoticed(rollout: RolloutController, group: str) -> None:
 
     async def leave() -> None:
         fleet = rollout._fleet
-        await fleet.call(fleet.members[1], "leave_weight_group", {"group": group})
+        await fleet.call(fleet.members[1], LEAVE_WEIGHT_GROUP, group)
 
     rollout._run(leave())
     ask = rollout.weight_ranks_async
