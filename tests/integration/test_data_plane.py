@@ -19,13 +19,13 @@ from areal_sc.metadata import (
     RowMetadata,
     Run,
     ShardMetadata,
-    WeightsReference,
     concat,
 )
 from areal_sc.transport import slices
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
+from areal_sc.weights import ShardReference, WeightsReference
 
 STORE_BYTES = 64 << 20
 
@@ -171,7 +171,7 @@ async def test_weights_are_views_of_the_ranks_memory(folder: ArenaFolder) -> Non
         for number, rank in enumerate(ranks):
             parts = {"a": torch.full((50_000,), float(number)), "b": torch.zeros(0)}
             shard_id = rank.plane.store.put(parts, {n: [p.numel()] for n, p in parts.items()})
-            shards.append((rank.plane.store.node_id, rank.address, shard_id))
+            shards.append(ShardReference(rank.plane.store.node_id, rank.address, shard_id))
         weights = WeightsReference(3, tuple(shards))
         pulled = {name: parts async for name, parts in puller.plane.puller.pull_weights(weights)}
         assert [part.unique().tolist() for part in pulled["a"]] == [[0.0], [1.0]]

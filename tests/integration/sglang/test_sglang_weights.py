@@ -16,13 +16,9 @@ from integration.sglang.policies import Generating, Policies, at_hand
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate
 from areal_sc.engines.base import Completion
 from areal_sc.engines.sglang.engine import SGLangServerEngine
-from areal_sc.engines.weight_group import (
-    BucketLayout,
-    WeightBroadcaster,
-    layout_of,
-    split_into_buckets,
-)
+from areal_sc.engines.weight_group import WeightBroadcaster, layout_of, split_into_buckets
 from areal_sc.errors import EngineFailed, ModelError
+from areal_sc.weights import BucketLayout
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
