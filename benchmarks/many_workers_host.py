@@ -11,30 +11,30 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import planes_ours as ours
 from planes_role import Handlers, serve_async
 
-from areal_sc.batch_wire import batch_to_wire
 from areal_sc.ids import random_id
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
+    Columns,
     RowMetadata,
+    Run,
     ShardMetadata,
-    TensorMetadata,
 )
+from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shard_ids import make_shard_id
+from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.workers import calls
 
 WORKERS_PER_NODE = 8
 ROW_TOKENS = 8_000
 UPDATE_S = (0.1, 0.5)
 """A weight update takes between these."""
-
-Method = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class SimulatedWorker:
@@ -48,24 +48,31 @@ class SimulatedWorker:
         self._sequence = itertools.count(1)
         self._last_sequence = 0
 
-    def methods(self) -> dict[str, Method]:
-        told = dict.fromkeys(("ping", "initialize", "shutdown", "create_rendezvous"), _nothing)
-        return told | {
-            "run_group": self.run_group,
-            "update_weights": self.update_weights,
-            "compute_logprobs": self.seal,
-            "seal_weights": self.seal,
-            "ppo_update": _update,
-            "sweep": self.sweep,
-        }
+    def methods(self) -> list[Served]:
+        return [
+            calls.PING.served_by(_nothing),
+            calls.SHUTDOWN.served_by(_nothing),
+            calls.SWEEP.served_by(self.sweep),
+            calls.INITIALIZE_ENGINE.served_by(_nothing),
+            calls.RUN_GROUP.served_by(self.run_group),
+            calls.UPDATE_WEIGHTS.served_by(self.update_weights),
+            calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
+            calls.INITIALIZE_RANK.served_by(_nothing),
+            calls.COMPUTE_LOGPROBS.served_by(self.seal),
+            calls.SEAL_WEIGHTS.served_by(self.seal),
+            calls.PPO_UPDATE.served_by(_update),
+        ]
 
-    async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def create_rendezvous(self, _: None) -> str:
+        return ""
+
+    async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         await asyncio.sleep(random.uniform(*self._group_s))
-        num_rows, version = args["group_size"], args["admitted_version"]
+        num_rows, version = group.group_size, group.admitted_version
         rows = tuple(
             RowMetadata(
-                group_id=args["group_id"],
-                attempt=args["attempt"],
+                group_id=group.group_id,
+                attempt=group.attempt,
                 sequence_length=ROW_TOKENS,
                 reward=random.random(),
                 admitted_version=version,
@@ -73,42 +80,30 @@ class SimulatedWorker:
             )
             for _ in range(num_rows)
         )
-        sealed = await self.seal(args)
-        shard = ShardMetadata(
-            node_id=sealed["node_id"],
-            node_addr=sealed["node_addr"],
-            shard_id=sealed["shard_id"],
-            batch_size=num_rows,
-            offset=0,
-            fields={
-                name: TensorMetadata((num_rows * ROW_TOKENS,), dtype)
-                for name, dtype in TRAJECTORY_FIELDS.items()
-            },
-            shard_rows=tuple(range(num_rows)),
-        )
-        batch = BatchMetadata(random_id(), version, num_rows, (shard,), rows)
-        return {"batch": batch_to_wire(batch), "rejected": {}, "metrics": {"accuracy": [4.0, 8]}}
+        sealed = await self.seal(group)
+        shard = ShardMetadata(*sealed.shard, runs=(Run(0, 0, num_rows),))
+        columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
+        batch = BatchMetadata(random_id(), version, (columns,), rows)
+        return calls.GroupReply(batch, metrics={"accuracy": (4.0, num_rows)})
 
-    async def update_weights(self, args: dict[str, Any]) -> None:
+    async def update_weights(self, _: WeightsReference) -> None:
         await asyncio.sleep(random.uniform(*UPDATE_S))
 
-    async def seal(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def seal(self, _: Any) -> calls.SealedShard:
         self._last_sequence = next(self._sequence)
-        return {
-            "node_id": self.name,
-            "node_addr": self.address,
-            "shard_id": make_shard_id(self._incarnation, self._last_sequence),
-            "sequence": self._last_sequence,
-        }
+        shard_id = make_shard_id(self._incarnation, self._last_sequence)
+        return calls.SealedShard(
+            ShardReference(self.name, self.address, shard_id), self._last_sequence
+        )
 
-    async def sweep(self, args: dict[str, Any]) -> dict[str, int]:
-        return {"last_sequence": self._last_sequence}
+    async def sweep(self, _: calls.Sweep) -> int:
+        return self._last_sequence
 
 
-async def _nothing(args: dict[str, Any]) -> None: ...
+async def _nothing(_: Any) -> None: ...
 
 
-async def _update(args: dict[str, Any]) -> dict[str, float]:
+async def _update(_: calls.PPOUpdate) -> dict[str, float]:
     return {"loss": 0.0}
 
 

@@ -15,24 +15,27 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import planes_ours as ours
+from msgspec.structs import replace
 from planes_role import Handlers, process_cpu_s, resident_bytes, serve_async, tcp_bytes
 from planes_statistics import percentiles
 
-from areal_sc.batch_wire import batch_from_wire, batch_to_wire
 from areal_sc.ids import random_id
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
+    Columns,
+    PromptReference,
     RowMetadata,
+    Run,
     ShardMetadata,
-    TensorMetadata,
     concat,
 )
+from areal_sc.weights import ShardReference
+from areal_sc.workers import calls
+from areal_sc.workers.operations import Operation
 
 WORKERS_PER_NODE = 8
 HEARTBEAT_WARM_UP_S = 2.5
@@ -58,16 +61,11 @@ def group_metadata(address: str, num_rows: int, length: int) -> BatchMetadata:
     shard = ShardMetadata(
         node_id="rollout/0",
         node_addr=address,
-        shard_id=f"{random_id()}-1",
-        batch_size=num_rows,
-        offset=0,
-        fields={
-            name: TensorMetadata((num_rows * length,), dtype)
-            for name, dtype in TRAJECTORY_FIELDS.items()
-        },
-        shard_rows=tuple(range(num_rows)),
+        shard_id=f"{random_id()}.1",
+        runs=(Run(0, 0, num_rows),),
     )
-    return BatchMetadata(random_id(), 0, num_rows, (shard,), (row,) * num_rows)
+    columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
+    return BatchMetadata(random_id(), 0, (columns,), (row,) * num_rows)
 
 
 class Host:
@@ -94,7 +92,7 @@ class Host:
             beats = ours.beat_server(names, incarnation, self._folder)
             beat_address = await self._serve(beats)
             for name in names:
-                server = ours.rpc_server(name, incarnation, self._folder, _HANDLERS)
+                server = ours.rpc_server(name, incarnation, self._folder, _METHODS)
                 started.append(
                     {
                         "name": name,
@@ -112,20 +110,25 @@ class Host:
         return address
 
 
-async def _run_group(args: dict[str, Any]) -> dict[str, Any]:
-    group = group_metadata("tcp://10.0.0.1:50000", GROUP_SIZE, args["length"])
-    return {"batch": batch_to_wire(group), "rejected": {}, "metrics": {}}
+async def _run_group(group: calls.RunGroup) -> calls.GroupReply:
+    length = group.prompt.index  # nobody reads the prompt here
+    return calls.GroupReply(group_metadata("tcp://10.0.0.1:50000", group.group_size, length))
 
 
-async def _compute_logprobs(args: dict[str, Any]) -> dict[str, Any]:
-    return {"shard_id": f"{random_id()}-2"}
+async def _compute_logprobs(batch: BatchMetadata) -> calls.SealedShard:
+    shard = ShardReference("train/0", "tcp://10.0.0.2:50000", f"{random_id()}.2")
+    return calls.SealedShard(shard, 2)
 
 
-async def _update(args: dict[str, Any]) -> dict[str, float]:
+async def _update(update: calls.PPOUpdate) -> dict[str, float]:
     return {"loss": 0.0, "entropy": 0.0, "grad_norm": 0.0}
 
 
-_HANDLERS = {"run_group": _run_group, "compute_logprobs": _compute_logprobs, "update": _update}
+_METHODS = [
+    calls.RUN_GROUP.served_by(_run_group),
+    calls.COMPUTE_LOGPROBS.served_by(_compute_logprobs),
+    calls.PPO_UPDATE.served_by(_update),
+]
 
 
 class Controller:
@@ -155,14 +158,14 @@ class Controller:
             self._transport.connect(worker["address"], worker["name"], worker["incarnation"])
             for worker in workers
         ]
-        await ours.call_all(self._transport, self._connections, "noop")
+        await ours.noop_all(self._transport, self._connections)
 
     async def latencies(self, count: int) -> dict[str, float]:
         """Of no-op calls of the first worker, one at a time."""
         call, seconds = self._connections[0].call, []
         for _ in range(count):
             start = time.perf_counter()
-            await call("noop", {}, timeout_s=ours.CALL_TIMEOUT_S)
+            await call(ours.NOOP, None, timeout_s=ours.CALL_TIMEOUT_S)
             seconds.append(time.perf_counter() - start)
         return percentiles(seconds)
 
@@ -170,7 +173,7 @@ class Controller:
         """{"cpu_s", "wall_s"} of calling that many workers at once and getting every reply."""
         called = self._connections[:num_workers]
         cpu, wall = process_cpu_s(), time.perf_counter()
-        await ours.call_all(self._transport, called, "noop")
+        await ours.noop_all(self._transport, called)
         return {"cpu_s": process_cpu_s() - cpu, "wall_s": time.perf_counter() - wall}
 
     async def watch(self, seconds: float, num_fan_outs: int) -> dict[str, float]:
@@ -226,37 +229,22 @@ class Controller:
         groups = []
         for number in range(num_rows // GROUP_SIZE):
             reply = await rollout.call(
-                "run_group",
-                {
-                    "group_id": number,
-                    "attempt": 0,
-                    "admitted_version": 1_000,
-                    "dataset": 0,
-                    "index": number,
-                    "workflow": 0,
-                    "group_size": GROUP_SIZE,
-                    "length": length,
-                },
+                calls.RUN_GROUP,
+                calls.RunGroup(number, 0, 1_000, PromptReference(0, length, 0), 0, GROUP_SIZE),
                 timeout_s=ours.CALL_TIMEOUT_S,
             )
-            groups.append(batch_from_wire(reply["batch"]))
+            assert reply.batch is not None
+            groups.append(reply.batch)
         batch = concat(groups, batch_id=random_id(), global_step=1_000)
         parts = batch.select(["input_ids"]).split(len(ranks))
         replies = await asyncio.gather(
             *(
-                rank.call(
-                    "compute_logprobs",
-                    {"batch": batch_to_wire(part)},
-                    timeout_s=ours.CALL_TIMEOUT_S,
-                )
+                rank.call(calls.COMPUTE_LOGPROBS, part, timeout_s=ours.CALL_TIMEOUT_S)
                 for rank, part in zip(ranks, parts, strict=True)
             )
         )
         proximal = concat(
-            [
-                _sealed_part(part, reply["shard_id"])
-                for part, reply in zip(parts, replies, strict=True)
-            ],
+            [_sealed_part(part, reply.shard) for part, reply in zip(parts, replies, strict=True)],
             batch_id=random_id(),
             global_step=1_000,
         )
@@ -269,8 +257,10 @@ class Controller:
         await asyncio.gather(
             *(
                 rank.call(
-                    "update",
-                    {"minibatches": [batch_to_wire(parts[i]) for parts in minibatches]},
+                    calls.PPO_UPDATE,
+                    calls.PPOUpdate(
+                        Operation(1, 1_000, "ppo_update"), tuple(parts[i] for parts in minibatches)
+                    ),
                     timeout_s=ours.CALL_TIMEOUT_S,
                 )
                 for i, rank in enumerate(ranks)
@@ -278,18 +268,10 @@ class Controller:
         )
 
 
-def _sealed_part(part: BatchMetadata, shard_id: str) -> BatchMetadata:
+def _sealed_part(part: BatchMetadata, sealed: ShardReference) -> BatchMetadata:
     """The part with the one field that its rank has sealed."""
-    shard = ShardMetadata(
-        node_id="train/0",
-        node_addr="tcp://10.0.0.2:50000",
-        shard_id=shard_id,
-        batch_size=part.total_batch_size,
-        offset=0,
-        fields={"proximal_logprobs": TensorMetadata((part.num_tokens,), "float32")},
-        shard_rows=tuple(range(part.total_batch_size)),
-    )
-    return replace(part, shards=(shard,))
+    shard = ShardMetadata(*sealed, runs=(Run(0, 0, part.total_batch_size),))
+    return replace(part, columns=(Columns({"proximal_logprobs": "float32"}, (shard,)),))
 
 
 @asynccontextmanager

@@ -10,18 +10,19 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.controller.heartbeats import Heartbeats
 from areal_sc.ids import random_id
-from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
 from areal_sc.schedulers.base import RunningWorker
 from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers
-from areal_sc.transport.beat_board import Beat
+from areal_sc.transport.beat_board import BEAT, Beat
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import Connection, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import Connection, Method, RpcServer, Served, ZmqTransport
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from areal_sc.transport.plane import DataPlane
 
 CALL_TIMEOUT_S = 60.0
+NOOP = Method("noop", NoneType, NoneType)
 STORE_BYTES = 4 << 30
 
 
@@ -76,27 +78,15 @@ class Worker:
         self, shards: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[Sequence[int]]
     ) -> BatchMetadata:
         """Puts the shards, each of packed rows, and describes them as one batch."""
-        pieces: list[ShardMetadata] = []
+        sealed: list[ShardMetadata] = []
         rows: list[RowMetadata] = []
         for fields, row_lengths in zip(shards, lengths, strict=True):
-            pieces.append(
-                ShardMetadata(
-                    node_id=self.node_id,
-                    node_addr=self.address,
-                    shard_id=self.plane.store.put(fields, row_lengths),
-                    batch_size=len(row_lengths),
-                    offset=len(rows),
-                    fields={
-                        name: TensorMetadata(
-                            tuple(values.shape), str(values.dtype).removeprefix("torch.")
-                        )
-                        for name, values in fields.items()
-                    },
-                    shard_rows=tuple(range(len(row_lengths))),
-                )
-            )
+            shard_id = self.plane.store.put(fields, row_lengths)
+            runs = (Run(len(rows), 0, len(row_lengths)),)
+            sealed.append(ShardMetadata(self.node_id, self.address, shard_id, runs))
             rows += [RowMetadata(0, 0, length, 0.0, 0, ((0, length),)) for length in row_lengths]
-        return BatchMetadata(random_id(), 0, len(rows), tuple(pieces), tuple(rows))
+        dtypes = {n: str(v.dtype).removeprefix("torch.") for n, v in shards[0].items()}
+        return BatchMetadata(random_id(), 0, (Columns(dtypes, tuple(sealed)),), tuple(rows))
 
 
 @asynccontextmanager
@@ -138,29 +128,29 @@ async def worker(
 
 
 def rpc_server(
-    node_id: str, incarnation: str, folder: Path, handlers: Mapping[str, Callable[..., Any]]
+    node_id: str, incarnation: str, folder: Path, methods: Sequence[Served]
 ) -> RpcServer:
-    """A worker's control socket; `noop` answers at once."""
+    """A worker's control socket, which also answers `NOOP`."""
     return RpcServer(
-        {"noop": _noop, **handlers},
+        [NOOP.served_by(_noop), *methods],
         node_id=node_id,
         incarnation=incarnation,
         authenticator=authenticator(folder),
     )
 
 
-async def _noop(args: dict[str, Any]) -> None:
+async def _noop(_: None) -> None:
     pass
 
 
 def beat_server(names: Sequence[str], incarnation: str, folder: Path) -> RpcServer:
     """The heartbeat socket of a node whose workers are well."""
 
-    async def beat(args: dict[str, Any]) -> list[list[Any]]:
-        return [Beat(name, incarnation, 1, 0.1, 0.2).to_wire() for name in names]
+    async def beat(_: None) -> tuple[Beat, ...]:
+        return tuple(Beat(name, incarnation, 1, 0.1, 0.2) for name in names)
 
     return RpcServer(
-        {"beat": beat},
+        [BEAT.served_by(beat)],
         node_id=names[0],
         incarnation=incarnation,
         authenticator=authenticator(folder),
@@ -198,15 +188,11 @@ def heartbeats(
     return watch
 
 
-async def call_all(
-    transport: ZmqTransport, connections: Sequence[Connection], method: str
-) -> list[Any]:
-    """Replies of all to the same call; raises the first failure."""
-    args: dict[str, Any] = {}
+async def noop_all(transport: ZmqTransport, connections: Sequence[Connection]) -> None:
+    """Calls all at once; raises the first failure."""
     outcomes = await transport.call_all(
-        [(connection, args) for connection in connections], method, timeout_s=CALL_TIMEOUT_S
+        [(connection, None) for connection in connections], NOOP, timeout_s=CALL_TIMEOUT_S
     )
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
-    return outcomes

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import convert, to_builtins
 from planes_limits import MAX_SHARD_BYTES, pattern
-from planes_ours import BatchMetadata, Worker, worker
+from planes_ours import Worker, worker
 from planes_payloads import PAYLOADS
 from planes_role import Handlers, serve_async
 from planes_statistics import percentiles
 
-from areal_sc.batch_wire import batch_from_wire, batch_to_wire
+from areal_sc.metadata import BatchMetadata
 
 PULLERS = {
     "tcp": {"encrypt": False, "shares_memory": False},
@@ -45,8 +46,7 @@ def owner_handlers(owner: Worker) -> Handlers:
         """One batch for each of `count` shards with one row of `num_bytes`."""
         values = shard_of(num_bytes)
         return [
-            batch_to_wire(owner.seal([{"values": values}], [[values.numel()]]))
-            for _ in range(count)
+            to_builtins(owner.seal([{"values": values}], [[values.numel()]])) for _ in range(count)
         ]
 
     def put_payload(payload: str) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def owner_handlers(owner: Worker) -> Handlers:
         ]
         start = time.perf_counter()
         batch = owner.seal(shards, made[payload].lengths)
-        return {"put_s": time.perf_counter() - start, "wire": batch_to_wire(batch)}
+        return {"put_s": time.perf_counter() - start, "wire": to_builtins(batch)}
 
     def drop(wires: list[list[Any]]) -> None:
         for wire in wires:
-            for shard in batch_from_wire(wire).shards:
+            for shard in convert(wire, BatchMetadata).shards:
                 store.remove(shard.shard_id)
 
     def put(num_bytes: int, count: int) -> float:
@@ -105,7 +105,7 @@ class PullerHandlers:
 
     async def know(self, name: str, wire: list[Any], payload: str | None = None) -> None:
         """Pulls it once and compares every byte with what the owner was told to put."""
-        batch = self._batches[name] = batch_from_wire(wire)
+        batch = self._batches[name] = convert(wire, BatchMetadata)
         rows = await self._puller.pull(batch)
         if payload is None:
             num_bytes = rows.fields["values"].numel() * 4
@@ -140,7 +140,7 @@ class PullerHandlers:
         """[seconds of the pull, of copying out] for each shard, never pulled before."""
         measured = []
         for wire in wires:
-            batch = batch_from_wire(wire)
+            batch = convert(wire, BatchMetadata)
             start = time.perf_counter()
             values = (await self._puller.pull(batch)).fields["values"]
             pulled = time.perf_counter()
@@ -150,14 +150,14 @@ class PullerHandlers:
 
     async def pull_new(self, wire: list[Any]) -> float:
         """Seconds of pulling a batch that was never pulled before."""
-        batch = batch_from_wire(wire)
+        batch = convert(wire, BatchMetadata)
         start = time.perf_counter()
         await self._puller.pull(batch)
         return time.perf_counter() - start
 
     async def map_new(self, wire: list[Any]) -> float:
         """The same row by row, so that nothing need be joined: a view for each."""
-        rows = _single_rows(batch_from_wire(wire))
+        rows = _single_rows(convert(wire, BatchMetadata))
         start = time.perf_counter()
         for row in rows:
             await self._puller.pull(row)

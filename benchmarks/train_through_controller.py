@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 from process_cpu import PidScheduler, cpu_seconds
 
@@ -18,10 +17,10 @@ from areal_sc.ids import random_id
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
+    Columns,
     RowMetadata,
+    Run,
     ShardMetadata,
-    TensorMetadata,
-    WeightsReference,
 )
 from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.curve import CurveAuthenticator
@@ -29,6 +28,8 @@ from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.weights import WeightGroup, WeightsReference
+from areal_sc.workers.calls import WeightRanks
 
 GROUP_SIZE = 8
 
@@ -48,7 +49,7 @@ class RowSource:
         self._store = TensorStore("rollout/0", incarnation, max_bytes=1 << 30)
         self._bulk = BulkServer(self._store)
         self._server = RpcServer(
-            self._bulk.handlers(),
+            self._bulk.methods(),
             node_id="rollout/0",
             incarnation=incarnation,
             authenticator=CurveAuthenticator(keys, "rollout/0"),
@@ -72,12 +73,10 @@ class RowSource:
     async def wait_for_weights_async(self) -> None:
         pass
 
-    async def weight_ranks_async(self, group: str) -> list[dict[str, Any]]:
+    async def weight_ranks_async(self, group: str) -> list[WeightRanks]:
         return []
 
-    async def join_weight_group_async(
-        self, group: dict[str, Any], first_ranks: Sequence[int]
-    ) -> None:
+    async def join_weight_group_async(self, group: WeightGroup, first_ranks: Sequence[int]) -> None:
         pass
 
     async def leave_weight_group_async(self, group: str) -> None:
@@ -98,8 +97,11 @@ class RowSource:
         return BatchMetadata(
             batch_id=random_id(),
             global_step=0,
-            total_batch_size=rows.num_rows,
-            shards=tuple(self._seal_group(group) for group in groups),
+            columns=(
+                Columns(
+                    dict(TRAJECTORY_FIELDS), tuple(self._seal_group(group) for group in groups)
+                ),
+            ),
             rows=_row_metadata(rows),
         )
 
@@ -109,13 +111,7 @@ class RowSource:
             node_id="rollout/0",
             node_addr=self._address,
             shard_id=self._store.put(part.fields, part.lengths),
-            batch_size=part.num_rows,
-            offset=group.start,
-            fields={
-                name: TensorMetadata((part.num_tokens,), dtype)
-                for name, dtype in TRAJECTORY_FIELDS.items()
-            },
-            shard_rows=tuple(range(part.num_rows)),
+            runs=(Run(group.start, 0, part.num_rows),),
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from planes_ours import Worker, worker
 from planes_role import Handlers, serve_async
 
@@ -31,6 +32,7 @@ from areal_sc.config.schema import (
     WeightUpdateMethod,
 )
 from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.workers.calls import OpenWeightGroup
 from areal_sc.workers.weight_publication import WeightPublication
 
 HOST = "127.0.0.1"
@@ -97,12 +99,17 @@ def trainer_handlers(node: Worker, config: ActorConfig) -> Handlers:
     async def broadcast() -> dict[str, Any]:
         start = time.perf_counter()
         sent = await publication.broadcast()
-        return {**sent, "seconds": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
+        return {"bytes": sent.num_bytes, "failure": sent.failure, "seconds": seconds}
 
-    async def open_group(name: str, world_size: int) -> dict[str, Any]:
+    async def open_group(name: str, world_size: int) -> Any:
         # the trainer has the first GPU and a server may have another one: no device is in both
         has_gpus = engine.is_cuda and torch.cuda.device_count() > 1
-        return await publication.open_group(name, world_size, is_cuda=has_gpus, devices=[])
+        wanted = OpenWeightGroup(name, world_size, is_cuda=has_gpus, devices=())
+        return to_builtins(await publication.open_group(wanted))
+
+    async def layouts() -> Any:
+        return to_builtins(await publication.layouts())
 
     return {
         "pid": os.getpid,
@@ -112,7 +119,7 @@ def trainer_handlers(node: Worker, config: ActorConfig) -> Handlers:
         "save": save,
         "open_group": open_group,
         "meet_group": publication.meet_group,
-        "layouts": publication.layouts,
+        "layouts": layouts,
         "broadcast": broadcast,
     }
 

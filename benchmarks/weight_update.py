@@ -50,6 +50,7 @@ import qwen2_models
 import report
 import sglang_side
 import torch
+from msgspec import convert
 from peak_memory import MemoryGrowth, memory_of, watched_memory
 from planes_role import Role
 from token_streams import TokenStreams, token_streams
@@ -57,7 +58,7 @@ from token_streams import TokenStreams, token_streams
 from areal_sc.config.schema import Device, Dtype, RolloutConfig, SGLangConfig, WeightUpdateConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.weight_group import NamedTensor
-from areal_sc.weights import BucketLayout, WeightGroup, WeightsReference
+from areal_sc.weights import BucketLayout, ShardReference, WeightGroup, WeightsReference
 
 METHODS = ("pull", "disk", "collective")
 PHASES = ("open", "pause", "load", "resume")
@@ -175,10 +176,10 @@ class UpdateSide:
         )
         await asyncio.gather(
             self._trainers.call("collective", "meet_group", world_size=world_size),
-            self._engine.join_group(WeightGroup.from_wire(opened), first_rank=1),
+            self._engine.join_group(convert(opened, WeightGroup), first_rank=1),
         )
         layouts = await self._trainers.call("collective", "layouts")
-        self._layouts = [BucketLayout.from_wire(layout) for layout in layouts]
+        self._layouts = convert(layouts, list[BucketLayout])
 
     async def leave(self) -> None:
         await self._engine.leave_group(GROUP)
@@ -244,7 +245,7 @@ class UpdateSide:
 
     def _source(self, version: int, sealed: dict[str, Any]) -> Source:
         """As a rollout worker gets them: views of the trainer's shared memory."""
-        reference = WeightsReference(version, (tuple(sealed["shard"]),))
+        reference = WeightsReference(version, (ShardReference(*sealed["shard"]),))
 
         async def pull() -> list[NamedTensor]:
             return [

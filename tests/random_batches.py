@@ -17,8 +17,8 @@ def table(batch: BatchMetadata) -> dict[str, list[Cell]]:
     columns: dict[str, list[Cell]] = {}
     for name in batch.fields:
         cells: dict[int, Cell] = {}
-        (columns,) = [columns for columns in batch.columns if name in columns.dtypes]
-        for shard in columns.shards:
+        (holding,) = [c for c in batch.columns if name in c.dtypes]
+        for shard in holding.shards:
             for offset, first, num_rows in shard.runs:
                 for i in range(num_rows):
                     assert offset + i not in cells

@@ -53,7 +53,7 @@ def this_node() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
-class Beat(Struct, frozen=True, array_like=True):
+class Beat(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a worker last said of itself.
 
     Attributes:

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import NoneType
 
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
@@ -22,40 +22,52 @@ from areal_sc.transport.beat_board import BeatBoard, this_node
 from areal_sc.transport.beats import BeatServer
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import RpcServer
+from areal_sc.transport.rpc.transport import Method, RpcServer
+from areal_sc.workers.calls import PING, SHUTDOWN
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
+
+BLOCK = Method("block", float, str)
+"""Its argument, as that of the others, are seconds."""
+WAIT = Method("wait", float, NoneType)
+FAIL = Method("fail", float, NoneType)
 
 
 async def serve(spec: WorkerSpec) -> None:
     done = asyncio.Event()
 
-    async def ping(args: dict[str, Any]) -> None: ...
+    async def ping(_: None) -> None: ...
 
-    async def block(args: dict[str, Any]) -> str:
-        time.sleep(args["seconds"])  # noqa: ASYNC251 - that is what it is for
+    async def block(seconds: float) -> str:
+        time.sleep(seconds)  # noqa: ASYNC251 - that is what it is for
         return "done"
 
-    async def wait(args: dict[str, Any]) -> None:
+    async def wait(seconds: float) -> None:
         logging.getLogger(__name__).info("the wait began")
         try:
-            await asyncio.sleep(args["seconds"])
+            await asyncio.sleep(seconds)
         except asyncio.CancelledError:
             logging.getLogger(__name__).info("the wait was cancelled")
             raise
 
-    async def fail(args: dict[str, Any]) -> None:
-        if args["seconds"]:
-            return await wait(args)
+    async def fail(seconds: float) -> None:
+        if seconds:
+            return await wait(seconds)
         while not (Path(spec.run_dir) / "fail_now").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         raise ModelError("no weights")
 
-    async def shutdown(args: dict[str, Any]) -> None:
+    async def shutdown(_: None) -> None:
         asyncio.get_running_loop().call_later(0.05, done.set)
 
     keys = RunKeys.read(spec.keys_path)
     server = RpcServer(
-        {"ping": ping, "block": block, "wait": wait, "fail": fail, "shutdown": shutdown},
+        [
+            PING.served_by(ping),
+            BLOCK.served_by(block),
+            WAIT.served_by(wait),
+            FAIL.served_by(fail),
+            SHUTDOWN.served_by(shutdown),
+        ],
         node_id=spec.name,
         incarnation=spec.incarnation,
         authenticator=CurveAuthenticator(keys, spec.name),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from areal_sc.transport.rpc.codec import Cancel, Failure, MessageLimits, Reply, Request, encode
+from areal_sc.transport.rpc.method import pack
 
 _PREFIX_BYTES: Final = 6
 """The list and the protocol, with which a message begins."""
@@ -14,12 +15,16 @@ _PREFIX_BYTES: Final = 6
 SAMPLES: Final = [
     encode(message, MessageLimits())
     for message in (
-        Request("0123456789abcdef-1f", "a" * 32, "ping", {}),
-        Request("id", "life1", "sweep", {"live": list(range(300)), "acknowledged": 2**40}),
-        Request("id", "life1", "run", {"rows": [[i, f"g{i}", 0.5, [[3, 7]]] for i in range(40)]}),
-        Request("é" * 20, "life1", "π", {"nested": {"a": {"b": [None, True, -1.5, b"\xff" * 70]}}}),
-        Reply("0123456789abcdef-1f", None),
-        Reply("id", {"text": "x" * 2000, "numbers": [2**63, -(2**31), 1e300]}),
+        Request("0123456789abcdef-1f", "a" * 32, "ping", pack({})),
+        Request("id", "life1", "sweep", pack({"live": list(range(300)), "acknowledged": 2**40})),
+        Request(
+            "id", "life1", "run", pack({"rows": [[i, f"g{i}", 0.5, [[3, 7]]] for i in range(40)]})
+        ),
+        Request(
+            "é" * 20, "life1", "π", pack({"nested": {"a": {"b": [None, True, -1.5, b"\xff" * 70]}}})
+        ),
+        Reply("0123456789abcdef-1f", pack(None)),
+        Reply("id", pack({"text": "x" * 2000, "numbers": [2**63, -(2**31), 1e300]})),
         Failure("id", "KeyError", "", "absent", "Traceback ...\n" * 30, 4),
         Cancel("id", "life1"),
     )

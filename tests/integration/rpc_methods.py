@@ -5,14 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 from areal_sc.errors import ShardGone
 from areal_sc.transport.rpc.codec import MessageLimits
-from areal_sc.transport.rpc.transport import RpcClient, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import (
+    Method,
+    RpcClient,
+    RpcServer,
+    Served,
+    ZmqTransport,
+)
 
 LIFE = "life1"
 LIMITS = MessageLimits()
+
+
+@cache
+def named(name: str) -> Method[Any, Any]:
+    """A method of any arguments and any reply."""
+    return Method(name, Any, Any)
 
 
 class Methods:
@@ -85,15 +98,15 @@ class Methods:
     async def cancelled_inside(self, args: dict[str, Any]) -> None:
         raise asyncio.CancelledError
 
-    def handlers(self) -> dict[str, Any]:
-        names = [name for name in vars(Methods) if not name.startswith("_") and name != "handlers"]
-        return {name: getattr(self, name) for name in names}
+    def served(self) -> list[Served]:
+        names = [name for name in vars(Methods) if not name.startswith("_") and name != "served"]
+        return [named(name).served_by(getattr(self, name)) for name in names]
 
 
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[tuple[RpcServer, Methods, str]]:
     methods = Methods()
-    server = RpcServer(methods.handlers(), node_id="train/2", incarnation=LIFE, **options)
+    server = RpcServer(methods.served(), node_id="train/2", incarnation=LIFE, **options)
     address = await server.start()
     try:
         yield server, methods, address

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from integration.rpc_methods import named
+
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.transport import RpcClient, ZmqTransport
@@ -98,6 +100,6 @@ def server_process(folder: Path, keys: RunKeys | None = None) -> Iterator[Server
 
 
 async def counters(client: RpcClient) -> dict[str, Any]:
-    answer = await client.call("counters", {}, timeout_s=30)
+    answer = await client.call(named("counters"), {}, timeout_s=30)
     assert isinstance(answer, dict)
     return answer

@@ -16,9 +16,14 @@ from typing import Any
 
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import Method, RpcServer, ZmqTransport
 
 LIFE = "life1"
+
+
+def named(name: str) -> Method[Any, Any]:
+    """A method of any arguments and any reply."""
+    return Method(name, Any, Any)
 
 
 def authenticator_of(keys: str, node_id: str) -> CurveAuthenticator | None:
@@ -34,13 +39,13 @@ async def serve(keys: str) -> None:
     authenticator = authenticator_of(keys, "train/2")
     num_calls = 0
 
-    def count(args: dict[str, Any]) -> int:
+    def count(_: Any) -> int:
         nonlocal num_calls
         num_calls += 1
         return num_calls
 
     def blob(args: dict[str, Any]) -> bytes:
-        return bytes(int(args["size"]))
+        return bytes(args["size"])
 
     async def echo(args: dict[str, Any]) -> Any:
         return args
@@ -54,7 +59,12 @@ async def serve(keys: str) -> None:
         }
 
     server = RpcServer(
-        {"count": count, "blob": blob, "echo": echo, "counters": counters},
+        [
+            named("count").served_by(count),
+            named("blob").served_by(blob),
+            named("echo").served_by(echo),
+            named("counters").served_by(counters),
+        ],
         node_id="train/2",
         incarnation=LIFE,
         authenticator=authenticator,
@@ -68,10 +78,12 @@ async def serve(keys: str) -> None:
 async def call(keys: str, address: str) -> None:
     transport = ZmqTransport(authenticator=authenticator_of(keys, "caller"))
     connection = transport.connect(address, "train/2", LIFE)
-    await connection.call("blob", {"size": 100_000}, timeout_s=30)
+    await connection.call(named("blob"), {"size": 100_000}, timeout_s=30)
     print_line("calling")
     while True:
-        calls = [connection.call("blob", {"size": 1_000_000}, timeout_s=30) for _ in range(150)]
+        calls = [
+            connection.call(named("blob"), {"size": 1_000_000}, timeout_s=30) for _ in range(150)
+        ]
         await asyncio.gather(*calls, return_exceptions=True)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import zmq
+from integration.rpc_methods import named
 
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import Device, GRPOConfig
@@ -24,9 +25,11 @@ from areal_sc.errors import TransportError, WorkerStartError
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.transport.beat_board import BEAT
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import KEYS_VARIABLE, RunKeys
-from areal_sc.transport.rpc.transport import Authenticator, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.transport import Authenticator, Method, RpcServer, ZmqTransport
+from areal_sc.workers.calls import PING
 
 LIMIT_S = 30.0
 NO_SERVICE_S = 1.0
@@ -49,7 +52,7 @@ class Service:
         self.served: list[dict[str, Any]] = []
         self.authenticator = CurveAuthenticator(keys, "train/0")
         self.server = RpcServer(
-            {"work": self._work},
+            [named("work").served_by(self._work)],
             node_id="train/0",
             incarnation="a1",
             authenticator=self.authenticator,
@@ -85,7 +88,7 @@ async def call(
 ) -> Any:
     async with transport(authenticator) as made:
         connection = made.connect(serving.address, "train/0", "a1")
-        return await connection.call("work", {"who": who}, timeout_s=timeout_s)
+        return await connection.call(named("work"), {"who": who}, timeout_s=timeout_s)
 
 
 class Stranger:
@@ -153,7 +156,7 @@ async def test_members_are_served_while_strangers_try(keys: RunKeys) -> None:
         async with transport(CurveAuthenticator(keys, "controller")) as made:
             connection = made.connect(serving.address, "train/0", "a1")
             while not all(stranger.done() for stranger in strangers):
-                await connection.call("work", {"who": "member"}, timeout_s=LIMIT_S)
+                await connection.call(named("work"), {"who": "member"}, timeout_s=LIMIT_S)
         for stranger in strangers:
             assert isinstance(stranger.exception(), TransportError)
         assert {args["who"] for args in serving.served} == {"member"}
@@ -168,7 +171,7 @@ async def test_a_member_does_not_talk_to_a_server_of_another_run(keys: RunKeys) 
         authenticator = impostor_keys and CurveAuthenticator(impostor_keys, "impostor")
         served: list[Any] = []
         impostor = RpcServer(
-            {"work": served.append},
+            [named("work").served_by(served.append)],
             node_id="train/0",
             incarnation="a1",
             authenticator=authenticator,
@@ -178,7 +181,7 @@ async def test_a_member_does_not_talk_to_a_server_of_another_run(keys: RunKeys) 
             async with transport(CurveAuthenticator(keys, "controller")) as made:
                 connection = made.connect(address, "train/0", "a1")
                 with pytest.raises(TransportError):
-                    await connection.call("work", {"who": "member"}, timeout_s=NO_SERVICE_S)
+                    await connection.call(named("work"), {"who": "member"}, timeout_s=NO_SERVICE_S)
         finally:
             await impostor.close()
         assert served == []
@@ -233,8 +236,8 @@ def request(config: GRPOConfig, index: int = 0) -> LaunchRequest:
 async def ping(worker: RunningWorker, authenticator: Authenticator | None, address: str) -> Any:
     async with transport(authenticator) as made:
         connection = made.connect(address, worker.name, worker.spec.incarnation)
-        method = "beat" if address == worker.report.beat_address else "ping"
-        return await connection.call(method, {}, timeout_s=NO_SERVICE_S)
+        method: Method[None, Any] = BEAT if address == worker.report.beat_address else PING
+        return await connection.call(method, None, timeout_s=NO_SERVICE_S)
 
 
 async def test_a_real_worker_serves_its_run_alone(
@@ -255,7 +258,7 @@ async def test_a_real_worker_serves_its_run_alone(
     connection = runtime.transport.connect(
         worker.report.address, worker.name, worker.spec.incarnation
     )
-    assert await connection.call("ping", {}, timeout_s=LIMIT_S) is None
+    await connection.call(PING, None, timeout_s=LIMIT_S)
     await runtime.transport.close()
     assert "refused_connection node=train/0" in worker.spec.log_path.read_text()
     for secret in (scheduler.keys.server_secret, scheduler.keys.client_secret):

@@ -15,16 +15,17 @@ from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.metadata import (
     BatchMetadata,
+    Columns,
     RowMetadata,
+    Run,
     ShardMetadata,
-    TensorMetadata,
-    WeightsReference,
     concat,
 )
 from areal_sc.transport import slices
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
+from areal_sc.weights import ShardReference, WeightsReference
 
 STORE_BYTES = 64 << 20
 
@@ -46,16 +47,11 @@ class Worker:
             self.plane.store.node_id,
             self.address,
             self.plane.store.put(fields, lengths),
-            len(lengths),
-            0,
-            {
-                "input_ids": TensorMetadata((total,), "int32"),
-                "behavior_logprobs": TensorMetadata((total,), "float32"),
-            },
-            tuple(range(len(lengths))),
+            (Run(0, 0, len(lengths)),),
         )
+        columns = Columns({"input_ids": "int32", "behavior_logprobs": "float32"}, (shard,))
         rows = tuple(RowMetadata(0, 0, n, 0.0, 0, ()) for n in lengths)
-        return BatchMetadata(shard.shard_id, 0, len(rows), (shard,), rows)
+        return BatchMetadata(shard.shard_id, 0, (columns,), rows)
 
 
 def life_of(name: str) -> str:
@@ -103,7 +99,7 @@ async def test_rows_that_lie_together_are_views(folder: ArenaFolder) -> None:
         start = whole.fields["input_ids"].data_ptr()
         assert part.fields["input_ids"].data_ptr() == start + 400
         assert puller.plane.puller.mapped_bytes == 427 * 8 + 27 * 4
-        assert puller.plane.stats()["pulled_bytes"] == owner.plane.stats()["bulk_requests"] == 0
+        assert puller.plane.stats().pulled_bytes == owner.plane.stats().bulk_requests == 0
 
 
 async def test_rows_that_lie_apart_are_copied_together(folder: ArenaFolder) -> None:
@@ -123,7 +119,7 @@ async def test_rows_that_lie_apart_are_copied_together(folder: ArenaFolder) -> N
             *range(5),
         ]
         turned.fields["input_ids"] += 1  # a copy is the puller's own
-        assert puller.plane.stats()["pulled_bytes"] == 0
+        assert puller.plane.stats().pulled_bytes == 0
         # a worker's own rows come from its own store
         mixed = await second.plane.puller.pull(batch)
         assert mixed.fields["input_ids"].tolist() == expected
@@ -175,13 +171,13 @@ async def test_weights_are_views_of_the_ranks_memory(folder: ArenaFolder) -> Non
         for number, rank in enumerate(ranks):
             parts = {"a": torch.full((50_000,), float(number)), "b": torch.zeros(0)}
             shard_id = rank.plane.store.put(parts, {n: [p.numel()] for n, p in parts.items()})
-            shards.append((rank.plane.store.node_id, rank.address, shard_id))
+            shards.append(ShardReference(rank.plane.store.node_id, rank.address, shard_id))
         weights = WeightsReference(3, tuple(shards))
         pulled = {name: parts async for name, parts in puller.plane.puller.pull_weights(weights)}
         assert [part.unique().tolist() for part in pulled["a"]] == [[0.0], [1.0]]
         assert [part.numel() for part in pulled["b"]] == [0, 0]
-        assert puller.plane.stats()["pulled_bytes"] == 0
-        assert puller.plane.stats()["mapped_bytes"] == 2 * 50_000 * 4
+        assert puller.plane.stats().pulled_bytes == 0
+        assert puller.plane.stats().mapped_bytes == 2 * 50_000 * 4
 
 
 async def test_without_shared_memory_everything_travels() -> None:
@@ -189,9 +185,9 @@ async def test_without_shared_memory_everything_travels() -> None:
         batch = owner.put([100, 20])
         pulled = await puller.plane.puller.pull(batch)
         assert pulled.fields["input_ids"].tolist() == list(range(120))
-        assert puller.plane.stats()["mapped_bytes"] == 0
-        assert puller.plane.stats()["pulled_bytes"] == 960
-        assert owner.plane.stats()["served_bytes"] > 960
+        assert puller.plane.stats().mapped_bytes == 0
+        assert puller.plane.stats().pulled_bytes == 960
+        assert owner.plane.stats().served_bytes > 960
 
 
 async def test_an_owner_elsewhere_is_reached_over_its_socket(
@@ -204,7 +200,7 @@ async def test_an_owner_elsewhere_is_reached_over_its_socket(
         (puller,) = made
         pulled = await puller.plane.puller.pull(batch)
         assert pulled.fields["input_ids"].tolist() == list(range(100))
-        assert puller.plane.stats()["pulled_bytes"] == 800
+        assert puller.plane.stats().pulled_bytes == 800
     other_node.remove()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.beating_worker import BLOCK, FAIL, WAIT
 from integration.cutting_proxy import cutting_proxy
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
@@ -25,6 +26,7 @@ from areal_sc.errors import ModelError, WorkerLost
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.transport.keys import RunKeys
+from areal_sc.workers.calls import PING
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 PROGRAM = Path(__file__).with_name("beating_worker.py")
@@ -129,7 +131,7 @@ def lost(fleet: Fleet) -> list[Member]:
 async def test_a_worker_that_blocks_its_event_loop_is_not_lost(tmp_path: Path) -> None:
     async with fleet_of(2, tmp_path) as (fleet, _):
         member = fleet.members[0]
-        reply = await fleet.call(member, "block", {"seconds": BOUND_S + 1.0}, timeout_s=LIMIT_S)
+        reply = await fleet.call(member, BLOCK, BOUND_S + 1.0, timeout_s=LIMIT_S)
         assert reply == "done"
         assert lost(fleet) == []
 
@@ -138,7 +140,7 @@ async def test_a_worker_that_blocks_its_event_loop_for_too_long_is_lost(tmp_path
     async with fleet_of(2, tmp_path, hung_after_s=2.0) as (fleet, _):
         member = fleet.members[1]
         with pytest.raises(WorkerLost, match="rollout/1 hangs: its event loop has not turned"):
-            await fleet.call(member, "block", {"seconds": 1000}, timeout_s=LIMIT_S)
+            await fleet.call(member, BLOCK, 1000.0, timeout_s=LIMIT_S)
         assert lost(fleet) == [member]
 
 
@@ -148,7 +150,7 @@ async def test_a_stopped_worker_is_lost_and_its_neighbours_are_heard(tmp_path: P
         for num_lost, member in enumerate(fleet.members[:2], start=1):
             scheduler.processes[member.name].send_signal(signal.SIGSTOP)
             with pytest.raises(WorkerLost) as caught:
-                await fleet.call(member, "ping", {}, timeout_s=LIMIT_S)
+                await fleet.call(member, PING, None, timeout_s=LIMIT_S)
             assert f"{member.name} missed 5 heartbeats of 0.5 s (other rollout workers on " in str(
                 caught.value
             )
@@ -156,22 +158,20 @@ async def test_a_stopped_worker_is_lost_and_its_neighbours_are_heard(tmp_path: P
             assert len(lost(fleet)) == num_lost
         last = fleet.members[2]
         await asyncio.sleep(5.0)  # longer than an orphan would live
-        await fleet.call(last, "ping", {}, timeout_s=LIMIT_S)
+        await fleet.call(last, PING, None, timeout_s=LIMIT_S)
         assert last.failure is None
 
 
 async def test_a_killed_worker_is_lost_at_once_and_its_neighbour_is_heard(tmp_path: Path) -> None:
     async with fleet_of(2, tmp_path) as (fleet, scheduler):
         speaker, neighbour = fleet.members
-        waiting = asyncio.create_task(
-            fleet.call(speaker, "block", {"seconds": 1000}, timeout_s=LIMIT_S)
-        )
+        waiting = asyncio.create_task(fleet.call(speaker, BLOCK, 1000.0, timeout_s=LIMIT_S))
         await asyncio.sleep(2 * INTERVAL_S)
         scheduler.processes[speaker.name].kill()
         with pytest.raises(WorkerLost, match="rollout/0 ended with exit code -9"):
             await waiting
         await asyncio.sleep(BOUND_S + 1.0)
-        await fleet.call(neighbour, "ping", {}, timeout_s=LIMIT_S)
+        await fleet.call(neighbour, PING, None, timeout_s=LIMIT_S)
         assert lost(fleet) == [speaker]
 
 
@@ -189,9 +189,8 @@ async def test_a_reset_connection_to_a_living_worker_costs_nothing(
         monkeypatch.setitem(globals(), "ProcessScheduler", Proxied)
         async with fleet_of(1, tmp_path) as (fleet, scheduler):
             (member,) = fleet.members
-            waits = {"seconds": 2.0}
-            alone = asyncio.create_task(fleet.call(member, "wait", waits, timeout_s=LIMIT_S))
-            of_all = asyncio.create_task(fleet.call_all("wait", [waits], timeout_s=LIMIT_S))
+            alone = asyncio.create_task(fleet.call(member, WAIT, 2.0, timeout_s=LIMIT_S))
+            of_all = asyncio.create_task(fleet.call_all(WAIT, 2.0, timeout_s=LIMIT_S))
             await until(lambda: scheduler.log(member.name).count("the wait began") == 2)
             proxy.cut()
             await asyncio.gather(alone, of_all)
@@ -201,8 +200,9 @@ async def test_a_reset_connection_to_a_living_worker_costs_nothing(
 
 async def test_the_first_error_ends_a_call_of_all_at_once(tmp_path: Path) -> None:
     async with fleet_of(3, tmp_path) as (fleet, scheduler):
-        args = [{"seconds": 1000}, {"seconds": 0}, {"seconds": 1000}]
-        failing = asyncio.create_task(fleet.call_all("fail", args, timeout_s=LIMIT_S))
+        failing = asyncio.create_task(
+            fleet.call_each(FAIL, [1000.0, 0.0, 1000.0], timeout_s=LIMIT_S)
+        )
         for name in ("rollout/0", "rollout/2"):
             await until(lambda name=name: "the wait began" in scheduler.log(name))
         (tmp_path / "fail_now").touch()
@@ -211,22 +211,21 @@ async def test_the_first_error_ends_a_call_of_all_at_once(tmp_path: Path) -> Non
         for name in ("rollout/0", "rollout/2"):
             await until(lambda name=name: "the wait was cancelled" in scheduler.log(name))
         assert lost(fleet) == []
-        waiting = asyncio.create_task(
-            fleet.call_all("wait", [{"seconds": 1000}] * 3, timeout_s=LIMIT_S)
-        )
+        waiting = asyncio.create_task(fleet.call_all(WAIT, 1000.0, timeout_s=LIMIT_S))
         await asyncio.sleep(2 * INTERVAL_S)
         scheduler.processes["rollout/1"].kill()
         with pytest.raises(WorkerLost, match="rollout/1 ended with exit code -9"):
             await waiting
         # what is lost stays lost, also for calls of all
         with pytest.raises(WorkerLost, match="rollout/1 ended with exit code -9"):
-            await fleet.call_all("ping", [{}] * 3)
+            await fleet.call_all(PING, None)
 
 
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from integration.beating_worker import BLOCK
 from integration.test_heartbeats import fleet_of
 
 async def main():
@@ -235,7 +234,7 @@ async def main():
         Path(sys.argv[2], "pids").write_text(
             " ".join(str(process.pid) for process in scheduler.processes.values())
         )
-        await fleet.call(fleet.members[0], "block", {"seconds": 1000}, timeout_s=1000.0)
+        await fleet.call(fleet.members[0], BLOCK, 1000.0, timeout_s=1000.0)
 
 asyncio.run(main())
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
-from integration.rpc_methods import LIFE, LIMITS, Methods, serving, transport, until
+from integration.rpc_methods import LIFE, LIMITS, Methods, named, serving, transport, until
 from integration.rpc_process import server_process
 
 from areal_sc.errors import (
@@ -44,15 +44,15 @@ async def test_values_come_in_the_order_of_the_calls() -> None:
     async with fleet(8) as (callers, clients, _, _):
         calls = [(clients[i % 8], {"i": i}) for i in range(400)]
         for method in ("echo", "quick"):
-            values = await callers.call_all(calls, method, timeout_s=20)
+            values = await callers.call_all(calls, named(method), timeout_s=20)
             assert values == [{"i": i} for i in range(400)]
-        assert await callers.call_all([], "echo", timeout_s=20) == []
+        assert await callers.call_all([], named("echo"), timeout_s=20) == []
 
 
 async def test_each_failure_stands_in_the_place_of_its_call() -> None:
     async with fleet(5) as (callers, clients, methods, servers):
         late = callers.connect(clients[0].address, "train/2", "life0")
-        await clients[3].call("echo", {}, timeout_s=20)
+        await clients[3].call(named("echo"), {}, timeout_s=20)
         await servers[3].close()
         await until(lambda: clients[3].is_lost is not None)
         calls: list[tuple[RpcClient, dict[str, Any]]] = [
@@ -62,10 +62,12 @@ async def test_each_failure_stands_in_the_place_of_its_call() -> None:
             (clients[3], {}),
             (clients[4], {"x": object()}),
         ]
-        kinds = [type(outcome) for outcome in await callers.call_all(calls, "fail", timeout_s=20)]
+        kinds = [
+            type(outcome) for outcome in await callers.call_all(calls, named("fail"), timeout_s=20)
+        ]
         assert kinds == [RemoteError, ShardGone, IncarnationMismatch, PeerLost, ProtocolError]
         mixed = [(clients[1], {"x": 1}), (clients[3], {}), (clients[2], {"x": 2})]
-        first, lost, second = await callers.call_all(mixed, "echo", timeout_s=20)
+        first, lost, second = await callers.call_all(mixed, named("echo"), timeout_s=20)
         assert (first, second) == ({"x": 1}, {"x": 2})
         assert isinstance(lost, PeerLost)
         assert "echo not sent: train/2 at tcp" in str(lost)
@@ -75,7 +77,7 @@ async def test_each_failure_stands_in_the_place_of_its_call() -> None:
 async def test_a_server_that_is_lost_meanwhile_fails_its_call_alone() -> None:
     async with fleet(4) as (callers, clients, methods, servers):
         calls: list[tuple[RpcClient, dict[str, Any]]] = [(client, {}) for client in clients]
-        gathering = asyncio.create_task(callers.call_all(calls, "wait", timeout_s=60))
+        gathering = asyncio.create_task(callers.call_all(calls, named("wait"), timeout_s=60))
         await until(lambda: all(method.num_waiting == 1 for method in methods))
         await servers[2].close()
         await until(lambda: clients[2].is_lost is not None)
@@ -91,8 +93,8 @@ async def test_who_is_late_is_given_up_and_told_so() -> None:
     async with fleet(4) as (callers, clients, methods, _):
         methods[1].go_on.set()
         calls: list[tuple[RpcClient, dict[str, Any]]] = [(client, {}) for client in clients]
-        assert await callers.call_all(calls, "echo", timeout_s=20) == [{}] * 4
-        outcomes = await callers.call_all(calls, "wait", timeout_s=5)
+        assert await callers.call_all(calls, named("echo"), timeout_s=20) == [{}] * 4
+        outcomes = await callers.call_all(calls, named("wait"), timeout_s=5)
         assert outcomes[1] == 1
         for i in (0, 2, 3):
             assert isinstance(outcomes[i], RpcTimeout)
@@ -105,14 +107,14 @@ async def test_who_is_late_is_given_up_and_told_so() -> None:
 async def test_a_cancellation_is_passed_on_to_all() -> None:
     async with fleet(4) as (callers, clients, methods, _):
         calls = [(client, {"i": i}) for i in range(50) for client in clients]
-        gathering = asyncio.create_task(callers.call_all(calls, "wait", timeout_s=60))
+        gathering = asyncio.create_task(callers.call_all(calls, named("wait"), timeout_s=60))
         await until(lambda: all(method.num_waiting == 50 for method in methods))
         gathering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gathering
         await until(lambda: all(method.num_cancelled == 50 for method in methods))
         assert not any(client._pending for client in clients)
-        assert await clients[0].call("echo", {}, timeout_s=20) == {}
+        assert await clients[0].call(named("echo"), {}, timeout_s=20) == {}
 
 
 async def test_the_first_error_may_end_all(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,12 +127,12 @@ async def test_the_first_error_may_end_all(caplog: pytest.LogCaptureFixture) -> 
             *[(late, {})] * 2,
             *[(client, {"i": i}) for i in range(200) for client in clients],
         ]
-        outcomes = await callers.call_all(calls, "wait", timeout_s=60, stops_at_error=True)
+        outcomes = await callers.call_all(calls, named("wait"), timeout_s=60, stops_at_error=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         assert [type(error) for error in errors] == [IncarnationMismatch]
         await until(lambda: not any(method.num_waiting for method in methods))
         assert not any(client._pending for client in clients)
-        values = await callers.call_all(calls[3:], "echo", timeout_s=20, stops_at_error=True)
+        values = await callers.call_all(calls[3:], named("echo"), timeout_s=20, stops_at_error=True)
         assert values == [args for _, args in calls[3:]]
     assert "never retrieved" not in caplog.text
 
@@ -145,8 +147,8 @@ async def test_full_queues_delay_only_their_own_calls() -> None:
             mute = callers.connect(address, "rollout/0", LIFE)
             args = {"blob": bytes(1 << 14)}
             calls = [(mute, args)] * 1500 + [(clients[0], {})] * 10
-            gathering = asyncio.create_task(callers.call_all(calls, "quick", timeout_s=30))
-            assert await clients[0].call("echo", {}, timeout_s=20) == {}
+            gathering = asyncio.create_task(callers.call_all(calls, named("quick"), timeout_s=30))
+            assert await clients[0].call(named("echo"), {}, timeout_s=20) == {}
             received = []
             async with asyncio.timeout(20):
                 while len(received) < 1500:  # it reads, after all
@@ -165,7 +167,7 @@ async def test_a_fan_out_leaves_the_loop_its_turns(method: str) -> None:
     async with fleet(2) as (callers, clients, _, _):
         calls: list[tuple[RpcClient, dict[str, Any]]] = [(clients[i % 2], {}) for i in range(4000)]
         num_open = []
-        gathering = asyncio.create_task(callers.call_all(calls, method, timeout_s=3))
+        gathering = asyncio.create_task(callers.call_all(calls, named(method), timeout_s=3))
         while not gathering.done():
             num_open.append(sum(len(client._pending) for client in clients))
             await asyncio.sleep(0)
@@ -184,9 +186,9 @@ async def test_a_killed_process_fails_its_calls_alone(tmp_path: Path) -> None:
             alive, doomed = kept.connect(callers), killed.connect(callers)
             calls = [(client, {"i": i}) for i in range(20) for client in (alive, doomed)]
             expected = [args for _, args in calls]
-            assert await callers.call_all(calls, "echo", timeout_s=30) == expected
+            assert await callers.call_all(calls, named("echo"), timeout_s=30) == expected
             killed.process.send_signal(signal.SIGSTOP)  # it takes the calls and answers none
-            gathering = asyncio.create_task(callers.call_all(calls, "echo", timeout_s=60))
+            gathering = asyncio.create_task(callers.call_all(calls, named("echo"), timeout_s=60))
             await until(lambda: not alive._pending and len(doomed._pending) == 20)
             assert not gathering.done()
             killed.process.kill()

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import zmq
 from integration.message_mutations import mutated
+from integration.rpc_methods import named
 from integration.rpc_process import PROGRAM, ServerProcess, counters, server_process
 
 from areal_sc.errors import PeerLost, RpcTimeout
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.codec import MessageLimits, Reply, Request, decode, encode
+from areal_sc.transport.rpc.method import pack
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.socket import FRAME_BYTES
 
@@ -97,17 +99,17 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
         while num_frames > 0:
             num_frames -= send_frames(server.port, rng, 40)
 
-    assert await member.call("echo", {"x": 1}, timeout_s=30) == {"x": 1}
+    assert await member.call(named("echo"), {"x": 1}, timeout_s=30) == {"x": 1}
     await asyncio.to_thread(attack, 10_000)  # so that what is made once is made
     await until(lambda: server.num_connections == 1)
     num_files = server.num_open_files
     warm_bytes = server.memory_bytes
     attacking = asyncio.create_task(asyncio.to_thread(attack, 100_000))
     while not attacking.done():  # meanwhile
-        assert await member.call("echo", {"x": 2}, timeout_s=30) == {"x": 2}
+        assert await member.call(named("echo"), {"x": 2}, timeout_s=30) == {"x": 2}
         await asyncio.sleep(0.05)
     await attacking
-    assert await member.call("echo", {"x": 3}, timeout_s=30) == {"x": 3}
+    assert await member.call(named("echo"), {"x": 3}, timeout_s=30) == {"x": 3}
     await until(lambda: server.num_connections == 1 and server.num_open_files <= num_files)
     await until(server.is_idle)
     assert server.memory_bytes - warm_bytes < MAX_GROWTH_BYTES
@@ -121,13 +123,13 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
 async def test_strangers_that_hold_connections_open_are_put_out(server: ServerProcess) -> None:
     transport = ZmqTransport(authenticator=server.member())
     member = server.connect(transport)
-    assert await member.call("echo", {}, timeout_s=30) == {}
+    assert await member.call(named("echo"), {}, timeout_s=30) == {}
     before_bytes = server.memory_bytes
     strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(500)]
     try:
         for i, stranger in enumerate(strangers):
             stranger.sendall(greeting(CURVE)[: i % 64])
-        assert await member.call("echo", {"x": 1}, timeout_s=30) == {"x": 1}
+        assert await member.call(named("echo"), {"x": 1}, timeout_s=30) == {"x": 1}
         for stranger in strangers:
             stranger.settimeout(30)
             with suppress(ConnectionError):
@@ -136,7 +138,7 @@ async def test_strangers_that_hold_connections_open_are_put_out(server: ServerPr
     finally:
         for stranger in strangers:
             stranger.close()
-    assert await member.call("echo", {"x": 2}, timeout_s=30) == {"x": 2}
+    assert await member.call(named("echo"), {"x": 2}, timeout_s=30) == {"x": 2}
     assert server.memory_bytes - before_bytes < MAX_GROWTH_BYTES
     await transport.close()
 
@@ -156,7 +158,7 @@ async def test_strangers_with_long_frames_fill_no_memory(
 ) -> None:
     transport = ZmqTransport(authenticator=server.member())
     member = server.connect(transport)
-    assert await member.call("echo", {}, timeout_s=30) == {}
+    assert await member.call(named("echo"), {}, timeout_s=30) == {}
     before_bytes = server.memory_bytes
     with ExitStack() as strangers:
         for number in range(NUM_HOLDERS):
@@ -164,21 +166,21 @@ async def test_strangers_with_long_frames_fill_no_memory(
             assert server.memory_bytes - before_bytes < HOLDERS_BYTES
             if number % 10 == 0:  # members are served meanwhile, also with what takes many frames
                 large = {"x": bytes(3 << 20)}
-                assert await member.call("echo", large, timeout_s=30) == large
+                assert await member.call(named("echo"), large, timeout_s=30) == large
     await transport.close()
 
 
 async def test_a_caller_with_the_keys_of_another_run_is_told_so(server: ServerProcess) -> None:
     transport = ZmqTransport(authenticator=CurveAuthenticator(RunKeys.create(), "stranger"))
     with pytest.raises(PeerLost, match=r"the handshake failed: .* the keys of another run"):
-        await server.connect(transport).call("count", {}, timeout_s=30)
+        await server.connect(transport).call(named("count"), {}, timeout_s=30)
     await transport.close()
 
 
 async def test_a_caller_without_keys_gets_nothing(server: ServerProcess) -> None:
     transport = ZmqTransport()
     with pytest.raises((PeerLost, RpcTimeout)):
-        await server.connect(transport).call("count", {}, timeout_s=2)
+        await server.connect(transport).call(named("count"), {}, timeout_s=2)
     await transport.close()
     members = ZmqTransport(authenticator=server.member())
     assert (await counters(server.connect(members)))["num_calls"] == 0
@@ -227,18 +229,18 @@ async def test_mutated_messages_of_a_member_are_counted_and_end_nothing(
 
     with raw_member(server) as dealer:
         await asyncio.to_thread(send, dealer, 2_000)
-        assert await client.call("echo", {"x": 1}, timeout_s=30) == {"x": 1}
+        assert await client.call(named("echo"), {"x": 1}, timeout_s=30) == {"x": 1}
         warm_bytes = server.memory_bytes
         await asyncio.to_thread(send, dealer, 20_000)
         # the server has them all once it answers what was sent after them
-        dealer.send(encode(Request("last", "life1", "echo", {"last": 1}), LIMITS))
+        dealer.send(encode(Request("last", "life1", "echo", pack({"last": 1})), LIMITS))
         async with asyncio.timeout(60):
             while True:
                 frame = await asyncio.to_thread(receive, dealer)
                 message = decode([memoryview(frame)], LIMITS)
-                if message == Reply("last", {"last": 1}):
+                if message == Reply("last", pack({"last": 1})):
                     break
-        assert await client.call("echo", {"x": 2}, timeout_s=30) == {"x": 2}
+        assert await client.call(named("echo"), {"x": 2}, timeout_s=30) == {"x": 2}
     counted = await counters(client)
     assert 10_000 < counted["num_malformed"] < 22_000
     assert counted["num_calls"] == 0
@@ -249,25 +251,25 @@ async def test_mutated_messages_of_a_member_are_counted_and_end_nothing(
 
 
 async def test_a_replayed_request_is_answered_and_not_executed(server: ServerProcess) -> None:
-    request = encode(Request("the same", "life1", "count", {}), LIMITS)
+    request = encode(Request("the same", "life1", "count", pack({})), LIMITS)
     with raw_member(server) as first, raw_member(server) as second:
         replies = []
         for dealer in (first, first, second):
             dealer.send(request)
             replies.append(await asyncio.to_thread(receive, dealer))
-    assert replies == [encode(Reply("the same", 1), LIMITS)] * 3
+    assert replies == [encode(Reply("the same", pack(1)), LIMITS)] * 3
     transport = ZmqTransport(authenticator=server.member())
     assert (await counters(server.connect(transport)))["num_calls"] == 1
     await transport.close()
 
 
 async def test_oversized_truncated_and_foreign_messages_are_refused(server: ServerProcess) -> None:
-    good = encode(Request("id", "life1", "count", {}), LIMITS)
+    good = encode(Request("id", "life1", "count", pack({})), LIMITS)
     refused = [
         [good[:-1]],
         [good[:3]],
         [b""],
-        [good[:5] + bytes([good[5] + 1]) + good[6:]],  # another protocol version
+        [good[:4] + bytes([good[4] + 1]) + good[5:]],  # another protocol version
         [good + b"\x00"],
         [good, good],
         [good] * 1000,
@@ -279,16 +281,16 @@ async def test_oversized_truncated_and_foreign_messages_are_refused(server: Serv
     with raw_member(server) as dealer:
         for frames in refused:
             dealer.send_multipart(frames)
-        dealer.send(encode(Request("after", "life1", "echo", {}), LIMITS))
+        dealer.send(encode(Request("after", "life1", "echo", pack({})), LIMITS))
         answer = await asyncio.to_thread(receive, dealer)
-        assert decode([memoryview(answer)], LIMITS) == Reply("after", {})
+        assert decode([memoryview(answer)], LIMITS) == Reply("after", pack({}))
         counted = await counters(client)
         assert (counted["num_malformed"], counted["num_calls"]) == (len(refused), 0)
         # ZMQ ends the connection before there is room for a frame that is too long
         before_bytes = server.memory_bytes
         dealer.send(bytes(LIMITS.max_bytes))
-        dealer.send(encode(Request("lost", "life1", "count", {}), LIMITS))
-        assert await client.call("echo", {}, timeout_s=30) == {}
+        dealer.send(encode(Request("lost", "life1", "count", pack({})), LIMITS))
+        assert await client.call(named("echo"), {}, timeout_s=30) == {}
         assert server.memory_bytes - before_bytes < LIMITS.max_bytes // 2
     counted = await counters(client)
     assert counted["num_malformed"] == len(refused)
@@ -298,7 +300,7 @@ async def test_oversized_truncated_and_foreign_messages_are_refused(server: Serv
 async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProcess) -> None:
     transport = ZmqTransport(authenticator=server.member())
     client = server.connect(transport)
-    assert await client.call("blob", {"size": 1_000_000}, timeout_s=30)
+    assert await client.call(named("blob"), {"size": 1_000_000}, timeout_s=30)
     warm_bytes = server.memory_bytes
     caller = await asyncio.create_subprocess_exec(
         *(sys.executable, str(PROGRAM), "call", str(server.keys_path), server.address),
@@ -314,7 +316,7 @@ async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProce
                 caller.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(0.05)
         for i in range(50):
-            assert await client.call("echo", {"x": i}, timeout_s=30) == {"x": i}
+            assert await client.call(named("echo"), {"x": i}, timeout_s=30) == {"x": i}
         assert server.memory_bytes - warm_bytes < 200 << 20  # what it asks for at a time
         assert server.num_connections == 2
         await until(lambda: server.num_connections == 1)
@@ -323,7 +325,7 @@ async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProce
         # it finds out when it goes on, and calls again
         caller.send_signal(signal.SIGCONT)
         await until(lambda: server.num_connections == 2)
-        assert await client.call("echo", {}, timeout_s=30) == {}
+        assert await client.call(named("echo"), {}, timeout_s=30) == {}
     finally:
         caller.kill()
         await caller.wait()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from areal_sc.errors import PeerSilent, ShardGone
-from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata, concat
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata, concat
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.pull import Puller
@@ -64,21 +64,15 @@ class OwnerProcess:
         assert self.process.stdout is not None
         said = json.loads(self.process.stdout.readline())
         lengths = owner_module().LENGTHS
-        total = sum(lengths)
         shard = ShardMetadata(
             self.node_id,
             said["address"],
             said["shard_id"],
-            len(lengths),
-            0,
-            {
-                "input_ids": TensorMetadata((total,), "int32"),
-                "behavior_logprobs": TensorMetadata((total,), "bfloat16"),
-            },
-            tuple(range(len(lengths))),
+            (Run(0, 0, len(lengths)),),
         )
+        columns = Columns({"input_ids": "int32", "behavior_logprobs": "bfloat16"}, (shard,))
         rows = tuple(RowMetadata(0, i, n, 0.0, 0, ()) for i, n in enumerate(lengths))
-        return BatchMetadata(self.node_id, 0, len(rows), (shard,), rows)
+        return BatchMetadata(self.node_id, 0, (columns,), rows)
 
     def end(self) -> None:
         self.process.kill()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
-from integration.rpc_methods import LIFE, connected, own_transport, serving, transport, until
+from integration.rpc_methods import LIFE, connected, named, own_transport, serving, transport, until
 
 from areal_sc.errors import (
     IncarnationMismatch,
@@ -26,30 +26,30 @@ async def test_values_travel_both_ways_and_bytes_are_counted() -> None:
     async with connected() as (server, _, client):
         args = {"x": [1, 2.5, None, b"b", "é"], "nested": {"y": True}}
         for method in ("echo", "quick"):
-            assert await client.call(method, args, timeout_s=20) == args
+            assert await client.call(named(method), args, timeout_s=20) == args
         blob = random.Random(0).randbytes(3 << 20)
-        assert await client.call("quick", {"blob": blob}, timeout_s=20) == {"blob": blob}
+        assert await client.call(named("quick"), {"blob": blob}, timeout_s=20) == {"blob": blob}
         assert client.bytes_sent == server.bytes_received > 3 << 20
         assert client.bytes_received == server.bytes_sent > 3 << 20
 
 
 async def test_calls_run_concurrently() -> None:
     async with connected() as (_, methods, client):
-        waiting = asyncio.create_task(client.call("wait", {}, timeout_s=20))
+        waiting = asyncio.create_task(client.call(named("wait"), {}, timeout_s=20))
         await methods.started.wait()
-        assert await client.call("echo", {"x": 1}, timeout_s=20) == {"x": 1}
-        assert await client.call("quick", {"x": 2}, timeout_s=20) == {"x": 2}
+        assert await client.call(named("echo"), {"x": 1}, timeout_s=20) == {"x": 1}
+        assert await client.call(named("quick"), {"x": 2}, timeout_s=20) == {"x": 2}
         methods.go_on.set()
         assert await waiting == 1
         answers = await asyncio.gather(
-            *(client.call("echo", {"i": i}, timeout_s=20) for i in range(500))
+            *(client.call(named("echo"), {"i": i}, timeout_s=20) for i in range(500))
         )
         assert answers == [{"i": i} for i in range(500)]
 
 
 async def test_a_coroutine_method_runs_as_a_task_of_its_own() -> None:
     async with connected() as (_, _, client):
-        names = [await client.call("within_a_timeout", {}, timeout_s=20) for _ in range(2)]
+        names = [await client.call(named("within_a_timeout"), {}, timeout_s=20) for _ in range(2)]
         assert len(set(names)) == 2
 
 
@@ -57,14 +57,14 @@ async def test_a_coroutine_method_runs_as_a_task_of_its_own() -> None:
 async def test_a_repeated_request_is_answered_from_memory(method: str) -> None:
     async with connected() as (_, methods, client):
         other, again = own_transport(client)
-        first = await client.call(method, {}, timeout_s=20, request_id="a")
+        first = await client.call(named(method), {}, timeout_s=20, request_id="a")
         repeats = [
-            await caller.call(method, {}, timeout_s=20, request_id="a")
+            await caller.call(named(method), {}, timeout_s=20, request_id="a")
             for caller in (client, again)
         ]
         assert (first, repeats, methods.num_calls) == (1, [1, 1], 1)
         with pytest.raises(ProtocolError, match=f"called {method} before, now echo"):
-            await again.call("echo", {}, timeout_s=20, request_id="a")
+            await again.call(named("echo"), {}, timeout_s=20, request_id="a")
         await other.close()
 
 
@@ -73,7 +73,7 @@ async def test_a_repeated_request_that_failed_fails_again_without_running(method
     async with connected() as (_, methods, client):
         for _ in range(2):
             with pytest.raises(RemoteError, match="absent"):
-                await client.call(method, {}, timeout_s=20, request_id="b")
+                await client.call(named(method), {}, timeout_s=20, request_id="b")
         assert methods.num_calls == 1
 
 
@@ -82,17 +82,17 @@ async def test_a_repeat_of_a_running_request_joins_it() -> None:
         transport, other = own_transport(client)
         callers = [client, client, other]
         waiting = [
-            asyncio.create_task(caller.call("wait", {}, timeout_s=20, request_id="a"))
+            asyncio.create_task(caller.call(named("wait"), {}, timeout_s=20, request_id="a"))
             for caller in callers
         ]
         await methods.started.wait()
         # the server has all three requests once it answers what was sent after them
         for caller in (client, other):
-            await caller.call("echo", {}, timeout_s=20)
+            await caller.call(named("echo"), {}, timeout_s=20)
         waiting[0].cancel()
         await asyncio.wait({waiting[0]})
         for caller in (client, other):
-            await caller.call("echo", {}, timeout_s=20)
+            await caller.call(named("echo"), {}, timeout_s=20)
         methods.go_on.set()  # two calls still want the result
         assert [await waiting[1], await waiting[2]] == [1, 1]
         assert (methods.num_calls, methods.num_cancelled) == (1, 0)
@@ -101,9 +101,9 @@ async def test_a_repeat_of_a_running_request_joins_it() -> None:
 
 async def test_a_reply_too_large_to_keep_is_not_computed_twice() -> None:
     async with connected() as (_, methods, client):
-        assert len(await client.call("large", {}, timeout_s=20, request_id="a")) == 1 << 20
+        assert len(await client.call(named("large"), {}, timeout_s=20, request_id="a")) == 1 << 20
         with pytest.raises(TransportError, match="too large to be kept"):
-            await client.call("large", {}, timeout_s=20, request_id="a")
+            await client.call(named("large"), {}, timeout_s=20, request_id="a")
         assert methods.num_calls == 1
 
 
@@ -111,44 +111,44 @@ async def test_another_incarnation_is_refused_whatever_is_remembered() -> None:
     async with connected() as (_, methods, client), transport() as callers:
         late = callers.connect(client.address, "train/2", "life0")
         with pytest.raises(IncarnationMismatch, match=r"life0 of train/2, this is life1"):
-            await late.call("count", {}, timeout_s=20)
+            await late.call(named("count"), {}, timeout_s=20)
         assert methods.num_calls == 0
-        await client.call("count", {}, timeout_s=20, request_id="a")
+        await client.call(named("count"), {}, timeout_s=20, request_id="a")
         with pytest.raises(IncarnationMismatch):
-            await late.call("count", {}, timeout_s=20, request_id="a")
+            await late.call(named("count"), {}, timeout_s=20, request_id="a")
 
 
 async def test_a_deadline_names_method_node_and_seconds_and_frees_the_server() -> None:
     async with connected() as (_, methods, client):
-        await client.call("echo", {}, timeout_s=20)
+        await client.call(named("echo"), {}, timeout_s=20)
         with pytest.raises(RpcTimeout, match=r"wait on train/2 .* within 0\.05 s"):
-            await client.call("wait", {}, timeout_s=0.05)
+            await client.call(named("wait"), {}, timeout_s=0.05)
         await until(lambda: methods.num_cancelled == 1)
-        assert await client.call("echo", {}, timeout_s=20) == {}
+        assert await client.call(named("echo"), {}, timeout_s=20) == {}
 
 
 async def test_a_cancelled_call_is_cancelled_at_the_server() -> None:
     async with connected() as (_, methods, client):
-        call = asyncio.create_task(client.call("wait", {}, timeout_s=20, request_id="a"))
+        call = asyncio.create_task(client.call(named("wait"), {}, timeout_s=20, request_id="a"))
         await methods.started.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         await until(lambda: methods.num_cancelled == 1)
         with pytest.raises(TransportError, match="wait on train/2 was cancelled"):
-            await client.call("wait", {}, timeout_s=20, request_id="a")
+            await client.call(named("wait"), {}, timeout_s=20, request_id="a")
         assert methods.num_calls == 1
 
 
 async def test_a_call_cancelled_before_its_request_has_begun_still_counts_as_run() -> None:
     async with connected() as (_, methods, client):
-        await client.call("echo", {}, timeout_s=20)
-        call = asyncio.create_task(client.call("wait", {}, timeout_s=20, request_id="a"))
+        await client.call(named("echo"), {}, timeout_s=20)
+        call = asyncio.create_task(client.call(named("wait"), {}, timeout_s=20, request_id="a"))
         await asyncio.sleep(0)  # the request is sent
         call.cancel()  # and so is its cancellation, before the server reads either
         await asyncio.wait({call})
         with pytest.raises(TransportError, match="wait on train/2 was cancelled"):
-            await client.call("wait", {}, timeout_s=20, request_id="a")
+            await client.call(named("wait"), {}, timeout_s=20, request_id="a")
         assert methods.num_calls in (0, 1)
         assert methods.num_waiting == 0
 
@@ -158,55 +158,59 @@ async def test_remote_errors_arrive_typed_with_their_traceback(
 ) -> None:
     async with connected() as (_, _, client):
         with pytest.raises(ShardGone, match="shard 7 on train/2 is gone") as typed:
-            await client.call("fail", {"typed": True}, timeout_s=20)
+            await client.call(named("fail"), {"typed": True}, timeout_s=20)
         assert str(typed.value) == "shard 7 on train/2 is gone"
         assert "raise ShardGone" in typed.value.__notes__[0]
         for method in ("fail", "quick_fail"):
             with pytest.raises(RemoteError, match=f"{method} on train/2 raised KeyErr") as untyped:
-                await client.call(method, {}, timeout_s=20)
+                await client.call(named(method), {}, timeout_s=20)
             assert 'raise KeyError("absent")' in untyped.value.remote_traceback
         for method in ("unsendable", "quick_unsendable"):
             with pytest.raises(ProtocolError, match="msgpack"):
-                await client.call(method, {}, timeout_s=20)
+                await client.call(named(method), {}, timeout_s=20)
         with pytest.raises(ProtocolError, match=r"a message has .* the limit is"):
-            await client.call("too_large", {}, timeout_s=20)
+            await client.call(named("too_large"), {}, timeout_s=20)
         with pytest.raises(ProtocolError, match="msgpack"):
-            await client.call("echo", {"x": object()}, timeout_s=20)
+            await client.call(named("echo"), {"x": object()}, timeout_s=20)
         with pytest.raises(ProtocolError, match="no method 'absent'"):
-            await client.call("absent", {}, timeout_s=20)
+            await client.call(named("absent"), {}, timeout_s=20)
         with pytest.raises(TransportError, match="was cancelled"):
-            await client.call("cancelled_inside", {}, timeout_s=20)
+            await client.call(named("cancelled_inside"), {}, timeout_s=20)
     assert "method_failed node=train/2 method=fail request=" in caplog.text
     assert "never retrieved" not in caplog.text
 
 
 async def test_a_busy_server_refuses_and_the_same_request_may_be_sent_again() -> None:
     async with connected(max_running=2) as (_, methods, client):
-        running = [asyncio.create_task(client.call("wait", {}, timeout_s=20)) for _ in range(2)]
+        running = [
+            asyncio.create_task(client.call(named("wait"), {}, timeout_s=20)) for _ in range(2)
+        ]
         await until(lambda: methods.num_calls == 2)
         with pytest.raises(ServerBusy, match=r"runs 2 requests .* the limits are 2 and"):
-            await client.call("count", {}, timeout_s=20, request_id="a")
+            await client.call(named("count"), {}, timeout_s=20, request_id="a")
         methods.go_on.set()
         await asyncio.gather(*running)
-        assert await client.call("count", {}, timeout_s=20, request_id="a") == 3
+        assert await client.call(named("count"), {}, timeout_s=20, request_id="a") == 3
 
 
 async def test_what_running_requests_hold_is_bounded_in_bytes() -> None:
     async with connected(max_running_bytes=1 << 20) as (_, methods, client):
         blob = bytes(600 << 10)
-        running = asyncio.create_task(client.call("wait", {"blob": blob}, timeout_s=20))
+        running = asyncio.create_task(client.call(named("wait"), {"blob": blob}, timeout_s=20))
         await methods.started.wait()
         with pytest.raises(ServerBusy, match="call echo again later"):
-            await client.call("echo", {"blob": blob}, timeout_s=20)
-        assert await client.call("echo", {}, timeout_s=20) == {}
+            await client.call(named("echo"), {"blob": blob}, timeout_s=20)
+        assert await client.call(named("echo"), {}, timeout_s=20) == {}
         methods.go_on.set()
         await running
-        assert await client.call("echo", {"blob": blob}, timeout_s=20) == {"blob": blob}
+        assert await client.call(named("echo"), {"blob": blob}, timeout_s=20) == {"blob": blob}
 
 
 async def test_many_requests_may_stay_open() -> None:
     async with connected() as (_, methods, client):
-        calls = [asyncio.create_task(client.call("wait", {}, timeout_s=100)) for _ in range(5000)]
+        calls = [
+            asyncio.create_task(client.call(named("wait"), {}, timeout_s=100)) for _ in range(5000)
+        ]
         await until(lambda: methods.num_waiting == 5000)
         methods.go_on.set()
         assert await asyncio.gather(*calls) == [5000] * 5000
@@ -214,7 +218,7 @@ async def test_many_requests_may_stay_open() -> None:
 
 async def test_a_port_in_use_is_an_error_with_the_port() -> None:
     async with serving() as (_, _, address):
-        second = RpcServer({}, node_id="train/3", incarnation=LIFE, bind=address)
+        second = RpcServer([], node_id="train/3", incarnation=LIFE, bind=address)
         with pytest.raises(TransportError, match=rf"train/3 cannot listen on {address}"):
             await second.start()
 
@@ -243,5 +247,5 @@ async def test_the_authenticator_sees_both_sockets_before_they_are_used() -> Non
         transport(authenticator=Recorder()) as callers,
     ):
         client = callers.connect(address, "train/2", LIFE)
-        assert await client.call("echo", {}, timeout_s=20) == {}
+        assert await client.call(named("echo"), {}, timeout_s=20) == {}
     assert seen == [(zmq.ROUTER, b""), (zmq.ROUTER, b""), (-1, b"open")]

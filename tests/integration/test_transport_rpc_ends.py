@@ -9,7 +9,7 @@ import socket
 
 import pytest
 import zmq
-from integration.rpc_methods import LIFE, LIMITS, connected, serving, transport, until
+from integration.rpc_methods import LIFE, LIMITS, connected, named, serving, transport, until
 
 from areal_sc.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
 from areal_sc.transport.rpc.codec import MessageLimits, Reply, Request, decode, encode
@@ -19,13 +19,13 @@ from areal_sc.transport.rpc.transport import RpcClient, RpcServer, ZmqTransport
 async def test_a_server_that_ends_fails_what_waits_for_it() -> None:
     async with serving() as (server, methods, address), transport() as callers:
         client = callers.connect(address, "train/2", LIFE)
-        call = asyncio.create_task(client.call("wait", {}, timeout_s=100))
+        call = asyncio.create_task(client.call(named("wait"), {}, timeout_s=100))
         await methods.started.wait()
         await server.close()
         with pytest.raises(PeerLost, match=r"train/2 at tcp.* is lost: the connection ended"):
             await call
         with pytest.raises(PeerLost, match="echo not sent"):
-            await client.call("echo", {}, timeout_s=100)
+            await client.call(named("echo"), {}, timeout_s=100)
 
 
 async def test_the_loss_of_one_server_is_none_of_the_others() -> None:
@@ -36,8 +36,8 @@ async def test_the_loss_of_one_server_is_none_of_the_others() -> None:
     ):
         lost = callers.connect(first_address, "train/2", LIFE)
         kept = callers.connect(second_address, "train/3", LIFE)
-        await lost.call("echo", {}, timeout_s=20)
-        call = asyncio.create_task(kept.call("wait", {}, timeout_s=20))
+        await lost.call(named("echo"), {}, timeout_s=20)
+        call = asyncio.create_task(kept.call(named("wait"), {}, timeout_s=20))
         await methods.started.wait()
         await first.close()
         await until(lambda: lost.is_lost is not None)
@@ -48,7 +48,7 @@ async def test_the_loss_of_one_server_is_none_of_the_others() -> None:
 async def test_the_last_reply_of_an_ending_server_still_arrives() -> None:
     async with serving() as (server, methods, address), transport() as callers:
         client = callers.connect(address, "train/2", LIFE)
-        call = asyncio.create_task(client.call("wait", {}, timeout_s=20))
+        call = asyncio.create_task(client.call(named("wait"), {}, timeout_s=20))
         await methods.started.wait()
         methods.go_on.set()
         await until(lambda: server.bytes_sent > 0)
@@ -59,7 +59,7 @@ async def test_the_last_reply_of_an_ending_server_still_arrives() -> None:
 async def test_what_a_method_returns_as_the_server_ends_still_arrives() -> None:
     async with serving() as (server, methods, address), transport() as callers:
         client = callers.connect(address, "train/2", LIFE)
-        call = asyncio.create_task(client.call("wait", {}, timeout_s=20))
+        call = asyncio.create_task(client.call(named("wait"), {}, timeout_s=20))
         await methods.started.wait()
         methods.go_on.set()
         await asyncio.sleep(0)  # the method has returned; its reply is not made yet
@@ -74,7 +74,9 @@ async def test_replies_that_arrived_before_the_end_are_delivered() -> None:
         address = server.getsockopt_string(zmq.LAST_ENDPOINT)
         async with transport() as callers:
             client = callers.connect(address, "train/2", LIFE)
-            calls = [asyncio.create_task(client.call("x", {}, timeout_s=100)) for _ in range(100)]
+            calls = [
+                asyncio.create_task(client.call(named("x"), {}, timeout_s=100)) for _ in range(100)
+            ]
             requests: list[list[bytes]] = []
             async with asyncio.timeout(20):
                 while len(requests) < len(calls):
@@ -91,23 +93,21 @@ async def test_replies_that_arrived_before_the_end_are_delivered() -> None:
             assert await asyncio.gather(*calls) == [1] * 100
             await until(lambda: client.is_lost is not None)
             with pytest.raises(PeerLost):
-                await client.call("x", {}, timeout_s=100)
+                await client.call(named("x"), {}, timeout_s=100)
 
 
 async def test_a_connection_that_ended_is_made_again() -> None:
     async with connected() as (server, methods, client):
-        assert await client.call("count", {}, timeout_s=20) == 1
+        assert await client.call(named("count"), {}, timeout_s=20) == 1
         await server.close()
         await until(lambda: client.is_lost is not None)
         with pytest.raises(PeerLost):
-            await client.call("count", {}, timeout_s=20)
+            await client.call(named("count"), {}, timeout_s=20)
         # the same worker is reachable again, as after a failure of the network
-        back = RpcServer(
-            methods.handlers(), node_id="train/2", incarnation=LIFE, bind=client.address
-        )
+        back = RpcServer(methods.served(), node_id="train/2", incarnation=LIFE, bind=client.address)
         await back.start()
         await until(lambda: client.is_lost is None)
-        assert await client.call("count", {}, timeout_s=20) == 2
+        assert await client.call(named("count"), {}, timeout_s=20) == 2
         await back.close()
 
 
@@ -120,7 +120,9 @@ async def test_requests_whose_calls_have_failed_are_never_delivered() -> None:
         async with transport() as callers:
             client = callers.connect(address, "train/2", LIFE)
             calls = [
-                asyncio.create_task(client.call("count", {"blob": bytes(1 << 17)}, timeout_s=100))
+                asyncio.create_task(
+                    client.call(named("count"), {"blob": bytes(1 << 17)}, timeout_s=100)
+                )
                 for _ in range(100)  # more than the kernel's buffers take
             ]
             await until(lambda: bool(unread.poll(0)))
@@ -129,7 +131,7 @@ async def test_requests_whose_calls_have_failed_are_never_delivered() -> None:
             assert {type(end) for end in ends} == {PeerLost}
             async with serving(bind=address) as (_, methods, _):
                 await until(lambda: client.is_lost is None)
-                assert await client.call("echo", {"x": 1}, timeout_s=20) == {"x": 1}
+                assert await client.call(named("echo"), {"x": 1}, timeout_s=20) == {"x": 1}
                 assert methods.num_calls == 0
 
 
@@ -143,7 +145,8 @@ async def test_calls_beyond_the_queue_wait_for_room_within_their_deadline() -> N
             client = callers.connect(address, "train/2", LIFE)
             args = {"blob": bytes(1 << 15)}
             calls = [
-                asyncio.create_task(client.call("count", args, timeout_s=1)) for _ in range(2000)
+                asyncio.create_task(client.call(named("count"), args, timeout_s=1))
+                for _ in range(2000)
             ]
             ends = await asyncio.gather(*calls, return_exceptions=True)
             assert {type(end) for end in ends} == {RpcTimeout}
@@ -156,18 +159,20 @@ async def test_an_address_where_nobody_listens_is_given_up() -> None:
         async with transport() as callers:
             client = callers.connect(address, "train/2", LIFE)
             with pytest.raises(PeerLost, match="refused the connection 3 times"):
-                await client.call("echo", {}, timeout_s=100)
+                await client.call(named("echo"), {}, timeout_s=100)
 
 
 async def test_fail_pending_ends_every_waiting_call_and_no_later_one() -> None:
     async with connected() as (_, methods, client):
-        calls = [asyncio.create_task(client.call("wait", {}, timeout_s=100)) for _ in range(3)]
+        calls = [
+            asyncio.create_task(client.call(named("wait"), {}, timeout_s=100)) for _ in range(3)
+        ]
         await until(lambda: methods.num_calls == 3)
         client.fail_pending(PeerLost("the scheduler saw train/2 exit"))
         for call in calls:
             with pytest.raises(PeerLost, match="scheduler saw"):
                 await call
-        assert await client.call("echo", {}, timeout_s=20) == {}
+        assert await client.call(named("echo"), {}, timeout_s=20) == {}
 
 
 async def test_calls_that_fail_and_are_cancelled_at_once_leave_no_error_behind(
@@ -188,7 +193,7 @@ async def test_calls_that_fail_and_are_cancelled_at_once_leave_no_error_behind(
 async def fail_and_cancel(client: RpcClient) -> None:
     """Calls of which some wait for their reply, and some for room in the queue."""
     args = {"blob": bytes(1 << 15)}
-    calls = [asyncio.create_task(client.call("x", args, timeout_s=100)) for _ in range(2000)]
+    calls = [asyncio.create_task(client.call(named("x"), args, timeout_s=100)) for _ in range(2000)]
     await until(lambda: len(client._pending) == 2000)
     await asyncio.sleep(0.05)
     client.fail_pending(PeerLost("gone"))
@@ -201,14 +206,14 @@ async def fail_and_cancel(client: RpcClient) -> None:
 async def test_closing_a_client_ends_its_calls_and_no_others() -> None:
     async with serving() as (_, methods, address), transport() as callers:
         client, other = (callers.connect(address, "train/2", LIFE) for _ in range(2))
-        kept = asyncio.create_task(other.call("wait", {}, timeout_s=20))
-        call = asyncio.create_task(client.call("wait", {}, timeout_s=100))
+        kept = asyncio.create_task(other.call(named("wait"), {}, timeout_s=20))
+        call = asyncio.create_task(client.call(named("wait"), {}, timeout_s=100))
         await until(lambda: methods.num_waiting == 2)
         await client.close()
         with pytest.raises(PeerLost, match="closed here"):
             await call
         with pytest.raises(PeerLost, match="closed here"):
-            await client.call("echo", {}, timeout_s=100)
+            await client.call(named("echo"), {}, timeout_s=100)
         methods.go_on.set()
         assert await kept == 2
 
@@ -218,7 +223,7 @@ async def test_connections_can_be_closed_at_any_moment_of_their_life() -> None:
         for i in range(300):
             client = callers.connect(address if i % 3 else "tcp://127.0.0.1:9", "train/2", LIFE)
             if i % 3 == 1:
-                await client.call("echo", {}, timeout_s=20)
+                await client.call(named("echo"), {}, timeout_s=20)
             await client.close()
             await client.close()
 
@@ -228,12 +233,12 @@ async def test_a_transport_closes_its_connections_and_makes_no_more() -> None:
         ids = iter(f"id{i}" for i in range(100))
         callers = ZmqTransport(new_request_id=lambda: next(ids))
         clients = [callers.connect(address, "train/2", LIFE) for _ in range(3)]
-        assert [await c.call("count", {}, timeout_s=20) for c in clients] == [1, 2, 3]
+        assert [await c.call(named("count"), {}, timeout_s=20) for c in clients] == [1, 2, 3]
         assert next(ids) == "id3"
         await callers.close()
         await callers.close()
         with pytest.raises(PeerLost):
-            await clients[0].call("count", {}, timeout_s=20)
+            await clients[0].call(named("count"), {}, timeout_s=20)
         with pytest.raises(TransportError, match="transport is closed"):
             callers.connect(address, "train/2", LIFE)
 
@@ -247,15 +252,15 @@ async def test_a_request_over_the_limit_is_refused_on_either_side() -> None:
     ):
         args = {"blob": bytes(1 << 13)}
         ignored = asyncio.create_task(
-            careless.connect(address, "train/2", LIFE).call("echo", args, timeout_s=100)
+            careless.connect(address, "train/2", LIFE).call(named("echo"), args, timeout_s=100)
         )
         await until(lambda: server.num_malformed == 1)
         assert not ignored.done()
         ignored.cancel()
         client = careful.connect(address, "train/2", LIFE)
         with pytest.raises(ProtocolError, match=r"a message has 8\d\d\d bytes, the limit is 4096"):
-            await client.call("echo", args, timeout_s=100)
-        assert await client.call("echo", {}, timeout_s=20) == {}
+            await client.call(named("echo"), args, timeout_s=100)
+        assert await client.call(named("echo"), {}, timeout_s=20) == {}
 
 
 async def test_a_reply_that_no_server_sends_is_counted_and_ends_nothing() -> None:
@@ -264,7 +269,7 @@ async def test_a_reply_that_no_server_sends_is_counted_and_ends_nothing() -> Non
         address = server.getsockopt_string(zmq.LAST_ENDPOINT)
         async with transport() as callers:
             client = callers.connect(address, "train/2", LIFE)
-            call = asyncio.create_task(client.call("x", {}, timeout_s=20))
+            call = asyncio.create_task(client.call(named("x"), {}, timeout_s=20))
             await until(lambda: bool(server.poll(0)))
             caller, frame = server.recv_multipart()
             request = decode([memoryview(frame)], LIMITS)
@@ -296,12 +301,12 @@ async def test_a_caller_that_does_not_read_delays_nobody_and_loses_its_replies()
                     num_sent += 1
                     if num_sent % 200 == 0:
                         x = {"x": num_sent}
-                        assert await client.call("echo", x, timeout_s=20) == x
+                        assert await client.call(named("echo"), x, timeout_s=20) == x
             # what waited is dropped after its time, and nothing more is tried
             assert server._outbox is not None
             outbox = server._outbox
             await until(lambda: not outbox._backlogs and outbox._retry is None)
-            assert await client.call("echo", {}, timeout_s=20) == {}
+            assert await client.call(named("echo"), {}, timeout_s=20) == {}
 
 
 async def test_a_flood_of_messages_leaves_the_loop_its_turns() -> None:
@@ -316,7 +321,7 @@ async def test_a_flood_of_messages_leaves_the_loop_its_turns() -> None:
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count_turns())
-        await asyncio.gather(*(client.call("quick", {}, timeout_s=20) for _ in range(1000)))
+        await asyncio.gather(*(client.call(named("quick"), {}, timeout_s=20) for _ in range(1000)))
         done = True
         await counting
         assert turns > 30  # 1000 messages in batches of 32

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from integration.scripts.episodes import by_letters
 from integration.scripts.tiny_run import letter_prompts
+from msgspec.structs import replace
 
 from areal_sc import (
     FSDPPPOActor,
@@ -26,6 +27,7 @@ from areal_sc import (
 from areal_sc import start as start_controllers
 from areal_sc.errors import ConfigError, WorkerLost
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.workers.calls import LEAVE_WEIGHT_GROUP, WeightRanks
 
 METHODS = ("pull", "collective", "disk")
 PROMPTS = letter_prompts(16, seed=3)
@@ -130,14 +132,14 @@ def leave_unnoticed(rollout: RolloutController, group: str) -> None:
 
     async def leave() -> None:
         fleet = rollout._fleet
-        await fleet.call(fleet.members[1], "leave_weight_group", {"group": group})
+        await fleet.call(fleet.members[1], LEAVE_WEIGHT_GROUP, group)
 
     rollout._run(leave())
     ask = rollout.weight_ranks_async
 
-    async def ask_once(name: str) -> list[dict[str, object]]:
+    async def ask_once(name: str) -> list[WeightRanks]:
         rollout.weight_ranks_async = ask  # type: ignore[method-assign]
-        return [{**worker, "is_member": True} for worker in await ask(name)]
+        return [replace(worker, is_member=True) for worker in await ask(name)]
 
     rollout.weight_ranks_async = ask_once  # type: ignore[method-assign]
 

@@ -47,7 +47,7 @@ async def main(node_id: str, incarnation: str, stall_after: int) -> None:
     bulk = BulkServer(store)
     stall(bulk, stall_after)
     await bulk.start()
-    server = RpcServer(bulk.handlers(), node_id=node_id, incarnation=incarnation)
+    server = RpcServer(bulk.methods(), node_id=node_id, incarnation=incarnation)
     address = await server.start()
     sys.stdout.write(json.dumps({"address": address, "shard_id": shard_id}) + "\n")
     sys.stdout.flush()

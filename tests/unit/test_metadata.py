@@ -142,10 +142,21 @@ def test_select_keeps_only_the_named_fields() -> None:
             lambda b: concat([b, replace(b, columns=())], batch_id="c", global_step=0),
             r"fields {'input_ids': 'float32'}, batch b has {}",
         ),
+        (
+            lambda b: concat(
+                [b, replace(b, columns=(Columns({"input_ids": "int64"}, b.shards),))],
+                batch_id="c",
+                global_step=0,
+            ),
+            "'float32'}, batch b has {'input_ids': 'int64'}",
+        ),
         (lambda b: with_shards(b, b.shards[:1]), "shards hold 3 rows, the batch has 4"),
-        (lambda b: with_shards(b, b.shards[1:]), "at row 0, got 1 from 0 at row 3"),
-        (lambda b: with_shards(b, (with_run(b, Run(0, -1, 4)),)), "got 4 from -1 at row 0"),
-        (lambda b: with_shards(b, (with_run(b, Run(0, 0, 0)), *b.shards)), "got 0 from 0 at row 0"),
+        (lambda b: with_shards(b, b.shards[1:]), "got 1 from row 0 at row 3"),
+        (lambda b: with_shards(b, (with_run(b, Run(0, -1, 4)),)), "got 4 from row -1 at row 0"),
+        (
+            lambda b: with_shards(b, (with_run(b, Run(0, 0, 0)), *b.shards)),
+            "got 0 from row 0 at row 0",
+        ),
         (lambda b: replace(b, columns=b.columns * 2), "a field is named twice"),
     ],
 )

@@ -34,7 +34,7 @@ from areal_sc.transport.rpc.codec import (
     encode,
 )
 from areal_sc.transport.rpc.deadlines import Deadlines
-from areal_sc.transport.rpc.method import A, Method, R, pack, untyped
+from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.rpc.remote_errors import error_of
 from areal_sc.transport.socket import Frame
 
@@ -159,7 +159,7 @@ class RpcClient:
 
     async def call(
         self,
-        method: Method[A, R] | str,
+        method: Method[A, R],
         args: A,
         *,
         timeout_s: float,
@@ -180,8 +180,6 @@ class RpcClient:
             RemoteError: the method raised; errors of `areal_sc.errors` arrive as themselves.
         """
         request_id = request_id or self._new_request_id()
-        if isinstance(method, str):
-            method = untyped(method)
         frame = self.frame_of(request_id, method, pack(args))
         call = _Call(self, method, request_id, timeout_s, self._loop.create_future())
         waits = self._deadlines.within(timeout_s)

@@ -18,7 +18,7 @@ from msgspec import Raw
 
 from areal_sc.errors import ArealError
 from areal_sc.transport.rpc.client import RequestIds, RpcClient
-from areal_sc.transport.rpc.method import A, Method, R, pack, untyped
+from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.socket import SEND_RETRY_S
 
 CALLS_PER_TURN: Final = 64
@@ -95,7 +95,7 @@ class _Share:
 
 async def fan_out(
     calls: Sequence[tuple[RpcClient, A]],
-    method: Method[A, R] | str,
+    method: Method[A, R],
     *,
     timeout_s: float,
     new_request_id: RequestIds,
@@ -108,8 +108,6 @@ async def fan_out(
     """
     if not calls:
         return []
-    if isinstance(method, str):
-        method = untyped(method)
     loop = asyncio.get_running_loop()
     gather = _Gather(len(calls), loop.create_future(), stops_at_error=stops_at_error)
     shares: list[_Share] = []

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -67,14 +66,14 @@ class Method(Generic[A, R]):
         try:
             return self._args.decode(packed)
         except UNDECODABLE as error:
-            raise self._misfit("arguments", error) from None
+            raise self._misfit("the arguments are", error) from None
 
     def read_reply(self, packed: Raw) -> R:
         """Raises: ProtocolError: this is not the declared reply."""
         try:
             return self._reply.decode(packed)
         except UNDECODABLE as error:
-            raise self._misfit("reply", error) from None
+            raise self._misfit("the reply is", error) from None
 
     def served_by(self, handler: Handler[A, R]) -> Served:
         """What a server needs to serve the method."""
@@ -82,13 +81,7 @@ class Method(Generic[A, R]):
 
     def _misfit(self, what: str, error: Exception) -> ProtocolError:
         text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-        return ProtocolError(f"{self.name}: the {what} are not of the declared type: {text}")
-
-
-@cache
-def untyped(name: str) -> Method[Any, Any]:
-    """A method whose arguments and reply may be anything; until all are declared."""
-    return Method(name, Any, Any)
+        return ProtocolError(f"{self.name}: {what} not of the declared type: {text}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
@@ -36,7 +36,7 @@ from areal_sc.transport.rpc.codec import (
     decode,
     encode,
 )
-from areal_sc.transport.rpc.method import Served, pack, untyped
+from areal_sc.transport.rpc.method import Served, pack
 from areal_sc.transport.rpc.remote_errors import failure_of
 from areal_sc.transport.rpc.replay_cache import ReplayCache
 from areal_sc.transport.socket import AsyncSocket, Frame
@@ -83,7 +83,7 @@ class RpcServer:
 
     def __init__(
         self,
-        methods: Iterable[Served] | Mapping[str, Callable[[Any], Any]],
+        methods: Iterable[Served],
         *,
         node_id: str,
         incarnation: str,
@@ -97,8 +97,6 @@ class RpcServer:
         self.node_id = node_id
         self.incarnation = incarnation
         self.bytes_received = 0
-        if isinstance(methods, Mapping):
-            methods = [untyped(name).served_by(handler) for name, handler in methods.items()]
         self._served = {served.method.name: served for served in methods}
         self._bind = bind if bind.count(":") == 2 else f"{bind}:0"
         self._authenticator = authenticator

@@ -46,7 +46,7 @@ class Connection(Protocol):
 
     async def call(
         self,
-        method: Method[A, R] | str,
+        method: Method[A, R],
         args: A,
         *,
         timeout_s: float,
@@ -68,7 +68,7 @@ class Transport(Protocol):
     async def call_all(
         self,
         calls: Sequence[tuple[Any, A]],
-        method: Method[A, R] | str,
+        method: Method[A, R],
         *,
         timeout_s: float,
         stops_at_error: bool = False,
@@ -128,7 +128,7 @@ class ZmqTransport:
     async def call_all(
         self,
         calls: Sequence[tuple[RpcClient, A]],
-        method: Method[A, R] | str,
+        method: Method[A, R],
         *,
         timeout_s: float,
         stops_at_error: bool = False,

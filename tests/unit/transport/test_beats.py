@@ -17,10 +17,11 @@ import pytest
 
 from areal_sc.errors import IncarnationMismatch, ProtocolError, TransportError
 from areal_sc.transport import beats
-from areal_sc.transport.beat_board import Beat, BeatBoard, beats_from_wire, this_node
+from areal_sc.transport.beat_board import BEAT, Beat, BeatBoard, this_node
 from areal_sc.transport.beats import BeatServer
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.rpc.method import pack
 from areal_sc.transport.rpc.transport import ZmqTransport
 
 LIMIT_S = 30.0
@@ -150,7 +151,7 @@ def test_no_reader_ever_sees_half_a_beat(board: BeatBoard, tmp_path: Path) -> No
 
 def test_beats_cross_the_wire() -> None:
     beat = Beat("rollout/0", "a", 1, 0.5, 0.25)
-    assert beats_from_wire([beat.to_wire(), beat.to_wire()]) == [beat, beat]
+    assert BEAT.read_reply(pack((beat, beat))) == (beat, beat)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +171,8 @@ def test_beats_cross_the_wire() -> None:
     ],
 )
 def test_what_are_no_beats_is_refused(wire: Any) -> None:
-    with pytest.raises(ProtocolError, match="expected a list of beats"):
-        beats_from_wire(wire)
+    with pytest.raises(ProtocolError, match="beat: the reply is not of the declared type"):
+        BEAT.read_reply(pack(wire))
 
 
 def test_processes_of_one_node_agree_on_its_name() -> None:
@@ -231,11 +232,13 @@ async def beating(
         await worker.server.close()
 
 
-async def ask(address: str, name: str, keys: RunKeys, timeout_s: float = LIMIT_S) -> list[Beat]:
+async def ask(
+    address: str, name: str, keys: RunKeys, timeout_s: float = LIMIT_S
+) -> tuple[Beat, ...]:
     transport = ZmqTransport(authenticator=CurveAuthenticator(keys, "controller"))
     try:
         connection = transport.connect(address, name, "a1")
-        return beats_from_wire(await connection.call("beat", {}, timeout_s=timeout_s))
+        return await connection.call(BEAT, None, timeout_s=timeout_s)
     finally:
         await transport.close()
 

@@ -62,7 +62,7 @@ def test_what_is_no_interface_is_refused(bind: str) -> None:
 
 async def test_the_name_of_an_interface_becomes_its_address() -> None:
     interface = Interface.of("lo")
-    server = RpcServer({}, node_id="w", incarnation="a", bind=interface.bind)
+    server = RpcServer([], node_id="w", incarnation="a", bind=interface.bind)
     try:
         assert interface.reachable(await server.start()).startswith("tcp://127.0.0.1:")
     finally:
@@ -71,7 +71,7 @@ async def test_the_name_of_an_interface_becomes_its_address() -> None:
 
 async def test_loopback_is_closed_to_the_network() -> None:
     """A socket on 127.0.0.1 does not take the port on other addresses of the machine."""
-    server = RpcServer({}, node_id="w", incarnation="a", bind=Interface.of("127.0.0.1").bind)
+    server = RpcServer([], node_id="w", incarnation="a", bind=Interface.of("127.0.0.1").bind)
     port = int((await server.start()).rpartition(":")[2])
     try:
         with pytest.raises(ConnectionRefusedError):
@@ -81,6 +81,6 @@ async def test_loopback_is_closed_to_the_network() -> None:
 
 
 async def test_an_interface_that_is_not_there_is_named() -> None:
-    server = RpcServer({}, node_id="w", incarnation="a", bind=Interface.of("nosuch0").bind)
+    server = RpcServer([], node_id="w", incarnation="a", bind=Interface.of("nosuch0").bind)
     with pytest.raises(TransportError, match=r"w cannot listen on tcp://nosuch0:0"):
         await server.start()
