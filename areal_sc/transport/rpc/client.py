@@ -33,7 +33,6 @@ from areal_sc.transport.rpc.codec import (
     decode,
     encode,
 )
-from areal_sc.transport.rpc.deadlines import Deadlines
 from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.rpc.remote_errors import error_of
 from areal_sc.transport.socket import Frame
@@ -106,7 +105,6 @@ class RpcClient:
 
     Args:
         hub: connects, and carries the messages.
-        deadlines: of the calls.
         address: the server's endpoint.
         node_id: its name, for messages.
         incarnation: the life of it that the calls are meant for; another one refuses them.
@@ -126,7 +124,6 @@ class RpcClient:
         *,
         node_id: str,
         incarnation: str,
-        deadlines: Deadlines,
         limits: MessageLimits,
         new_request_id: RequestIds,
         keeps_trying: bool = False,
@@ -136,7 +133,6 @@ class RpcClient:
         self.incarnation = incarnation
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._deadlines = deadlines
         self._limits = limits
         self._new_request_id = new_request_id
         self._keeps_trying = keeps_trying
@@ -182,8 +178,7 @@ class RpcClient:
         request_id = request_id or self._new_request_id()
         frame = self.frame_of(request_id, method, pack(args))
         call = _Call(self, method, request_id, timeout_s, self._loop.create_future())
-        waits = self._deadlines.within(timeout_s)
-        waits.add(call)
+        deadline = self._loop.call_later(timeout_s, call.expire)
         try:
             if not self.begin(request_id, frame, call):
                 await self._send_when_possible(frame, call)
@@ -193,7 +188,7 @@ class RpcClient:
             self.abandon(request_id, call)
             raise
         finally:
-            waits.discard(call)
+            deadline.cancel()
             if call.answer.done() and not call.answer.cancelled():
                 call.answer.exception()  # it may have failed in the turn in which the wait ended
 
