@@ -68,24 +68,15 @@ class Waiter(Protocol):
     def fail(self, error: ArealError) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """One call that waits for its reply."""
 
-    __slots__ = ("answer", "client", "method", "request_id", "timeout_s")
-
-    def __init__(
-        self,
-        client: RpcClient,
-        method: Method[Any, Any],
-        request_id: str,
-        timeout_s: float,
-        answer: asyncio.Future[Any],
-    ) -> None:
-        self.client = client
-        self.method = method
-        self.request_id = request_id
-        self.timeout_s = timeout_s
-        self.answer = answer
+    client: RpcClient
+    method: Method[Any, Any]
+    request_id: str
+    timeout_s: float
+    answer: asyncio.Future[Any]
 
     def settle(self, value: Any) -> None:
         if not self.answer.done():
