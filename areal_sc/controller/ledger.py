@@ -9,45 +9,48 @@ A group is the completions of one prompt; its id is given once, in order of admi
 again. An infrastructure failure is no result: `requeue` starts a new *attempt* of the same group
 under the same admission version, and what an earlier attempt still sends is ignored.
 
-Pure state: nothing here waits, reads a clock or touches a file. Every change is first handed to
-the injected `journal`, as a record, and made only when that returns; `replay` makes the same
-changes from the records. Consumed and rejected groups leave nothing but counts, so that the
-ledger's size is that of the groups in flight, however long the run.
+Pure state: nothing here waits, reads a clock or touches a file. Consumed and rejected groups leave
+nothing but counts, so that the ledger's size is that of the groups in flight, however long the run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
+from msgspec import Struct
+
 from areal_sc.controller.group import Group, GroupState
-from areal_sc.controller.ledger_records import (
-    Admit,
-    Consume,
-    Finish,
-    LedgerState,
-    Record,
-    Reject,
-    Requeue,
-    RequeueAll,
-    Start,
-    Trained,
-)
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
 
-class Ledger:
-    """Every group's state, and the counts that admission and the run's account need.
+class LedgerState(Struct, frozen=True, array_like=True):
+    """The whole ledger, as a snapshot keeps it.
 
-    Args:
-        journal: receives each change before it is made; what it raises leaves the ledger as it was.
+    Attributes:
+        unconsumed: copies of the groups.
+        untrained_step: the newest step that consumed groups.
+        untrained: of those groups the ones that were not trained yet, ascending.
     """
 
-    def __init__(self, journal: Callable[[Record], None] | None = None) -> None:
-        self._journal = journal
+    next_id: int
+    unconsumed: tuple[Group, ...]
+    num_consumed: int
+    rejected: dict[str, int]
+    rows_consumed: int
+    rows_trained: int
+    rows_trained_twice: int
+    untrained_step: int
+    untrained: tuple[int, ...]
+
+
+class Ledger:
+    """Every group's state, and the counts that admission and the run's account need."""
+
+    def __init__(self) -> None:
         self._next_id = 0
         self._unconsumed: dict[int, Group] = {}  # insertion order is id order
         self._by_state: dict[GroupState, dict[int, Group]] = {
@@ -99,7 +102,6 @@ class Ledger:
     def admit(self, prompt: PromptReference, version: int) -> Group:
         """A new group, queued, admitted under policy `version`."""
         group = Group(self._next_id, prompt, version)
-        self._write(Admit(group.group_id, prompt, version))
         self._next_id += 1
         self._insert(group)
         return group
@@ -107,7 +109,6 @@ class Ledger:
     def start(self, group_id: int, worker: str) -> int:
         """queued -> running on `worker`; returns the attempt that its result must name."""
         group = self._expect(group_id, "start", GroupState.running, GroupState.queued)
-        self._write(Start(group_id, worker))
         self._move(group, GroupState.running)
         group.worker = worker
         return group.attempt
@@ -137,7 +138,6 @@ class Ledger:
                     f"finish: batch {batch.batch_id} holds a row of (group, attempt, admitted "
                     f"version) {got}, expected {expected}"
                 )
-        self._write(Finish(group_id, attempt, batch))
         self._move(group, GroupState.finished)
         group.batch = batch
         return True
@@ -150,13 +150,11 @@ class Ledger:
         group = self._expect(
             group_id, "requeue", GroupState.queued, GroupState.running, GroupState.finished
         )
-        self._write(Requeue(group_id))
         self._requeue(group)
         return group.attempt
 
     def requeue_all(self) -> None:
         """Every unconsumed group -> queued with a new attempt: no worker of before is left."""
-        self._write(RequeueAll())
         for group in self.unconsumed():
             self._requeue(group)
 
@@ -169,7 +167,6 @@ class Ledger:
                 distinct one is kept for the whole run.
         """
         group = self._expect(group_id, "reject", GroupState.rejected, *self._by_state)
-        self._write(Reject(group_id, reason))
         self._remove(group, GroupState.rejected)
         group.reject_reason = reason
         self._rejected[reason] += 1
@@ -191,7 +188,6 @@ class Ledger:
             )
             for group_id in group_ids
         ]
-        self._write(Consume(tuple(group_ids), step))
         batches = []
         for group in groups:
             assert group.batch is not None
@@ -214,16 +210,13 @@ class Ledger:
 
         Raises: LedgerError: a row's group was not consumed.
         """
-        self._record_trained(Counter(row.group_id for row in rows))
-
-    def _record_trained(self, num_rows: Mapping[int, int]) -> None:
+        num_rows = Counter(row.group_id for row in rows)
         for group_id in num_rows:
             if group_id >= self._next_id or group_id in self._unconsumed:
                 raise LedgerError(
                     f"trained on group {group_id}: expected consumed, "
                     f"it is {self._state_of(group_id)}"
                 )
-        self._write(Trained(dict(num_rows)))
         for group_id, count in num_rows.items():
             self._rows_trained += count
             if group_id not in self._untrained:
@@ -267,14 +260,14 @@ class Ledger:
         )
 
     @classmethod
-    def restore(cls, state: LedgerState, journal: Callable[[Record], None] | None = None) -> Ledger:
-        """The ledger that `state` was taken of, exactly; nothing is journalled.
+    def restore(cls, state: LedgerState) -> Ledger:
+        """The ledger that `state` was taken of, exactly.
 
-        Records journalled after the snapshot can be replayed on it. Where the workers of then are
-        gone, `requeue_all` follows: unconsumed groups keep id and admission version, and are
-        generated again as new attempts, so that "trained once" holds across restarts.
+        Where the workers of then are gone, `requeue_all` follows: unconsumed groups keep id and
+        admission version, and are generated again as new attempts, so that "trained once" holds
+        across restarts.
         """
-        ledger = cls(journal)
+        ledger = cls()
         for group in state.unconsumed:
             ledger._insert(copy(group))
         ledger._next_id = state.next_id
@@ -286,50 +279,6 @@ class Ledger:
         ledger._untrained_step = state.untrained_step
         ledger._untrained = set(state.untrained)
         return ledger
-
-    def replay(self, records: Iterable[Record]) -> None:
-        """Makes the changes of a journal again; nothing is journalled.
-
-        Raises: LedgerError: the records do not follow on this ledger's state.
-        """
-        journal, self._journal = self._journal, None
-        try:
-            for record in records:
-                self._replay_one(record)
-        finally:
-            self._journal = journal
-
-    def _replay_one(self, record: Record) -> None:
-        match record:
-            case Admit(group_id, prompt, version):
-                if group_id != self._next_id:
-                    raise LedgerError(
-                        f"replay: expected the admission of group {self._next_id}, got group "
-                        f"{group_id}; records are missing or repeated"
-                    )
-                self.admit(prompt, version)
-            case Start(group_id, worker):
-                self.start(group_id, worker)
-            case Finish(group_id, attempt, batch):
-                if not self.finish(group_id, attempt, batch):
-                    raise LedgerError(
-                        f"replay: group {group_id} does not run attempt {attempt}; records are "
-                        "missing or repeated"
-                    )
-            case Requeue(group_id):
-                self.requeue(group_id)
-            case RequeueAll():
-                self.requeue_all()
-            case Reject(group_id, reason):
-                self.reject(group_id, reason)
-            case Consume(group_ids, step):
-                self.consume(group_ids, step)
-            case Trained(num_rows):
-                self._record_trained(num_rows)
-
-    def _write(self, record: Record) -> None:
-        if self._journal is not None:
-            self._journal(record)
 
     def _insert(self, group: Group) -> None:
         self._unconsumed[group.group_id] = group

@@ -30,8 +30,7 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import MetricSums, mean_metrics
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.group_runs import GroupRunner, Source
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_records import LedgerState
+from areal_sc.controller.ledger import Ledger, LedgerState
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy

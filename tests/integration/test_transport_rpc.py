@@ -19,7 +19,7 @@ from areal_sc.errors import (
     ShardGone,
     TransportError,
 )
-from areal_sc.transport.rpc.transport import RpcServer
+from areal_sc.transport.rpc.transport import Method, RpcServer
 
 
 async def test_values_travel_both_ways_and_bytes_are_counted() -> None:
@@ -249,3 +249,21 @@ async def test_the_authenticator_sees_both_sockets_before_they_are_used() -> Non
         client = callers.connect(address, "train/2", LIFE)
         assert await client.call(named("echo"), {}, timeout_s=20) == {}
     assert seen == [(zmq.ROUTER, b""), (zmq.ROUTER, b""), (-1, b"open")]
+
+
+async def test_arguments_and_replies_of_other_types_fail_the_call_and_nothing_else() -> None:
+    halve = Method("halve", int, float)
+    server = RpcServer([halve.served_by(lambda n: n / 2)], node_id="train/2", incarnation=LIFE)
+    address = await server.start()
+    async with transport() as callers:
+        client = callers.connect(address, "train/2", LIFE)
+        with pytest.raises(ProtocolError, match=r"halve: the arguments are .*got `str`"):
+            await client.call(Method("halve", str, float), "five", timeout_s=20)
+        with pytest.raises(ProtocolError, match=r"halve: the reply is .*got `float`"):
+            await client.call(Method("halve", int, str), 5, timeout_s=20)
+        others = [(client, 5), (client, 6)]
+        outcomes = await callers.call_all(others, Method("halve", int, str), timeout_s=20)
+        assert all(isinstance(outcome, ProtocolError) for outcome in outcomes)
+        assert await client.call(halve, 5, timeout_s=20) == 2.5
+        assert server.num_malformed == client.num_malformed == 0
+    await server.close()

@@ -142,13 +142,13 @@ def test_refused_states(path: Path, state: dict[str, bool], resume: str, message
     run_again.close()
 
 
-@pytest.mark.parametrize("found", [1, 99, None])
+@pytest.mark.parametrize("found", [1, 2, 99, None])
 def test_a_run_of_another_format_is_left_alone(path: Path, found: int | None) -> None:
     run_once(path, snapshot=True)
     marker = {"kind": "areal_sc run", "format_version": found}
     (path / "run.json").write_text(json.dumps(marker))
     message = (
-        rf"expected format 2, got {found}: another version .* go on with that one, .*overwrite"
+        rf"expected format 3, got {found}: another version .* go on with that one, .*overwrite"
     )
     for resume in ("auto", "must", "never"):
         with pytest.raises(RunFolderError, match=message):

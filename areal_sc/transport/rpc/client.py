@@ -33,7 +33,6 @@ from areal_sc.transport.rpc.codec import (
     decode,
     encode,
 )
-from areal_sc.transport.rpc.deadlines import Deadlines
 from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.rpc.remote_errors import error_of
 from areal_sc.transport.socket import Frame
@@ -69,24 +68,15 @@ class Waiter(Protocol):
     def fail(self, error: ArealError) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """One call that waits for its reply."""
 
-    __slots__ = ("answer", "client", "method", "request_id", "timeout_s")
-
-    def __init__(
-        self,
-        client: RpcClient,
-        method: Method[Any, Any],
-        request_id: str,
-        timeout_s: float,
-        answer: asyncio.Future[Any],
-    ) -> None:
-        self.client = client
-        self.method = method
-        self.request_id = request_id
-        self.timeout_s = timeout_s
-        self.answer = answer
+    client: RpcClient
+    method: Method[Any, Any]
+    request_id: str
+    timeout_s: float
+    answer: asyncio.Future[Any]
 
     def settle(self, value: Any) -> None:
         if not self.answer.done():
@@ -106,7 +96,6 @@ class RpcClient:
 
     Args:
         hub: connects, and carries the messages.
-        deadlines: of the calls.
         address: the server's endpoint.
         node_id: its name, for messages.
         incarnation: the life of it that the calls are meant for; another one refuses them.
@@ -126,7 +115,6 @@ class RpcClient:
         *,
         node_id: str,
         incarnation: str,
-        deadlines: Deadlines,
         limits: MessageLimits,
         new_request_id: RequestIds,
         keeps_trying: bool = False,
@@ -136,7 +124,6 @@ class RpcClient:
         self.incarnation = incarnation
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._deadlines = deadlines
         self._limits = limits
         self._new_request_id = new_request_id
         self._keeps_trying = keeps_trying
@@ -182,8 +169,7 @@ class RpcClient:
         request_id = request_id or self._new_request_id()
         frame = self.frame_of(request_id, method, pack(args))
         call = _Call(self, method, request_id, timeout_s, self._loop.create_future())
-        waits = self._deadlines.within(timeout_s)
-        waits.add(call)
+        deadline = self._loop.call_later(timeout_s, call.expire)
         try:
             if not self.begin(request_id, frame, call):
                 await self._send_when_possible(frame, call)
@@ -193,7 +179,7 @@ class RpcClient:
             self.abandon(request_id, call)
             raise
         finally:
-            waits.discard(call)
+            deadline.cancel()
             if call.answer.done() and not call.answer.cancelled():
                 call.answer.exception()  # it may have failed in the turn in which the wait ended
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec import Raw
@@ -58,25 +59,16 @@ class _Gather:
             self.done.set_result(None)
 
 
+@dataclass(eq=False, slots=True)
 class _Share:
     """One call's part of the whole."""
 
-    __slots__ = ("client", "gather", "index", "is_open", "method", "request_id")
-
-    def __init__(
-        self,
-        gather: _Gather,
-        index: int,
-        client: RpcClient,
-        method: Method[Any, Any],
-        request_id: str,
-    ) -> None:
-        self.gather = gather
-        self.index = index
-        self.client = client
-        self.method = method
-        self.request_id = request_id
-        self.is_open = True
+    gather: _Gather
+    index: int
+    client: RpcClient
+    method: Method[Any, Any]
+    request_id: str
+    is_open: bool = True
 
     def settle(self, value: Any) -> None:
         if self.is_open:

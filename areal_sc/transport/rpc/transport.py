@@ -19,7 +19,6 @@ from areal_sc.transport.endpoint import Authenticator
 from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.rpc.client import RequestIds, RpcClient, random_request_ids
 from areal_sc.transport.rpc.codec import MessageLimits
-from areal_sc.transport.rpc.deadlines import Deadlines
 from areal_sc.transport.rpc.fan_out import fan_out
 from areal_sc.transport.rpc.method import A, Method, R, Served
 from areal_sc.transport.rpc.server import RpcServer
@@ -91,7 +90,6 @@ class ZmqTransport:
         self._limits = limits or MessageLimits()
         self._new_request_id = new_request_id or random_request_ids()
         self._hub: PeerHub | None = None
-        self._deadlines: Deadlines | None = None
         self._is_closed = False
         # weak, because a connection that its user has closed is of no more concern
         self._connections: WeakSet[RpcClient] = WeakSet()
@@ -107,8 +105,7 @@ class ZmqTransport:
         """
         if self._is_closed:
             raise TransportError(f"cannot connect to {node_id} at {address}: transport is closed")
-        if self._hub is None or self._deadlines is None:
-            self._deadlines = Deadlines()
+        if self._hub is None:
             self._hub = PeerHub(
                 max_frames=self._limits.max_frames, authenticator=self._authenticator
             )
@@ -117,7 +114,6 @@ class ZmqTransport:
             address,
             node_id=node_id,
             incarnation=incarnation,
-            deadlines=self._deadlines,
             limits=self._limits,
             new_request_id=self._new_request_id,
             keeps_trying=keeps_trying,

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.group import Group, GroupState
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger import Ledger, LedgerState
 from areal_sc.controller.staleness import StalenessPolicy, StalenessStats
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
@@ -72,9 +71,7 @@ class Run:
         self.scenario = scenario
         self.random = random.Random(scenario.seed)
         self.policy = StalenessPolicy(scenario.eta, scenario.batch_groups, scenario.over_bound)
-        self.records: list[bytes] = []
-        self.ledger = Ledger(self.write)
-        self.base = Ledger().snapshot()
+        self.ledger = Ledger()
         self.version = 0
         self.published = [0.0]  # when each version became current
         self.now = 0.0
@@ -89,9 +86,6 @@ class Run:
         self.num_rows = 0
         self.num_ignored = 0
         self.trained: list[tuple[int, list[RowMetadata]]] = []
-
-    def write(self, record: dict) -> None:
-        self.records.append(msgspec.msgpack.encode(record))
 
     def play(self) -> Run:
         for _ in range(MAX_EVENTS):
@@ -245,15 +239,11 @@ class Run:
         assert account["rows_trained_twice"] == 0
 
     def restart(self) -> None:
-        """The controller dies with all workers; a new one has the snapshot and the journal."""
-        base = msgspec.msgpack.encode(self.base)
-        again = Ledger.restore(msgspec.msgpack.decode(base, type=LedgerState), self.write)
-        again.replay(msgspec.msgpack.decode(record, type=Record) for record in self.records)
+        """The controller dies with all workers; a new one has the snapshot."""
+        packed = msgspec.msgpack.encode(self.ledger.snapshot())
+        again = Ledger.restore(msgspec.msgpack.decode(packed, type=LedgerState))
         assert again.snapshot() == self.ledger.snapshot()
         self.ledger = again
-        if self.random.random() < 0.5:
-            self.base = self.ledger.snapshot()
-            self.records.clear()
         self.ledger.requeue_all()
         # generation ends with the workers; the running step is finished by the trainer
         self.events = [event for event in self.events if event[2] == "trained"]

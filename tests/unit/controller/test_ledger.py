@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from areal_sc.controller.group import GroupState
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger import Ledger, LedgerState
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
@@ -203,27 +202,6 @@ def test_groups_come_in_order_of_admission_whatever_their_history() -> None:
     assert [group.group_id for group in ledger.in_state(GroupState.queued)] == [0, 2]
 
 
-def test_the_journal_comes_first_and_a_failing_one_changes_nothing() -> None:
-    def full_disk(record: Record) -> None:
-        raise OSError("no space left")
-
-    for state, change in (
-        (GroupState.queued, CHANGES["start"]),
-        (GroupState.running, CHANGES["requeue"]),
-        (GroupState.running, lambda ledger: ledger.finish(0, 0, batch_of(0))),
-        (GroupState.running, CHANGES["reject"]),
-        (GroupState.finished, CHANGES["consume"]),
-        (GroupState.consumed, lambda ledger: ledger.record_trained(batch_of(0).rows)),
-        (GroupState.running, lambda ledger: ledger.requeue_all()),
-        (GroupState.queued, lambda ledger: ledger.admit(PROMPT, 0)),
-    ):
-        before = ledger_with_one(state).snapshot()
-        ledger = Ledger.restore(before, full_disk)
-        with pytest.raises(OSError, match="no space left"):
-            change(ledger)
-        assert ledger.snapshot() == before
-
-
 def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> None:
     ledger = Ledger()
     for group_id in range(5):
@@ -252,20 +230,6 @@ def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> 
         restored.consume([3], 5)
     restored.record_trained(trained.rows)
     assert restored.account()["rows_trained_twice"] == 2, "also across a restart"
-
-
-def test_replay_refuses_a_journal_with_a_gap() -> None:
-    records: list[Record] = []
-    ledger = Ledger(records.append)
-    ledger.admit(PROMPT, 0)
-    ledger.start(0, "rollout/0")
-    ledger.finish(0, 0, batch_of(0))
-    Ledger().replay(records)
-    for missing in (0, 1):
-        with pytest.raises(LedgerError):
-            Ledger().replay(records[:missing] + records[missing + 1 :])
-    with pytest.raises(LedgerError, match="repeated"):
-        Ledger().replay(records[:1] * 2)
 
 
 def test_the_ledgers_size_is_that_of_the_groups_in_flight() -> None:

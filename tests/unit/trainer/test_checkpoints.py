@@ -10,6 +10,10 @@ import pytest
 from unit.trainer.conftest import Follower, shown
 
 from areal_sc.config.schema import CheckpointConfig
+from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.rejections import RejectionCounts
+from areal_sc.controller.rollout import RolloutState
+from areal_sc.controller.training_groups import TrainingState
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.checkpoints import CONTROLLERS, Checkpoints, load_latest_snapshot
@@ -43,15 +47,21 @@ class Actor:
         self.loaded.append(step)
 
 
+def state_of(version: int) -> RolloutState:
+    """That of a controller at this policy version that has trained nothing."""
+    training = TrainingState(version, 0, (), Ledger().snapshot())
+    return RolloutState(training, RejectionCounts({}, 0))
+
+
 class Rollout:
     def __init__(self) -> None:
         self.version = 0
-        self.restored: list[Any] = []
+        self.restored: list[RolloutState] = []
 
-    def state(self) -> dict[str, Any]:
-        return {"version": self.version}
+    def state(self) -> RolloutState:
+        return state_of(self.version)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: RolloutState) -> None:
         self.restored.append(state)
 
 
@@ -108,7 +118,7 @@ def test_a_snapshot_has_its_name_once_the_ranks_have_written(
     assert names(folder) == ["step-000003"]
     assert events(writer.run) == [("snapshot", 3)]
     assert writer.load() == (3, [])
-    assert writer.rollout.restored == [{"version": 3}]
+    assert writer.rollout.restored == [state_of(3)]
 
 
 def test_the_newest_stay(folder: RunFolder, writer: Writer) -> None:
@@ -244,7 +254,7 @@ def test_no_flipped_bit_of_the_controllers_is_loaded(folder: RunFolder, writer: 
         step, warnings = writer.load()
         assert (step, len(warnings)) == (1, 1), f"bit {bit}"
         assert "its checksum is wrong, its content damaged" in warnings[0]
-        assert rollout.restored.pop() == {"version": 1}
+        assert rollout.restored.pop() == state_of(1)
     path.write_bytes(content)
     assert writer.load() == (2, [])
 
@@ -266,5 +276,5 @@ def test_a_snapshot_of_a_newer_version_is_left_alone(
     with monkeypatch.context() as newer:
         newer.setattr("areal_sc.trainer.checkpoints.FORMAT", 7)
         writer.snapshot(2)
-    with pytest.raises(RunFolderError, match="expected format 1, got 7: another version of areal"):
+    with pytest.raises(RunFolderError, match="expected format 2, got 7: another version of areal"):
         writer.load()

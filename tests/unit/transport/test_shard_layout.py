@@ -31,7 +31,7 @@ def test_fields_start_on_cache_lines() -> None:
     fields = layout.over(memoryview(bytes(range(256))))
     assert bytes(fields["a"].values) == bytes(range(6))
     assert fields["b"].row_bounds == (0, 0, 66)
-    assert fields["c"].metadata.dtype == "uint8"
+    assert fields["c"].dtype == "uint8"
 
 
 @given(
