@@ -1,8 +1,9 @@
 """The methods of the workers: name, arguments, reply and deadline of each, declared once. No torch.
 
-Whoever calls one and whoever serves it uses its declaration. Methods whose arguments are a `Change`
-change the worker's state, or write: the change names its operation, which runs once however often
-it is asked for (see `operations`).
+Whoever calls one and whoever serves it uses its declaration. The methods of every worker come
+first, then those of train workers, then those of rollout workers. Where the arguments are a
+`Change`, the method changes the worker's state, or writes: the change names its operation, which
+runs once however often it is asked for (see `operations`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ SHUTDOWN_TIMEOUT_S: Final = 2.0
 """A worker that has not answered by then is ended."""
 
 
+Numbers = dict[str, int | float]
+"""Metrics, or counters, by name; whole numbers stay whole."""
+
+
 class Change(Struct, frozen=True, array_like=True):
     """What a method that changes state is asked to do."""
 
     operation: Operation
-
-
-# ---------------------------------------------------------------- every worker
 
 
 class Sweep(Struct, frozen=True, array_like=True):
@@ -62,7 +64,7 @@ class WorkerStats(Struct, frozen=True):
 
     plane: PlaneStats
     control_refused: int = 0
-    engine: dict[str, float] = {}
+    engine: Numbers = {}
 
     def as_metrics(self) -> dict[str, float]:
         """All of them by name."""
@@ -75,9 +77,6 @@ SWEEP = Method("sweep", Sweep, int)
 STATS = Method("stats", NoneType, WorkerStats)
 SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
 """Ends the worker after the reply."""
-
-
-# ---------------------------------------------------------------- train workers
 
 
 class InitializeRank(Struct, frozen=True, array_like=True):
@@ -178,8 +177,8 @@ CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
 INITIALIZE_RANK = Method("initialize_rank", InitializeRank, NoneType)
 COMPUTE_LOGPROBS = Method("compute_logprobs", BatchMetadata, SealedShard)
 """Seals `proximal_logprobs` of the batch's rows."""
-PPO_UPDATE = Method("ppo_update", PPOUpdate, dict[str, float])
-SFT_UPDATE = Method("sft_update", SFTUpdate, dict[str, float])
+PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)
+SFT_UPDATE = Method("sft_update", SFTUpdate, Numbers)
 SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
 SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, deadline_s=WRITE_TIMEOUT_S)
 """Also waits for a snapshot that is being written."""
@@ -198,9 +197,6 @@ FINISH_WRITE = Method("finish_write", Change, NoneType, deadline_s=WRITE_TIMEOUT
 """Replies when what the operation took is on the disk."""
 LOAD_SNAPSHOT = Method("load_snapshot", Change, NoneType)
 """Goes back to the snapshot of the operation's version, in the operation's lineage."""
-
-
-# ---------------------------------------------------------------- rollout workers
 
 
 class RunGroup(Struct, frozen=True, array_like=True):
