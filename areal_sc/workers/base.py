@@ -1,28 +1,26 @@
 """What every worker process does beside its engine: serve RPC, keep a store, send heartbeats.
 
 consumes     calls of the controllers, and of other workers that pull from its store
-waits for    `shutdown`, or the word of its heartbeat thread that no controller is there any more
-unblocked by the controllers, who by asking for heartbeats also renew the lease on its life
+waits for    `shutdown`
+unblocked by the controllers; where there are none any more, its agent ends it
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import msgpack
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.engines.base import EngineHandle
 from areal_sc.engines.handles import handle_from_plain
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.beat_board import BeatBoard, this_node
-from areal_sc.transport.beats import BeatServer
+from areal_sc.transport.arena.folder import OFF, ArenaFolder
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
@@ -30,7 +28,7 @@ from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Handler
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.workers.run_memory import OFF, beats_folder
+from areal_sc.workers.beats import Beats
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 from areal_sc.workflows.sources import SourceReader
 
@@ -44,11 +42,15 @@ class Worker:
     """Base of train and rollout workers.
 
     The engine computes in one thread of its own, one call after the other, so the event loop
-    answers heartbeats and pulls during a long step.
+    answers calls and pulls during a long step.
+
+    Args:
+        agent: socket to the agent of the node, a file descriptor.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, agent: int) -> None:
         self.spec = spec
+        self._agent = agent
         self.transport_config = TransportConfig(**spec.transport)
         self.sources = SourceReader(Path(spec.run_dir))
         self.handle: EngineHandle = handle_from_plain(spec.engine, spec.engine_config)
@@ -56,6 +58,7 @@ class Worker:
         self.transport = ZmqTransport(authenticator=CurveAuthenticator(self.keys, spec.name))
         self._interface = Interface.of(self.transport_config.bind)
         self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)
+        self.node = self._run_memory.node_token()
         self.plane = DataPlane(
             spec.name,
             spec.incarnation,
@@ -66,7 +69,6 @@ class Worker:
             arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
         )
         self._control_guard = CurveAuthenticator(self.keys, spec.name)
-        self._beats_guard = CurveAuthenticator(self.keys, spec.name)
         self._server: RpcServer | None = None
         self.address = ""
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -91,19 +93,10 @@ class Worker:
             bind=self._interface.bind,
             authenticator=self._control_guard,
         )
-        beats = BeatServer(
-            BeatBoard(beats_folder(self._run_memory)),
-            name=self.spec.name,
-            incarnation=self.spec.incarnation,
-            bind=self._interface.bind,
-            authenticator=self._beats_guard,
-            interval_s=self.spec.heartbeat_interval_s,
-            orphan_timeout_s=self.spec.orphan_timeout_s,
-            on_orphaned=self._done.set,
-        )
+        beats = Beats(self._agent, self.spec.heartbeat_interval_s)
         try:
             self.address = self._interface.reachable(await server.start())
-            self._report(self._interface.reachable(await beats.start()))
+            self._report()
             logger.info("serving address=%s incarnation=%s", self.address, self.spec.incarnation)
             await self._done.wait()
         finally:
@@ -146,9 +139,9 @@ class Worker:
         """Counters of both planes; see `DataPlane.stats`.
 
         `control_refused` counts connections without the run's keys, and messages that no member
-        of the run sends, on the control and heartbeat sockets.
+        of the run sends, on the control socket.
         """
-        refused = self._control_guard.num_refused + self._beats_guard.num_refused
+        refused = self._control_guard.num_refused
         if self._server is not None:
             refused += self._server.num_malformed
         return {**self.plane.stats(), "control_refused": refused}
@@ -157,18 +150,13 @@ class Worker:
         """Ends the worker after the reply."""
         asyncio.get_running_loop().call_later(0.05, self._done.set)
 
-    def _report(self, beat_address: str) -> None:
+    def _report(self) -> None:
         report = WorkerReport(
             name=self.spec.name,
             incarnation=self.spec.incarnation,
             address=self.address,
-            beat_address=beat_address,
             pid=os.getpid(),
-            node=this_node(),
+            node=self.node,
             store_room_bytes=self.plane.room_bytes,
         )
-        path = self.spec.report_path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{self.spec.incarnation}")
-        temporary.write_text(json.dumps(asdict(report)))
-        temporary.rename(path)
+        os.write(self._agent, msgpack.encode(report))

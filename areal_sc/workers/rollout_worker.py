@@ -41,7 +41,7 @@ from areal_sc.metadata import (
     WeightsReference,
 )
 from areal_sc.workers.base import Method, Worker
-from areal_sc.workers.fork_client import fork_server_child
+from areal_sc.workers.fork_client import ForkServer
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import Rejection, check_trajectory
 from areal_sc.workers.weight_publication import own_devices
@@ -56,11 +56,11 @@ CANCEL_TIMEOUT_S = 30.0
 class RolloutWorker(Worker):
     """Serves a `GenerationEngine` to workflows."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: WorkerSpec, agent: int) -> None:
+        super().__init__(spec, agent)
         config = self.handle.config
         # Forked before any thread exists in this process.
-        self._reward_server = fork_server_child()
+        self._reward_server = ForkServer()
         self._rewards = RewardPool(
             self._reward_server,
             num_processes=config.num_reward_processes,
@@ -93,7 +93,7 @@ class RolloutWorker(Worker):
         if self._engine:
             await self._engine.close()
         await self._rewards.close()
-        await asyncio.to_thread(self._reward_server.shutdown)
+        await self._reward_server.close()
 
     async def initialize(self, args: dict[str, Any]) -> None:
         """Loads the model and begins to serve requests."""
@@ -194,7 +194,7 @@ class RolloutWorker(Worker):
         return {
             "num_ranks": self.engine.count_ranks(),
             "is_cuda": self.engine.is_cuda,
-            "devices": own_devices() if self.engine.is_cuda else [],
+            "devices": own_devices(self.node) if self.engine.is_cuda else [],
             "is_member": self.engine.has_whole_group(str(args["group"])),
         }
 

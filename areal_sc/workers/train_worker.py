@@ -32,8 +32,8 @@ class TrainWorker(Worker):
     Calls that change state or write name their operation, which runs once; see `Operations`.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: WorkerSpec, agent: int) -> None:
+        super().__init__(spec, agent)
         self.engine: TrainEngine = self.handle.build()
         self.operations = Operations(spec.name)
         self._writes: dict[Operation, Future[None]] = {}
@@ -72,7 +72,7 @@ class TrainWorker(Worker):
 
     async def create_rendezvous(self, args: dict[str, Any]) -> str:
         """Rank 0 hosts the ranks' meeting point on a port of the system's choice."""
-        return await self.compute(self.engine.create_rendezvous)
+        return await self.compute(lambda: self.engine.create_rendezvous(host_of(self.address)))
 
     async def initialize(self, args: dict[str, Any]) -> None:
         """Joins the other ranks and builds the model."""
@@ -88,6 +88,7 @@ class TrainWorker(Worker):
             self.compute,
             is_root=rank == 0,
             host=host_of(self.address),
+            node=self.node,
         )
 
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
