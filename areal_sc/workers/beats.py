@@ -62,7 +62,7 @@ class Beats:
     def _beat(self) -> None:
         while not self._end.is_set():
             # An agent that is stopped does not read; one that is gone takes its workers along.
-            with suppress(BlockingIOError, BrokenPipeError):
+            with suppress(BlockingIOError, ConnectionError):
                 os.write(self._pipe, msgpack.encode([time.monotonic_ns(), self._turn_ns]))
             self._look_after_main_loop()
             self._end.wait(self._interval_s)

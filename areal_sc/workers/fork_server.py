@@ -150,7 +150,7 @@ class _Server:
         return True
 
     def _tell(self, message: dict[str, Any]) -> None:
-        with suppress(BrokenPipeError):  # the owner is gone: the next read says so
+        with suppress(ConnectionError):  # the owner is gone: the next read says so
             self._connection.send(msgpack.encode(message))
 
     def _reap(self) -> None:

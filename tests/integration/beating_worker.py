@@ -15,11 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from areal_sc.transport.beat_board import BeatBoard, this_node
+from areal_sc.transport.beats import BeatServer
+
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
 from areal_sc.transport import beats
-from areal_sc.transport.beat_board import BeatBoard, this_node
-from areal_sc.transport.beats import BeatServer
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.transport import RpcServer

@@ -21,30 +21,29 @@ from areal_sc.transport.rpc.codec import (
     decode,
     encode,
 )
-from areal_sc.transport.rpc.method import A, Method, R, pack, untyped
+from areal_sc.transport.rpc.method import A, Method, R, Served, pack, untyped
 from areal_sc.transport.rpc.remote_errors import error_of, failure_of
 
 if TYPE_CHECKING:
+    from simulation.agent import SimulatedAgent
     from simulation.workers import SimulatedWorker
 
 LIMITS = MessageLimits()
 
 
 class SimulatedConnection:
-    """One controller's connection to one worker.
+    """One controller's connection to one worker or agent.
 
     Args:
-        is_heartbeat: it leads to the socket of the worker's heartbeat thread.
         keeps_trying: calls of a worker that is gone wait for `fail_pending`.
     """
 
     def __init__(
         self,
-        worker: SimulatedWorker,
+        worker: SimulatedWorker | SimulatedAgent,
         incarnation: str,
         latency_s: float,
         *,
-        is_heartbeat: bool = False,
         keeps_trying: bool = False,
     ) -> None:
         self.node_id = worker.name
@@ -53,7 +52,6 @@ class SimulatedConnection:
         self._worker = worker
         self._incarnation = incarnation
         self._latency_s = latency_s
-        self._is_heartbeat = is_heartbeat
         self._keeps_trying = keeps_trying
         self._pending: set[asyncio.Future[Reply | Failure]] = set()
         self._executions: set[asyncio.Task[None]] = set()
@@ -129,14 +127,15 @@ class SimulatedConnection:
         request = decode([memoryview(wire)], LIMITS)
         assert isinstance(request, Request)
         worker = self._worker
-        if worker.is_hung or (worker.is_blocked and not self._is_heartbeat):
+        if worker.is_hung or worker.is_blocked:
             await asyncio.get_running_loop().create_future()
         reply: Reply | Failure
         try:
-            methods = {"beat": worker.beats_of_node} if self._is_heartbeat else worker.methods
-            handler = methods[request.method]
-            args = untyped(request.method).read_args(request.args)
-            reply = Reply(request.request_id, pack(await handler(args)))
+            served = worker.methods[request.method]
+            if not isinstance(served, Served):
+                served = untyped(request.method).served_by(served)
+            outcome = await served.handler(served.method.read_args(request.args))
+            reply = Reply(request.request_id, pack(outcome))
         except Exception as error:
             reply = failure_of(error, request.request_id)
         frame = encode(reply, LIMITS)
