@@ -34,6 +34,7 @@ from areal_sc.ids import random_id
 from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
+from areal_sc.transport.arena.folder import clean_leftovers
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -158,6 +159,8 @@ class LocalScheduler:
         for pipe in (self._agent.stdin, self._agent.stdout):
             assert pipe
             pipe.close()
+        if self._node is not None and self._agent.returncode:
+            clean_leftovers(Path(self._node.facts.memory_root))
 
 
 def _with_package(env: dict[str, str]) -> dict[str, str]:

@@ -340,6 +340,8 @@ class Agent:
 
     def _on_end(self, worker: _Worker) -> None:
         order, how = worker.order, worker.child.how
+        if self._fork_server.is_gone.is_set():
+            how += ", since the fork server is gone"
         logger.info("worker=%s pid=%d ended with %s", order.name, worker.child.pid, how)
         del self._workers[order.incarnation]
         tail, path = log_tail(worker.log_path), str(worker.log_path)

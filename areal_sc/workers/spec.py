@@ -7,7 +7,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.rpc.method import Method
@@ -135,8 +135,7 @@ class WorkerReport:
     store_room_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(Struct, frozen=True, array_like=True):
     """When a worker last gave a sign of life.
 
     Attributes:
@@ -189,8 +188,7 @@ class Launched:
     log_tail: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Watch:
+class Watch(Struct, frozen=True, array_like=True):
     """A question for news.
 
     Attributes:
@@ -204,8 +202,7 @@ class Watch:
     hold_s: float
 
 
-@dataclass(frozen=True)
-class News:
+class News(Struct, frozen=True, array_like=True):
     """What an agent knows of the workers of a role.
 
     Attributes:

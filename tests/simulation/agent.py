@@ -7,6 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from areal_sc.errors import WorkerStartError
+from areal_sc.log import log_tail
+from areal_sc.run_folder import RunFolder
 from areal_sc.workers.spec import (
     LAUNCH,
     LOG_TAIL,
@@ -102,7 +104,9 @@ class SimulatedAgent:
 
     def note_end(self, name: str, incarnation: str, how: str) -> None:
         """The process of one of its workers has ended."""
-        self._ended.append(EndedWorker(name, incarnation, how, f"logs of {name}", []))
+        role, _, index = name.partition("/")
+        path = RunFolder(self.cluster.config.run_dir).log_path(role, int(index))
+        self._ended.append(EndedWorker(name, incarnation, how, str(path), log_tail(path)))
         self._end_noted.set()
         self._end_noted = asyncio.Event()
 
