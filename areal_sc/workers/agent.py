@@ -307,20 +307,8 @@ class Agent:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
         devices = ",".join(names[device].strip() for device in order.devices)
-        return WorkerSpec(
-            role=order.role,
-            index=order.index,
-            incarnation=order.incarnation,
-            engine=order.engine,
-            engine_config=order.engine_config,
-            store_bytes=order.store_bytes,
-            run_dir=self._spec.run_dir,
-            run_id=self._spec.run_id,
-            memory_root=str(self._memory_root),
-            transport=self._spec.transport,
-            heartbeat_interval_s=self._spec.heartbeat_interval_s,
-            environment={"CUDA_VISIBLE_DEVICES": devices},
-        )
+        environment = {"CUDA_VISIBLE_DEVICES": devices}
+        return WorkerSpec(order, self._spec, str(self._memory_root), environment)
 
     def _on_word(self, worker: _Worker) -> None:
         """A worker reports, or beats. It runs its user's code, so it may say anything."""

@@ -20,6 +20,7 @@ from msgspec import msgpack
 from areal_sc.config.schema import TransportConfig
 from areal_sc.engines.base import EngineHandle
 from areal_sc.engines.handles import handle_from_plain
+from areal_sc.run_folder import RunFolder
 from areal_sc.transport.arena.folder import OFF, ArenaFolder
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.interface import Interface
@@ -51,19 +52,21 @@ class Worker:
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         self.spec = spec
         self._agent = agent
-        self.transport_config = TransportConfig(**spec.transport)
-        self.sources = SourceReader(Path(spec.run_dir))
-        self.handle: EngineHandle = handle_from_plain(spec.engine, spec.engine_config)
-        self.keys = RunKeys.from_environment(os.environ) or RunKeys.read(spec.keys_path)
+        self.transport_config = TransportConfig(**spec.run.transport)
+        self.sources = SourceReader(Path(spec.run.run_dir))
+        self.handle: EngineHandle = handle_from_plain(spec.order.engine, spec.order.engine_config)
+        self.keys = RunKeys.from_environment(os.environ) or RunKeys.read(
+            RunFolder(spec.run.run_dir).keys_path
+        )
         self.transport = ZmqTransport(authenticator=CurveAuthenticator(self.keys, spec.name))
         self._interface = Interface.of(self.transport_config.bind)
-        self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)
+        self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run.run_id)
         self.node = self._run_memory.node_token()
         self.plane = DataPlane(
             spec.name,
-            spec.incarnation,
+            spec.order.incarnation,
             self.transport_config,
-            store_bytes=spec.store_bytes,
+            store_bytes=spec.order.store_bytes,
             transport=self.transport,
             interface=self._interface,
             arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
@@ -89,15 +92,17 @@ class Worker:
         server = self._server = RpcServer(
             handlers,
             node_id=self.spec.name,
-            incarnation=self.spec.incarnation,
+            incarnation=self.spec.order.incarnation,
             bind=self._interface.bind,
             authenticator=self._control_guard,
         )
-        beats = Beats(self._agent, self.spec.heartbeat_interval_s)
+        beats = Beats(self._agent, self.spec.run.heartbeat_interval_s)
         try:
             self.address = self._interface.reachable(await server.start())
             self._report()
-            logger.info("serving address=%s incarnation=%s", self.address, self.spec.incarnation)
+            logger.info(
+                "serving address=%s incarnation=%s", self.address, self.spec.order.incarnation
+            )
             await self._done.wait()
         finally:
             await self.close()
@@ -153,7 +158,7 @@ class Worker:
     def _report(self) -> None:
         report = WorkerReport(
             name=self.spec.name,
-            incarnation=self.spec.incarnation,
+            incarnation=self.spec.order.incarnation,
             address=self.address,
             pid=os.getpid(),
             node=self.node,

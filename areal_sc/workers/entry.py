@@ -36,7 +36,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        worker = {"train": TrainWorker, "rollout": RolloutWorker}[spec.role](spec, agent)
+        worker = {"train": TrainWorker, "rollout": RolloutWorker}[spec.order.role](spec, agent)
         asyncio.run(worker.serve())
     except ArealError as error:
         logger.error("worker ended: %s", error, exc_info=True)

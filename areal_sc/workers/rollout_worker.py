@@ -65,7 +65,7 @@ class RolloutWorker(Worker):
             self._reward_server,
             num_processes=config.num_reward_processes,
             timeout_s=config.reward_timeout_s,
-            log_path=Path(spec.run_dir) / "logs" / f"reward-{spec.index}.log",
+            log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
         )
         self._engine: GenerationEngine | None = None
         self._group_episodes: dict[tuple[int, int], asyncio.Task[list[Trajectory | Rejection]]] = {}

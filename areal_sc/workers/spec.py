@@ -82,39 +82,26 @@ class WorkerOrder:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker process needs to know before its first call: order, run and node.
+    """Everything a worker process needs to know before its first call.
 
     Attributes:
+        run: what its agent was told.
         memory_root: folder below which the node keeps shared memory.
         environment: variables set before the engine is built, e.g. CUDA_VISIBLE_DEVICES.
-        Others: as in `WorkerOrder` and `AgentSpec`.
     """
 
-    role: str
-    index: int
-    incarnation: str
-    engine: str
-    engine_config: dict[str, Any]
-    store_bytes: int
-    run_dir: str
-    run_id: str
+    order: WorkerOrder
+    run: AgentSpec
     memory_root: str
-    transport: dict[str, Any]
-    heartbeat_interval_s: float
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str]
 
     @property
     def name(self) -> str:
-        return f"{self.role}/{self.index}"
-
-    @property
-    def keys_path(self) -> Path:
-        """Where the run's keys are, if not in the environment."""
-        return RunFolder(self.run_dir).keys_path
+        return self.order.name
 
     @property
     def log_path(self) -> Path:
-        return RunFolder(self.run_dir).log_path(self.role, self.index)
+        return RunFolder(self.run.run_dir).log_path(self.order.role, self.order.index)
 
 
 @dataclass(frozen=True)

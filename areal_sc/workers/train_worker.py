@@ -193,7 +193,7 @@ class TrainWorker(Worker):
         """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
         operation = _operation(args)
         name = digest([operation.lineage, operation.version, operation.name])
-        folder = RunFolder(self.spec.run_dir).exports / name
+        folder = RunFolder(self.spec.run.run_dir).exports / name
         await self._begin_write(operation, lambda: self.engine.begin_save_hf(folder))
         return str(folder)
 
@@ -246,7 +246,7 @@ class TrainWorker(Worker):
         await self.operations.join(operation, take)
 
     def _snapshot_path(self, operation: Operation) -> Path:
-        return RunFolder(self.spec.run_dir).snapshot_path(operation.version)
+        return RunFolder(self.spec.run.run_dir).snapshot_path(operation.version)
 
     def _shard_reply(self, shard_id: str) -> dict[str, Any]:
         return {

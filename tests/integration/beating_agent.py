@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
+from areal_sc.run_folder import RunFolder
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.transport import RpcServer
@@ -32,7 +33,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     (agent_fd,) = spec_dict.pop("fds")
     spec = msgspec.convert(spec_dict, WorkerSpec)
     setup_logging(spec.name)
-    if spec.engine == "broken":
+    if spec.order.engine == "broken":
         raise ModelError("no weights")
     asyncio.run(serve(spec, agent_fd))
     return 0
@@ -58,7 +59,7 @@ async def serve(spec: WorkerSpec, agent_fd: int) -> None:
     async def fail(args: dict[str, Any]) -> None:
         if args["seconds"]:
             return await wait(args)
-        while not (Path(spec.run_dir) / "fail_now").exists():  # noqa: ASYNC110
+        while not (Path(spec.run.run_dir) / "fail_now").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         raise ModelError("no weights")
 
@@ -68,13 +69,15 @@ async def serve(spec: WorkerSpec, agent_fd: int) -> None:
     server = RpcServer(
         {"ping": ping, "block": block, "wait": wait, "fail": fail, "shutdown": shutdown},
         node_id=spec.name,
-        incarnation=spec.incarnation,
-        authenticator=CurveAuthenticator(RunKeys.read(spec.keys_path), spec.name),
+        incarnation=spec.order.incarnation,
+        authenticator=CurveAuthenticator(
+            RunKeys.read(RunFolder(spec.run.run_dir).keys_path), spec.name
+        ),
     )
     address = await server.start()
-    beats = Beats(agent_fd, spec.heartbeat_interval_s)
-    if "mute" not in spec.engine:
-        report = WorkerReport(spec.name, spec.incarnation, address, os.getpid(), "node")
+    beats = Beats(agent_fd, spec.run.heartbeat_interval_s)
+    if "mute" not in spec.order.engine:
+        report = WorkerReport(spec.name, spec.order.incarnation, address, os.getpid(), "node")
         os.write(agent_fd, msgpack.encode(report))
     await done.wait()
     await server.close()
