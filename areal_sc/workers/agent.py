@@ -51,7 +51,7 @@ from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.workers.fork_client import Child, ForkServer
-from areal_sc.workers.fork_server import ENTRIES
+from areal_sc.workers.fork_server import ENTRIES, PRELOAD
 from areal_sc.workers.spec import (
     DESCRIBE,
     LAUNCH,
@@ -73,19 +73,6 @@ from areal_sc.workers.spec import (
 )
 
 logger = logging.getLogger(__name__)
-
-PRELOAD: Final = (
-    "torch",
-    "transformers",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.auto.modeling_auto",
-    "areal_sc.workers.entry",
-    "areal_sc.workers.train_worker",
-    "areal_sc.workers.rollout_worker",
-    "areal_sc.engines.fsdp.engine",
-    "areal_sc.engines.local.engine",
-)
-"""What the fork server imports beforehand where there are no CUDA devices."""
 
 KILL_LIMIT_S: Final = 10.0
 """A process that takes longer to die of SIGKILL hangs in the kernel."""
@@ -161,14 +148,18 @@ class Agent:
 
         Raises: WorkerStartError: the fork server has died.
         """
+        terminated = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
         ends: list[asyncio.Task[Any]] = [
             asyncio.create_task(end)
-            for end in (self._terminated(), self._orphaned(), self._fork_server.is_gone.wait())
+            for end in (terminated.wait(), self._orphaned(), self._fork_server.is_gone.wait())
         ]
         try:
             print(self._interface.reachable(await self._server.start()), self._incarnation)
             sys.stdout.flush()
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in done:
+                end.result()
             if self._fork_server.is_gone.is_set():
                 raise WorkerStartError("the fork server is gone, and all workers with it")
         finally:
@@ -178,8 +169,6 @@ class Agent:
             await self._server.close()
             await self._fork_server.close()
             self._clean_up()
-
-    # ------------------------------------------------------------------ methods
 
     async def describe(self, _: None) -> NodeFacts:
         """Opens the node's shared memory, and deletes what killed runs have left there.
@@ -259,8 +248,6 @@ class Agent:
         known = {worker.order.name for worker in self._workers.values()}
         return log_tail(self._log_path(name)) if name in known else []
 
-    # ------------------------------------------------------------------ workers
-
     async def _start(self, order: WorkerOrder, timeout_s: float) -> WorkerReport:
         """Raises: WorkerStartError: it did not come up; WorkerLost: the fork server is gone."""
         path = self._log_path(order.name)
@@ -307,8 +294,9 @@ class Agent:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
         devices = ",".join(names[device].strip() for device in order.devices)
-        environment = {"CUDA_VISIBLE_DEVICES": devices}
-        return WorkerSpec(order, self._spec, str(self._memory_root), environment)
+        return WorkerSpec(
+            order, self._spec, str(self._memory_root), {"CUDA_VISIBLE_DEVICES": devices}
+        )
 
     def _on_word(self, worker: _Worker) -> None:
         """A worker reports, or beats. It runs its user's code, so it may say anything."""
@@ -353,20 +341,15 @@ class Agent:
         role, _, index = name.partition("/")
         return self._folder.log_path(role, int(index))
 
-    # ------------------------------------------------------------------ the end
-
     def _heard(self) -> None:
         self._heard_s = time.monotonic()
 
-    async def _terminated(self) -> None:
-        terminated = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
-        await terminated.wait()
-
     async def _orphaned(self) -> None:
         """Returns when no controller is there any more."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(sys.stdin, self._on_input)
+        try:
+            asyncio.get_running_loop().add_reader(sys.stdin, self._on_input)
+        except PermissionError:  # a file, or /dev/null, as batch systems give it
+            self._is_input_open = False
         limit_s = self._spec.orphan_timeout_s
         while True:
             left_s = self._heard_s + limit_s - time.monotonic()

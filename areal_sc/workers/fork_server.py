@@ -48,6 +48,19 @@ ENTRIES: Mapping[str, str] = {
 }
 """What a child may run: name -> module:function(spec: dict) -> exit code."""
 
+PRELOAD = (
+    "torch",
+    "transformers",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.auto.modeling_auto",
+    "areal_sc.workers.entry",
+    "areal_sc.workers.train_worker",
+    "areal_sc.workers.rollout_worker",
+    "areal_sc.engines.fsdp.engine",
+    "areal_sc.engines.local.engine",
+)
+"""What makes workers start fast, where there are no CUDA devices."""
+
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_FDS_A_MESSAGE = 16
 TERMINATE_GRACE_S = 3.0
