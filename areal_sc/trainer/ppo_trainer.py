@@ -99,7 +99,7 @@ class PPOTrainer:
     Attributes:
         config: the run's settings.
         folder: the run folder.
-        scheduler: starts the workers; its fork server begins to import at once.
+        scheduler: lends the nodes that workers run on; its agent begins to import at once.
         display: shows the run.
     """
 

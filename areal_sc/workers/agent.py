@@ -52,6 +52,7 @@ from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.workers.fork_client import Child, ForkServer
 from areal_sc.workers.fork_server import ENTRIES, PRELOAD
+from areal_sc.workers.left_files import delete_left_files
 from areal_sc.workers.spec import (
     DESCRIBE,
     LAUNCH,
@@ -74,6 +75,8 @@ from areal_sc.workers.spec import (
 
 logger = logging.getLogger(__name__)
 
+SERVERS_END_S: Final = 5.0
+"""The kernel kills the servers of a killed worker; after so long they are gone."""
 KILL_LIMIT_S: Final = 10.0
 """A process that takes longer to die of SIGKILL hangs in the kernel."""
 
@@ -141,6 +144,7 @@ class Agent:
         self._ended: list[EndedWorker] = []
         self._end_noted = asyncio.Event()
         self._heard_s = time.monotonic()
+        self._started_s = time.time()
         self._is_input_open = True
 
     async def serve(self) -> None:
@@ -320,6 +324,8 @@ class Agent:
             how += ", since the fork server is gone"
         logger.info("worker=%s pid=%d ended with %s", order.name, worker.child.pid, how)
         del self._workers[order.incarnation]
+        loop = asyncio.get_running_loop()
+        loop.call_later(SERVERS_END_S, delete_left_files, self._started_s)
         tail, path = log_tail(worker.log_path), str(worker.log_path)
         self._ended.append(EndedWorker(order.name, order.incarnation, how, path, tail))
         self._end_noted.set()
@@ -366,6 +372,7 @@ class Agent:
     def _clean_up(self) -> None:
         """Deletes what the run leaves, unless another script has its folder by now."""
         try:
+            delete_left_files(self._started_s)
             if self._memory is not None:
                 self._memory.remove()
             self._folder.remove_keys()
