@@ -80,8 +80,6 @@ SERVERS_END_S: Final = 5.0
 KILL_LIMIT_S: Final = 10.0
 """A process that takes longer to die of SIGKILL hangs in the kernel."""
 
-_LEASE_LOOKS: Final = 20
-"""Looks for orphans in `orphan_timeout_s`."""
 _MESSAGE_BYTES: Final = 64 << 10
 
 _from_worker: Final = msgpack.Decoder(WorkerReport | tuple[int, int])
@@ -202,13 +200,12 @@ class Agent:
         ]
         try:
             workers = await asyncio.gather(*starts)
-        except WorkerError as error:
+        except BaseException as error:
             await self._give_up(starts, launch.orders)
+            if not isinstance(error, WorkerError):
+                raise
             tail = log_tail(Path(error.log_path)) if error.log_path else []
             return Launched([], str(error), error.log_path or "", tail)
-        except BaseException:
-            await self._give_up(starts, launch.orders)
-            raise
         logger.info("workers=%d start_s=%.2f", len(workers), time.monotonic() - started)
         return Launched(workers)
 
@@ -240,21 +237,20 @@ class Agent:
         self._heard()
         workers = [self._workers[i] for i in stop.incarnations if i in self._workers]
         await _wait_for_ends(workers, stop.grace_s)
-        for worker in workers:
-            if not worker.child.ended.done():
-                logger.warning("worker=%s did not end by itself; killed", worker.order.name)
-                self._fork_server.kill(worker.child)
-        await _wait_for_ends(workers, KILL_LIMIT_S)
+        left = [worker for worker in workers if not worker.child.ended.done()]
+        for worker in left:
+            logger.warning("worker=%s did not end by itself; killed", worker.order.name)
+        await self._kill(left)
 
     async def log_tail(self, name: str) -> list[str]:
         """The last lines of a worker's log; none of a name that is no worker's."""
         self._heard()
-        known = {worker.order.name for worker in self._workers.values()}
-        return log_tail(self._log_path(name)) if name in known else []
+        paths = [w.log_path for w in self._workers.values() if w.order.name == name]
+        return log_tail(paths[0]) if paths else []
 
     async def _start(self, order: WorkerOrder, timeout_s: float) -> WorkerReport:
         """Raises: WorkerStartError: it did not come up; WorkerLost: the fork server is gone."""
-        path = self._log_path(order.name)
+        path = self._folder.log_path(order.role, order.index)
         try:
             async with asyncio.timeout(timeout_s):
                 worker = await self._fork(order, path, timeout_s)
@@ -269,10 +265,7 @@ class Agent:
         raise WorkerStartError(f"worker {order.name} {what}; its log is {path}", log_path=str(path))
 
     async def _fork(self, order: WorkerOrder, log_path: Path, timeout_s: float) -> _Worker:
-        earlier = [w for w in self._workers.values() if w.order.name == order.name]
-        for worker in earlier:
-            self._fork_server.kill(worker.child)
-        await _wait_for_ends(earlier, KILL_LIMIT_S)
+        await self._kill([w for w in self._workers.values() if w.order.name == order.name])
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mine.setblocking(False)
         try:
@@ -338,14 +331,13 @@ class Agent:
         for start in starts:
             start.cancel()
         await asyncio.gather(*starts, return_exceptions=True)
-        workers = [self._workers[o.incarnation] for o in orders if o.incarnation in self._workers]
+        incarnations = [order.incarnation for order in orders]
+        await self._kill([self._workers[i] for i in incarnations if i in self._workers])
+
+    async def _kill(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
             self._fork_server.kill(worker.child)
         await _wait_for_ends(workers, KILL_LIMIT_S)
-
-    def _log_path(self, name: str) -> Path:
-        role, _, index = name.partition("/")
-        return self._folder.log_path(role, int(index))
 
     def _heard(self) -> None:
         self._heard_s = time.monotonic()
@@ -361,7 +353,7 @@ class Agent:
             left_s = self._heard_s + limit_s - time.monotonic()
             if left_s <= 0 and (self._workers or not self._is_input_open):
                 break
-            await asyncio.sleep(max(left_s, limit_s / _LEASE_LOOKS))
+            await asyncio.sleep(max(left_s, 0.5))
         logger.error("no controller was heard for %g s; ending", limit_s)
 
     def _on_input(self) -> None:
