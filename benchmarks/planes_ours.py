@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.controller.node_watch import Loss, NodeWatch
+from areal_sc.controller.node_watch import NodeWatch
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, RowMetadata, ShardMetadata, TensorMetadata
 from areal_sc.schedulers.base import Node
@@ -33,6 +33,7 @@ from areal_sc.workers.spec import (
     NodeFacts,
     Stop,
     Watch,
+    WorkerOrder,
     WorkerReport,
 )
 
@@ -216,7 +217,9 @@ class Nodes:
 
 
 async def heartbeats(
-    transport: ZmqTransport, workers: Sequence[Mapping[str, str]], on_lost: Callable[[Loss], None]
+    transport: ZmqTransport,
+    workers: Sequence[Mapping[str, str]],
+    on_lost: Callable[[str, Exception], None],
 ) -> None:
     """A controller's watch over the workers, until it is cancelled.
 
@@ -228,7 +231,8 @@ async def heartbeats(
     watches = {}
     for node in await scheduler.nodes():
         agent = transport.connect(node.address, "agent", node.incarnation)
-        watches[node.name] = NodeWatch("rollout", node, agent, scheduler, on_lost)
+        orders = [WorkerOrder("rollout", 0, "", "", {}, 0)]
+        watches[node.name] = NodeWatch(node, orders, agent, scheduler, on_lost)
     for worker in workers:
         watches[worker["node"]].add(report_of(worker), Path("worker.log"))
     async with asyncio.TaskGroup() as tasks:

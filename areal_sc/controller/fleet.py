@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.controller.node_watch import Loss, NodeWatch
+from areal_sc.controller.node_watch import NodeWatch
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ArealError, TransportError, WorkerLost, WorkerStartError
 from areal_sc.log import log_tail
@@ -58,17 +58,6 @@ class Member:
         return self.worker.name, self.worker.address
 
 
-@dataclass(eq=False)
-class _Part:
-    """What the fleet has on one node."""
-
-    node: Node
-    orders: list[WorkerOrder]
-    agent: Connection
-    watch: NodeWatch
-    watching: asyncio.Task[None] | None = None
-
-
 class Fleet:
     """Launches, watches and calls the workers of one role."""
 
@@ -78,7 +67,7 @@ class Fleet:
         self._scheduler = scheduler
         self._runtime = runtime
         self._on_lost = on_lost
-        self._parts: list[_Part] = []
+        self._watches: dict[NodeWatch, asyncio.Task[None]] = {}
         self._by_name: dict[str, Member] = {}
         self.members: list[Member] = []
 
@@ -90,7 +79,7 @@ class Fleet:
     def num_bytes(self) -> int:
         """Bytes sent and received on all control sockets of the fleet, those of agents included."""
         connections = [member.connection for member in self.members]
-        connections += [part.agent for part in self._parts]
+        connections += [watch.agent for watch in self._watches]
         return sum(c.bytes_sent + c.bytes_received for c in connections)
 
     async def launch(self, requests: Sequence[LaunchRequest]) -> None:
@@ -102,19 +91,17 @@ class Fleet:
         nodes = await self._scheduler.nodes()
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            for node, workers in placed(requests, nodes).items():
-                if workers:
-                    self._parts.append(self._part(node, workers))
-            for number, part in enumerate(self._parts, start=1):
-                hold_s = self.config.heartbeat_interval_s * number / len(self._parts)
-                part.watching = asyncio.create_task(self._watch(part, hold_s))
-            launches = [asyncio.create_task(self._launch(part)) for part in self._parts]
+            watches = [self._watch(*part) for part in placed(requests, nodes).items() if part[1]]
+            for number, watch in enumerate(watches, start=1):
+                hold_s = self.config.heartbeat_interval_s * number / len(watches)
+                self._watches[watch] = asyncio.create_task(watch.run(hold_s))
+            launches = [asyncio.create_task(self._launch(watch)) for watch in watches]
             undo.push_async_callback(_cancel_all, launches)
             await asyncio.gather(*launches)
             undo.pop_all()
         self.members.sort(key=lambda member: member.index)
 
-    def _part(self, node: Node, workers: Sequence[tuple[LaunchRequest, list[int]]]) -> _Part:
+    def _watch(self, node: Node, workers: Sequence[tuple[LaunchRequest, list[int]]]) -> NodeWatch:
         orders = [
             WorkerOrder(
                 role=request.role,
@@ -128,19 +115,18 @@ class Fleet:
             for request, devices in workers
         ]
         agent = self._runtime.transport.connect(node.address, "agent", node.incarnation)
-        watch = NodeWatch(orders[0].role, node, agent, self._scheduler, self._lose)
-        return _Part(node, orders, agent, watch)
+        return NodeWatch(node, orders, agent, self._scheduler, self._lose)
 
-    async def _launch(self, part: _Part) -> None:
+    async def _launch(self, watch: NodeWatch) -> None:
         timeout_s = self.config.startup_timeout_s
         try:
-            launched = await part.agent.call(
-                LAUNCH, Launch(part.orders, timeout_s), timeout_s=timeout_s + RPC_MARGIN_S
+            launched = await watch.agent.call(
+                LAUNCH, Launch(watch.orders, timeout_s), timeout_s=timeout_s + RPC_MARGIN_S
             )
         except TransportError as error:
-            path = part.node.log_path
+            path = watch.node.log_path
             raise WorkerStartError(
-                f"the agent of node {part.node.name} started no workers: {error}; "
+                f"the agent of node {watch.node.name} started no workers: {error}; "
                 f"its log is {path}",
                 log_path=str(path),
                 log_tail=log_tail(path),
@@ -150,14 +136,14 @@ class Fleet:
                 launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
             )
         folder = RunFolder(self.config.run_dir)
-        for order, worker in zip(part.orders, launched.workers, strict=True):
+        for order, worker in zip(watch.orders, launched.workers, strict=True):
             connection = self._runtime.transport.connect(
                 worker.address, worker.name, worker.incarnation, keeps_trying=True
             )
             member = Member(worker, order.index, connection)
             self._by_name[worker.name] = member
             self.members.append(member)
-            part.watch.add(worker, folder.log_path(order.role, order.index))
+            watch.add(worker, folder.log_path(order.role, order.index))
             logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
 
     async def call(
@@ -206,51 +192,38 @@ class Fleet:
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections."""
-        await _cancel_all([part.watching for part in self._parts if part.watching])
+        await _cancel_all(list(self._watches.values()))
         alive = [member for member in self.members if not member.failure]
         await asyncio.gather(
             *(member.connection.call("shutdown", {}, timeout_s=2.0) for member in alive),
             return_exceptions=True,  # a worker that does not answer is ended below
         )
-        await asyncio.gather(*(self._stop(part) for part in self._parts))
+        await asyncio.gather(*(self._stop(watch) for watch in self._watches))
         for member in self.members:
             await member.connection.close()
-        self._parts.clear()
+        self._watches.clear()
         self.members.clear()
         self._by_name.clear()
 
-    async def _stop(self, part: _Part) -> None:
+    async def _stop(self, watch: NodeWatch) -> None:
         grace_s = self.config.shutdown_timeout_s / 2
-        incarnations = [order.incarnation for order in part.orders]
+        incarnations = [order.incarnation for order in watch.orders]
         try:
-            await part.agent.call(
+            await watch.agent.call(
                 STOP, Stop(incarnations, grace_s), timeout_s=grace_s + RPC_MARGIN_S
             )
         except TransportError as error:  # its workers die with it, or of their orphan timeout
-            logger.warning("node=%s its agent stopped no workers: %s", part.node.name, error)
-        await part.agent.close()
-        for order in part.orders:
-            part.node.placement.release(order.name)
+            logger.warning("node=%s its agent stopped no workers: %s", watch.node.name, error)
+        await watch.agent.close()
+        for order in watch.orders:
+            watch.node.placement.release(order.name)
 
-    async def _watch(self, part: _Part, first_hold_s: float) -> None:
-        try:
-            await part.watch.run(first_hold_s)
-        except Exception as error:  # the task's end: nobody awaits it, so the members' callers hear
-            logger.exception("the watch over the workers failed")
-            part.watch.fail(error)
-
-    def _lose(self, loss: Loss) -> None:
-        member = self._by_name[loss.name]
-        assert member.failure is None, loss
-        member.failure = WorkerLost(
-            f"worker {loss.cause}; its log is {loss.log_path}",
-            log_path=loss.log_path,
-            log_tail=loss.log_tail,
-        )
-        member.failure.__cause__ = loss.error
-        logger.error("worker=%s lost=%r", member.name, loss.cause)
-        member.connection.fail_pending(member.failure)
-        self._on_lost(member.failure)
+    def _lose(self, name: str, failure: WorkerLost) -> None:
+        member = self._by_name[name]
+        assert member.failure is None, failure
+        member.failure = failure
+        member.connection.fail_pending(failure)
+        self._on_lost(failure)
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:

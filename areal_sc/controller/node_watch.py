@@ -15,17 +15,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from areal_sc.errors import ArealError, TransportError
+from areal_sc.errors import ArealError, TransportError, WorkerLost
 from areal_sc.log import log_tail
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.transport.rpc.transport import Connection
 from areal_sc.workers.beats import BLOCKED_WARNING_S
-from areal_sc.workers.spec import LOG_TAIL, WATCH, Beat, EndedWorker, News, Watch, WorkerReport
+from areal_sc.workers.spec import (
+    LOG_TAIL,
+    WATCH,
+    Beat,
+    EndedWorker,
+    News,
+    Watch,
+    WorkerOrder,
+    WorkerReport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +42,6 @@ MAX_MISSED: Final = 5
 RETRY_S: Final = 0.25
 """Between two questions to an agent that cannot be reached."""
 LOG_TAIL_LIMIT_S: Final = 2.0
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a worker is lost, with the log that tells more.
-
-    Attributes:
-        error: a defect of the watch, if it was that.
-    """
-
-    name: str
-    cause: str
-    log_path: str
-    log_tail: list[str]
-    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -66,24 +60,27 @@ class _Watched:
 
 
 class NodeWatch:
-    """Watches the workers of a role on a node, from one task.
+    """Watches the workers of a role on a node.
 
     Args:
+        node: of the workers.
+        orders: for the workers that will be added; all of one role.
         agent: connection to the node's agent.
-        on_lost: called once for each worker that is lost.
+        on_lost: called once for each worker that is lost, with its name and why.
     """
 
     def __init__(
         self,
-        role: str,
         node: Node,
+        orders: Sequence[WorkerOrder],
         agent: Connection,
         scheduler: Scheduler,
-        on_lost: Callable[[Loss], None],
+        on_lost: Callable[[str, WorkerLost], None],
     ) -> None:
         self.node = node
+        self.orders = list(orders)
         self.agent = agent
-        self._role = role
+        self._role = orders[0].role
         self._scheduler = scheduler
         self._config = scheduler.config
         self._on_lost = on_lost
@@ -99,22 +96,22 @@ class NodeWatch:
         if worker.incarnation in self._ended:  # the news was faster
             self._note_end(self._ended[worker.incarnation])
         if self._failure is not None:
-            self.fail(self._failure)
-
-    def fail(self, error: Exception) -> None:
-        """The watch has failed: whom it cannot watch is lost, now and later."""
-        self._failure = error
-        for name, watched in list(self._watched.items()):
-            cause = f"{name} cannot be watched any more: {error!r}"
-            self._lose(Loss(name, cause, str(watched.log_path), [], error))
+            self._fail(self._failure)
 
     async def run(self, first_hold_s: float) -> None:
-        """Asks for news, until it is cancelled.
+        """Asks for news, until it is cancelled. If that fails, all workers are lost.
 
         Args:
             first_hold_s: of the first question. Where nodes are many, different times for each of
                 them spread their answers over the interval.
         """
+        try:
+            await self._ask(first_hold_s)
+        except Exception as error:  # the task's end: nobody awaits it, so the workers' callers hear
+            logger.exception("the watch over the workers failed")
+            self._fail(error)
+
+    async def _ask(self, first_hold_s: float) -> None:
         num_ended, hold_s = 0, first_hold_s
         interval_s = self._config.heartbeat_interval_s
         while True:
@@ -146,9 +143,8 @@ class NodeWatch:
     def _note_end(self, end: EndedWorker) -> None:
         watched = self._watched.get(end.name)
         if watched is not None and watched.worker.incarnation == end.incarnation:
-            self._lose(
-                Loss(end.name, f"{end.name} ended with {end.how}", end.log_path, end.log_tail)
-            )
+            cause = f"{end.name} ended with {end.how}"
+            self._lose(end.name, cause, end.log_path, end.log_tail)
 
     async def _look_after_node(self) -> None:
         """Asks the scheduler whether the node is still there."""
@@ -161,7 +157,7 @@ class NodeWatch:
             path = self.node.log_path
             for name in list(self._watched):
                 cause = f"{name} is lost with node {self.node.name}: its agent ended with {how}"
-                self._lose(Loss(name, cause, str(path), log_tail(path)))
+                self._lose(name, cause, path, log_tail(path))
         await asyncio.sleep(RETRY_S)
 
     async def _judge_turn(self, watched: _Watched, beat: Beat) -> None:
@@ -204,8 +200,28 @@ class NodeWatch:
                 tail = await self.agent.call(LOG_TAIL, name, timeout_s=LOG_TAIL_LIMIT_S)
             except TransportError as error:
                 logger.warning("worker=%s its log cannot be read: %s", name, error)
-        self._lose(Loss(name, cause, str(watched.log_path), tail))
+        self._lose(name, cause, watched.log_path, tail)
 
-    def _lose(self, loss: Loss) -> None:
-        if self._watched.pop(loss.name, None) is not None:
-            self._on_lost(loss)
+    def _fail(self, error: Exception) -> None:
+        """The watch has failed: whom it cannot watch is lost, now and later."""
+        self._failure = error
+        for name, watched in list(self._watched.items()):
+            cause = f"{name} cannot be watched any more: {error!r}"
+            self._lose(name, cause, watched.log_path, [], error)
+
+    def _lose(
+        self,
+        name: str,
+        cause: str,
+        log_path: Path | str,
+        tail: Sequence[str],
+        error: Exception | None = None,
+    ) -> None:
+        if self._watched.pop(name, None) is None:
+            return
+        logger.error("worker=%s lost=%r", name, cause)
+        lost = WorkerLost(
+            f"worker {cause}; its log is {log_path}", log_path=str(log_path), log_tail=tail
+        )
+        lost.__cause__ = error
+        self._on_lost(name, lost)
