@@ -1,10 +1,18 @@
-"""Logging set-up for entry points; every other module only does `logging.getLogger(__name__)`."""
+"""Logging set-up for entry points; every other module only does `logging.getLogger(__name__)`.
+
+A process that fails is explained by the last lines of its log.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
+from typing import Final
+
+LOG_TAIL_LINES: Final = 15
+_LOG_TAIL_BYTES: Final = 64 << 10
 
 
 def setup_logging(role: str, path: Path | None = None) -> None:
@@ -23,3 +31,14 @@ def setup_logging(role: str, path: Path | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+def log_tail(path: Path) -> list[str]:
+    """Last lines of a log, [] when there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    except FileNotFoundError:
+        return []

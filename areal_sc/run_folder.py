@@ -8,7 +8,6 @@
     logs/            <role>-<index>.log
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
     model/           the trained model
-    workers/         where each running worker can be reached
     exports/         models that are being written
     keys.json        the keys of the running run; its owner's alone
     sources/         how workers build the user's datasets and workflows
@@ -44,11 +43,11 @@ OWNER_ONLY = 0o700
 
 _LOCK = ".lock"
 _LOCK_WAIT_S = 1.0
-"""The fork server of a killed run holds the lock for a moment, while it cleans up."""
+"""The agent of a killed run holds the lock for a moment, while it cleans up."""
 
 _LINEAGE = ".lineage"
 _MARKER = "run.json"
-_SUBFOLDERS = ("logs", "workers", "checkpoints", "sources")
+_SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
 _SNAPSHOT_PREFIX = "step-"
 
@@ -79,7 +78,6 @@ class RunFolder:
         self.learning_curve_path = self.path / "learning_curve.png"
         self.keys_path = self.path / "keys.json"
         self.logs = self.path / "logs"
-        self.workers = self.path / "workers"
         self.checkpoints = self.path / "checkpoints"
         self.exports = self.path / "exports"
         self.sources = self.path / "sources"
@@ -215,8 +213,8 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def remove_traces(self) -> None:
-        """Deletes the keys, and where the workers were reached, of a run that has ended.
+    def remove_keys(self) -> None:
+        """Deletes the keys of a run that has ended.
 
         By the owner of the folder, or when it has none: otherwise nothing is deleted. A folder that
         was deleted has none.
@@ -224,8 +222,7 @@ class RunFolder:
         lock = self._lock or take_lock(self.path / _LOCK, fcntl.LOCK_EX)
         if lock is None:
             return
-        for path in (self.keys_path, *self.workers.glob("*.json")):
-            path.unlink(missing_ok=True)
+        self.keys_path.unlink(missing_ok=True)
         if lock is not self._lock:
             lock.close()
 

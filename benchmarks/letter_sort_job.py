@@ -25,7 +25,7 @@ from letter_sort_task import (
     letter_sort_reward,
 )
 from letter_sort_warm_start import WarmStart
-from process_cpu import PidScheduler, cpu_seconds
+from process_cpu import cpu_seconds, worker_pids
 
 from areal_sc import (
     FSDPPPOActor,
@@ -36,6 +36,7 @@ from areal_sc import (
     Trajectory,
     Workflow,
     load_config,
+    make_scheduler,
     start,
 )
 from areal_sc.config.schema import GenerationConfig
@@ -172,7 +173,7 @@ class LetterSortJob:
         self._folder = Path(folder)
         try:
             setup_logging("controller", self._folder / "controller.log")
-            self._scheduler = PidScheduler(self.config(seed=0, total_steps=1).scheduler)
+            self._scheduler = make_scheduler(self.config(seed=0, total_steps=1).scheduler)
             self._stack.callback(self._scheduler.close)
         except BaseException:
             self._stack.close()
@@ -216,7 +217,7 @@ class LetterSortJob:
         actor = TrainController(FSDPPPOActor(config.actor), self._scheduler)
         rollout = RolloutController(LocalGenerator(config.rollout), self._scheduler)
         with start(actor, rollout):
-            yield Workers(actor, rollout, dict(self._scheduler.pids))
+            yield Workers(actor, rollout, worker_pids(actor, rollout))
 
 
 def training_steps(

@@ -18,7 +18,6 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,12 @@ from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, sta
 from areal_sc.config.schema import ActorConfig, RolloutConfig, SchedulerConfig
 from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
-from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.transport.keys import RunKeys
-from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 NUM_HOSTS = 8
 NUM_RANKS = 2
 GROUP_SIZE = 8
 MAX_STALENESS = 2
-LAUNCH_PACE_S = 0.005
-"""Between two launches: a few processes shake hands for all workers, on the controllers' cores."""
 HEARTBEAT_S = 20.0
 """Longer than usual, for the same reason."""
 PROBE_S = 0.002
@@ -62,43 +57,6 @@ class Size:
 
 QUICK = Size(num_workers=256, num_groups=64, num_steps=5, group_s=(0.2, 1.0))
 FULL = Size(num_workers=4096, num_groups=512, num_steps=6, group_s=(1.0, 8.0))
-
-
-class HostedScheduler:
-    """A scheduler whose workers serve already."""
-
-    def __init__(self, folder: Path, workers: Sequence[dict[str, str]]) -> None:
-        self.config = SchedulerConfig(run_dir=str(folder), heartbeat_interval_s=HEARTBEAT_S)
-        self.keys = RunKeys.read(folder / "keys.json")
-        self._workers = {worker["name"]: worker for worker in workers}
-
-    async def launch(self, request: LaunchRequest) -> RunningWorker:
-        await asyncio.sleep(request.index * LAUNCH_PACE_S)
-        worker = self._workers[f"{request.role}/{request.index}"]
-        spec = WorkerSpec(
-            role=request.role,
-            index=request.index,
-            run_id="benchmark",
-            incarnation=worker["incarnation"],
-            engine=request.engine,
-            engine_config={},
-            run_dir=self.config.run_dir,
-            memory_root="",
-            transport={},
-            store_bytes=request.store_bytes,
-            heartbeat_interval_s=self.config.heartbeat_interval_s,
-            orphan_timeout_s=self.config.orphan_timeout_s,
-        )
-        return RunningWorker(spec, WorkerReport(pid=1, **worker))
-
-    async def exit_statuses(self, workers: Sequence[RunningWorker]) -> dict[str, str]:
-        return {}
-
-    async def stop(self, workers: list[RunningWorker]) -> None:
-        """They end with their hosts."""
-
-    def close(self) -> None:
-        """Nothing is left to close."""
 
 
 class LagProbe:
@@ -126,7 +84,7 @@ def never_scored(prompt: dict[str, Any], completion: str) -> float:
 
 
 def controllers(
-    size: Size, scheduler: HostedScheduler
+    size: Size, folder: Path, train_nodes: dict[str, str], rollout_nodes: dict[str, str]
 ) -> tuple[TrainController, RolloutController]:
     actor = ActorConfig(path="/no/model", num_workers=NUM_RANKS)
     rollout = RolloutConfig(
@@ -138,9 +96,11 @@ def controllers(
         max_staleness=MAX_STALENESS,
         max_concurrent_groups=size.num_workers,
     )
+    config = SchedulerConfig(run_dir=str(folder), heartbeat_interval_s=HEARTBEAT_S)
+    keys = RunKeys.read(folder / "keys.json")
     return (
-        TrainController(FSDPPPOActor(actor), scheduler),
-        RolloutController(LocalGenerator(rollout), scheduler),
+        TrainController(FSDPPPOActor(actor), planes_ours.Nodes(config, keys, train_nodes)),
+        RolloutController(LocalGenerator(rollout), planes_ours.Nodes(config, keys, rollout_nodes)),
     )
 
 
@@ -155,9 +115,9 @@ def measure_steps(size: Size) -> dict[str, tuple[float, str]]:
             host.begin(
                 "start", role="rollout", first=number * share, count=share, group_s=size.group_s
             )
-        workers = [worker for host in hosts for worker in host.finish()]
-        workers += hosts[0].call("start", role="train", first=0, count=NUM_RANKS, group_s=[0, 0])
-        actor, rollout = controllers(size, HostedScheduler(folder, workers))
+        rollout_nodes = {name: a for host in hosts for name, a in host.finish().items()}
+        train_nodes = hosts[0].call("start", role="train", first=0, count=NUM_RANKS, group_s=[0, 0])
+        actor, rollout = controllers(size, folder, train_nodes, rollout_nodes)
         probe = LagProbe()
         with start(actor, rollout):
             probing = rollout._submit(probe.run())

@@ -1,7 +1,6 @@
 """Simulated workers of benchmarks/many_workers.py: real sockets, answers after a while, no engine.
 
-Run as `python many_workers_host.py FOLDER`, a role of planes_role.py. Workers of a node share one
-heartbeat socket and one incarnation, so that any of them may speak for the others.
+Run as `python many_workers_host.py FOLDER`, a role of planes_role.py. Each node has an agent.
 """
 
 from __future__ import annotations
@@ -30,8 +29,11 @@ from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shard_ids import make_shard_id
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
+from areal_sc.workers.spec import WorkerReport
 
 WORKERS_PER_NODE = 8
+LAUNCH_PACE_S = 0.005
+"""Between two launches: a few processes shake hands for all workers, on the controllers' cores."""
 ROW_TOKENS = 8_000
 UPDATE_S = (0.1, 0.5)
 """A weight update takes between these."""
@@ -43,7 +45,7 @@ class SimulatedWorker:
     def __init__(self, name: str, incarnation: str, group_s: tuple[float, float]) -> None:
         self.name = name
         self.address = ""
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._group_s = group_s
         self._sequence = itertools.count(1)
         self._last_sequence = 0
@@ -91,7 +93,7 @@ class SimulatedWorker:
 
     async def seal(self, _: Any) -> calls.SealedShard:
         self._last_sequence = next(self._sequence)
-        shard_id = make_shard_id(self._incarnation, self._last_sequence)
+        shard_id = make_shard_id(self.incarnation, self._last_sequence)
         return calls.SealedShard(
             ShardReference(self.name, self.address, shard_id), self._last_sequence
         )
@@ -119,32 +121,25 @@ class Host:
 
     async def start(
         self, role: str, first: int, count: int, group_s: tuple[float, float]
-    ) -> list[dict[str, str]]:
-        """Their names, incarnations, nodes and addresses.
+    ) -> dict[str, str]:
+        """The address of each node's agent, by the node's name.
 
         Args:
             group_s: a group takes between these.
         """
-        started = []
+        started = {}
         for start in range(first, first + count, WORKERS_PER_NODE):
-            incarnation = random_id()
-            numbers = range(start, min(start + WORKERS_PER_NODE, first + count))
-            names = [f"{role}/{number}" for number in numbers]
-            beat_address = await self._serve(ours.beat_server(names, incarnation, self._folder))
-            for name in names:
-                worker = SimulatedWorker(name, incarnation, group_s)
+            node, of_node = f"{role}-node-{start}", []
+            for number in range(start, min(start + WORKERS_PER_NODE, first + count)):
+                worker = SimulatedWorker(f"{role}/{number}", random_id(), group_s)
                 worker.address = await self._serve(
-                    ours.rpc_server(name, incarnation, self._folder, worker.methods())
+                    ours.rpc_server(worker.name, worker.incarnation, self._folder, worker.methods())
                 )
-                started.append(
-                    {
-                        "name": name,
-                        "incarnation": incarnation,
-                        "address": worker.address,
-                        "beat_address": beat_address,
-                        "node": f"{role}-node-{start}",
-                    }
+                of_node.append(
+                    WorkerReport(worker.name, worker.incarnation, worker.address, 1, node)
                 )
+            agent = ours.agent_server(node, of_node, self._folder, start * LAUNCH_PACE_S)
+            started[node] = await self._serve(agent)
         return started
 
     async def _serve(self, server: ours.RpcServer) -> str:

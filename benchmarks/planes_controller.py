@@ -79,29 +79,23 @@ class Host:
         return {"start": self.start}
 
     async def start(self, first: int, count: int) -> list[dict[str, str]]:
-        """Starts `count` workers, 8 a node; their names, incarnations, nodes and addresses.
-
-        The workers of a node have one incarnation, as they have one heartbeat socket: any of them
-        may be asked to speak for the others.
-        """
+        """Starts `count` workers, 8 a node; what is known of each, its node's agent included."""
         started = []
         for start in range(first, first + count, WORKERS_PER_NODE):
-            incarnation = random_id()
-            of_node = range(start, min(start + WORKERS_PER_NODE, first + count))
-            names = [f"rollout/{number}" for number in of_node]
-            beats = ours.beat_server(names, incarnation, self._folder)
-            beat_address = await self._serve(beats)
-            for name in names:
+            of_node = []
+            for number in range(start, min(start + WORKERS_PER_NODE, first + count)):
+                name, incarnation = f"rollout/{number}", random_id()
                 server = ours.rpc_server(name, incarnation, self._folder, _METHODS)
-                started.append(
-                    {
-                        "name": name,
-                        "incarnation": incarnation,
-                        "address": await self._serve(server),
-                        "beat_address": beat_address,
-                        "node": f"node{start}",
-                    }
+                address = await self._serve(server)
+                of_node.append(
+                    {"name": name, "incarnation": incarnation, "address": address}
+                    | {"node": f"node{start}"}
                 )
+            agent = ours.agent_server(
+                f"node{start}", list(map(ours.report_of, of_node)), self._folder
+            )
+            address = await self._serve(agent)
+            started += [worker | {"agent": address} for worker in of_node]
         return started
 
     async def _serve(self, server: ours.RpcServer) -> str:
@@ -185,10 +179,11 @@ class Controller:
         Raises: RuntimeError: a worker was taken for lost.
         """
         lost: list[str] = []
-        heartbeats = ours.heartbeats(
-            self._transport, self._workers, lambda name, cause: lost.append(cause)
+        watching = asyncio.create_task(
+            ours.heartbeats(
+                self._transport, self._workers, lambda name, error: lost.append(str(error))
+            )
         )
-        watching = asyncio.create_task(heartbeats.run())
         try:
             await asyncio.sleep(HEARTBEAT_WARM_UP_S)  # every node is connected to
             cpu, wall = process_cpu_s(), time.perf_counter()
@@ -202,7 +197,6 @@ class Controller:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-            await heartbeats.close()
         if lost:
             raise RuntimeError(f"{len(lost)} workers were taken for lost: {lost[0]}")
         return {"cpu_share": share, **percentiles(late), "max_s": max(late)}

@@ -5,6 +5,7 @@ Like a controller it does not import torch; only `worker`, which a controller ne
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -14,16 +15,34 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.controller.heartbeats import Heartbeats
+from areal_sc.controller.node_watch import NodeWatch
 from areal_sc.ids import random_id
-from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
-from areal_sc.schedulers.base import RunningWorker
+from areal_sc.metadata import (
+    BatchMetadata,
+    Columns,
+    RowMetadata,
+    Run,
+    ShardMetadata,
+)
+from areal_sc.schedulers.base import Node
 from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers
-from areal_sc.transport.beat_board import BEAT, Beat
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.transport import Connection, Method, RpcServer, Served, ZmqTransport
-from areal_sc.workers.spec import WorkerReport, WorkerSpec
+from areal_sc.workers.spec import (
+    LAUNCH,
+    STOP,
+    WATCH,
+    Beat,
+    Launch,
+    Launched,
+    News,
+    NodeFacts,
+    Stop,
+    Watch,
+    WorkerOrder,
+    WorkerReport,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -143,49 +162,83 @@ async def _noop(_: None) -> None:
     pass
 
 
-def beat_server(names: Sequence[str], incarnation: str, folder: Path) -> RpcServer:
-    """The heartbeat socket of a node whose workers are well."""
-
-    async def beat(_: None) -> tuple[Beat, ...]:
-        return tuple(Beat(name, incarnation, 1, 0.1, 0.2) for name in names)
-
-    return RpcServer(
-        [BEAT.served_by(beat)],
-        node_id=names[0],
-        incarnation=incarnation,
-        authenticator=authenticator(folder),
-    )
-
-
-def heartbeats(
-    transport: ZmqTransport,
-    workers: Sequence[Mapping[str, str]],
-    on_lost: Callable[[str, str], None],
-) -> Heartbeats:
-    """A controller's watch over the workers; `run` it as a task, then `close` it.
+def agent_server(
+    node: str, workers: Sequence[WorkerReport], folder: Path, launch_s: float = 0.0
+) -> RpcServer:
+    """The agent of a node whose workers serve already, and are well.
 
     Args:
-        workers: of each `name`, `incarnation`, `address`, `beat_address`, `node`.
+        launch_s: a launch takes so long.
     """
-    watch = Heartbeats(transport, SchedulerConfig(), on_lost)
+
+    async def launch(launch: Launch) -> Launched:
+        await asyncio.sleep(launch_s)
+        by_name = {worker.name: worker for worker in workers}
+        return Launched([by_name[order.name] for order in launch.orders])
+
+    async def watch(watch: Watch) -> News:
+        await asyncio.sleep(watch.hold_s)
+        return News([Beat(w.name, w.incarnation, 0.1, 0.2) for w in workers], [], 0)
+
+    async def stop(stop: Stop) -> None:
+        """They end with their host."""
+
+    methods = [LAUNCH.served_by(launch), WATCH.served_by(watch), STOP.served_by(stop)]
+    return RpcServer(methods, node_id=node, incarnation=node, authenticator=authenticator(folder))
+
+
+class Nodes:
+    """A scheduler whose nodes are there already.
+
+    Args:
+        agents: address of each node's agent, by the node's name.
+    """
+
+    def __init__(self, config: SchedulerConfig, keys: RunKeys, agents: Mapping[str, str]) -> None:
+        self.config = config
+        self.keys = keys
+        self._nodes = [
+            Node(NodeFacts(name, name, 0, ""), address, name, Path("agent.log"))
+            for name, address in agents.items()
+        ]
+
+    async def nodes(self) -> list[Node]:
+        return self._nodes
+
+    async def ended_nodes(self) -> dict[Node, str]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is left to close."""
+
+
+async def heartbeats(
+    transport: ZmqTransport,
+    workers: Sequence[Mapping[str, str]],
+    on_lost: Callable[[str, Exception], None],
+) -> None:
+    """A controller's watch over the workers, until it is cancelled.
+
+    Args:
+        workers: of each `name`, `incarnation`, `address`, `node` and `agent`.
+    """
+    agents = {worker["node"]: worker["agent"] for worker in workers}
+    scheduler = Nodes(SchedulerConfig(), RunKeys.create(), agents)
+    watches = {}
+    for node in await scheduler.nodes():
+        agent = transport.connect(node.address, "agent", node.incarnation)
+        orders = [WorkerOrder("rollout", 0, "", "", {}, 0)]
+        watches[node.name] = NodeWatch(node, orders, agent, scheduler, on_lost)
     for worker in workers:
-        role, _, index = worker["name"].partition("/")
-        spec = WorkerSpec(
-            role=role,
-            index=int(index),
-            run_id="benchmark",
-            incarnation=worker["incarnation"],
-            engine="",
-            engine_config={},
-            run_dir="",
-            memory_root="",
-            transport={},
-            store_bytes=0,
-            heartbeat_interval_s=SchedulerConfig.heartbeat_interval_s,
-            orphan_timeout_s=SchedulerConfig.orphan_timeout_s,
-        )
-        watch.watch(RunningWorker(spec, WorkerReport(pid=1, **worker)))
-    return watch
+        watches[worker["node"]].add(report_of(worker), Path("worker.log"))
+    async with asyncio.TaskGroup() as tasks:
+        for number, watch in enumerate(watches.values(), start=1):
+            hold_s = scheduler.config.heartbeat_interval_s * number / len(watches)
+            tasks.create_task(watch.run(hold_s))
+
+
+def report_of(worker: Mapping[str, str]) -> WorkerReport:
+    return WorkerReport(worker["name"], worker["incarnation"], worker["address"], 1, worker["node"])
 
 
 async def noop_all(transport: ZmqTransport, connections: Sequence[Connection]) -> None:

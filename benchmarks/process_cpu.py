@@ -5,25 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from areal_sc.schedulers.base import LaunchRequest, RunningWorker
-from areal_sc.schedulers.local import LocalScheduler
+from areal_sc import RolloutController, TrainController
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class PidScheduler(LocalScheduler):
-    """Remembers which process each worker's newest life is."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.pids: dict[str, int] = {}
-
-    async def launch(self, request: LaunchRequest) -> RunningWorker:
-        worker = await super().launch(request)
-        self.pids[worker.name] = worker.report.pid
-        return worker
+def worker_pids(*controllers: TrainController | RolloutController) -> dict[str, int]:
+    """Process ids of the controllers' workers, by name."""
+    return {m.name: m.worker.pid for each in controllers for m in each._fleet.members}
 
 
 def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float]:

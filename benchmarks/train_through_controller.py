@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from process_cpu import PidScheduler, cpu_seconds
+from process_cpu import cpu_seconds, worker_pids
 
-from areal_sc import FSDPPPOActor, TrainController, start
+from areal_sc import FSDPPPOActor, TrainController, make_scheduler, start
 from areal_sc.config.schema import ActorConfig, SchedulerConfig, TransportConfig
 from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.errors import WorkerLost
@@ -118,10 +118,9 @@ class RowSource:
 class ControllerSide:
     """A started TrainController with a batch to train on, again and again."""
 
-    def __init__(self, actor: TrainController, source: RowSource, scheduler: PidScheduler) -> None:
+    def __init__(self, actor: TrainController, source: RowSource) -> None:
         self._actor = actor
         self._source = source
-        self._scheduler = scheduler
         self._batch = source.seal()
 
     def step(self) -> None:
@@ -135,7 +134,7 @@ class ControllerSide:
 
     def cpu_s(self) -> float:
         """CPU seconds so far of this process and the train worker."""
-        return sum(cpu_seconds(self._scheduler.pids).values())
+        return sum(cpu_seconds(worker_pids(self._actor)).values())
 
 
 @contextmanager
@@ -143,12 +142,12 @@ def controller_side(
     config: ActorConfig, rows: PackedRows, run_dir: Path
 ) -> Iterator[ControllerSide]:
     """Starts the train worker of a side that trains on the rows, in their order; ends it after."""
-    scheduler = PidScheduler(SchedulerConfig(run_dir=str(run_dir), transport=TransportConfig()))
+    scheduler = make_scheduler(SchedulerConfig(run_dir=str(run_dir), transport=TransportConfig()))
     try:
         actor = TrainController(FSDPPPOActor(config), scheduler)
         source = RowSource(rows, scheduler.keys)
         with start(source, actor):
-            yield ControllerSide(actor, source, scheduler)
+            yield ControllerSide(actor, source)
     finally:
         scheduler.close()
 

@@ -62,7 +62,7 @@ def trainer_handlers(node: Worker, config: ActorConfig) -> Handlers:
         return await asyncio.get_running_loop().run_in_executor(thread, function)
 
     publication = WeightPublication(
-        engine, node.plane.store, config.weight_update, compute, is_root=True, host=HOST
+        engine, node.plane.store, config.weight_update, compute, is_root=True, host=HOST, node=""
     )
 
     async def initialize() -> int:

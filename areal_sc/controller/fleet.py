@@ -1,12 +1,12 @@
 """The workers of one role, as their controller sees them: launch, liveness, calls.
 
-consumes     replies of the workers, their heartbeats, the ends of their processes
+consumes     replies of the workers, and news of the agents of their nodes
 waits for    the reply of each call
 unblocked by that reply, the call's deadline, or the loss of the worker: every call in flight to it
              fails at once with `WorkerLost`, and so does every later one
 
-lost         a worker whose process ended (one poll for all), or that `Heartbeats` gives up. A
-             connection that ends is made again, and its calls are repeated under their ids
+lost         a worker of which `NodeWatch` says so. A connection that ends is made again, and its
+             calls are repeated under their ids
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.controller.heartbeats import Heartbeats
+from areal_sc.controller.node_watch import NodeWatch
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError, WorkerLost
-from areal_sc.schedulers.base import LaunchRequest, RunningWorker, Scheduler, log_tail
+from areal_sc.errors import ArealError, TransportError, WorkerLost, WorkerStartError
+from areal_sc.log import log_tail
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.base import LaunchRequest, Node, Scheduler, placed
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Connection
 from areal_sc.workers.calls import SHUTDOWN
+from areal_sc.workers.spec import LAUNCH, STOP, Launch, Stop, WorkerOrder, WorkerReport
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.25
+RPC_MARGIN_S = 30.0
+"""What a call of an agent may take beyond the time that it says."""
 
 
 @dataclass
@@ -37,10 +41,12 @@ class Member:
     """One worker of the fleet.
 
     Attributes:
+        index: its number within its role.
         failure: why the worker is lost, once it is.
     """
 
-    worker: RunningWorker
+    worker: WorkerReport
+    index: int
     connection: Connection
     failure: WorkerLost | None = None
 
@@ -51,7 +57,7 @@ class Member:
     @property
     def node(self) -> tuple[str, str]:
         """(node_id, node_addr), as shards name their owner."""
-        return self.worker.name, self.worker.report.address
+        return self.worker.name, self.worker.address
 
 
 class Fleet:
@@ -63,9 +69,7 @@ class Fleet:
         self._scheduler = scheduler
         self._runtime = runtime
         self._on_lost = on_lost
-        self._heartbeats = Heartbeats(runtime.transport, scheduler.config, self._lose_named)
-        self._watches: list[asyncio.Task[None]] = []
-        self._watch_error: Exception | None = None
+        self._watches: dict[NodeWatch, asyncio.Task[None]] = {}
         self._by_name: dict[str, Member] = {}
         self.members: list[Member] = []
 
@@ -75,37 +79,74 @@ class Fleet:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes sent and received on all control and heartbeat sockets of the fleet."""
-        controls = (m.connection.bytes_sent + m.connection.bytes_received for m in self.members)
-        return sum(controls) + self._heartbeats.num_bytes
+        """Bytes sent and received on all control sockets of the fleet, those of agents included."""
+        connections = [member.connection for member in self.members]
+        connections += [watch.agent for watch in self._watches]
+        return sum(c.bytes_sent + c.bytes_received for c in connections)
 
     async def launch(self, requests: Sequence[LaunchRequest]) -> None:
-        """Starts all workers concurrently, and watches each from then on.
+        """Starts all workers, those of a node by one call, and watches each from then on.
 
-        Raises: WorkerStartError: one did not come up; the others are stopped.
+        Raises: WorkerStartError: one did not come up; the others are stopped. ConfigError: there
+            are not enough devices.
         """
-        self._watches = [
-            asyncio.create_task(self._guard(self._heartbeats.run()), name="heartbeats"),
-            asyncio.create_task(self._guard(self._watch_processes()), name="ends of processes"),
-        ]
-        launches = [asyncio.create_task(self._launch(request)) for request in requests]
+        nodes = await self._scheduler.nodes()
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
+            watches = [self._watch(*part) for part in placed(requests, nodes).items() if part[1]]
+            for number, watch in enumerate(watches, start=1):
+                hold_s = self.config.heartbeat_interval_s * number / len(watches)
+                self._watches[watch] = asyncio.create_task(watch.run(hold_s))
+            launches = [asyncio.create_task(self._launch(watch)) for watch in watches]
             undo.push_async_callback(_cancel_all, launches)
             await asyncio.gather(*launches)
             undo.pop_all()
-        self.members.sort(key=lambda member: member.worker.spec.index)
+        self.members.sort(key=lambda member: member.index)
 
-    async def _launch(self, request: LaunchRequest) -> None:
-        worker = await self._scheduler.launch(request)
-        connection = self._runtime.transport.connect(
-            worker.report.address, worker.name, worker.spec.incarnation, keeps_trying=True
-        )
-        member = self._by_name[worker.name] = Member(worker, connection)
-        self.members.append(member)
-        self._heartbeats.watch(worker)
-        if self._watch_error is not None:
-            self._lose_unwatched(member, self._watch_error)
+    def _watch(self, node: Node, workers: Sequence[tuple[LaunchRequest, list[int]]]) -> NodeWatch:
+        orders = [
+            WorkerOrder(
+                role=request.role,
+                index=request.index,
+                incarnation=self._runtime.new_id(),
+                engine=request.engine,
+                engine_config=request.engine_config,
+                store_bytes=request.store_bytes,
+                devices=devices,
+            )
+            for request, devices in workers
+        ]
+        agent = self._runtime.transport.connect(node.address, "agent", node.incarnation)
+        return NodeWatch(node, orders, agent, self._scheduler, self._lose)
+
+    async def _launch(self, watch: NodeWatch) -> None:
+        timeout_s = self.config.startup_timeout_s
+        try:
+            launched = await watch.agent.call(
+                LAUNCH, Launch(watch.orders, timeout_s), timeout_s=timeout_s + RPC_MARGIN_S
+            )
+        except TransportError as error:
+            path = watch.node.log_path
+            raise WorkerStartError(
+                f"the agent of node {watch.node.name} started no workers: {error}; "
+                f"its log is {path}",
+                log_path=str(path),
+                log_tail=log_tail(path),
+            ) from error
+        if launched.failure:
+            raise WorkerStartError(
+                launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
+            )
+        folder = RunFolder(self.config.run_dir)
+        for order, worker in zip(watch.orders, launched.workers, strict=True):
+            connection = self._runtime.transport.connect(
+                worker.address, worker.name, worker.incarnation, keeps_trying=True
+            )
+            member = Member(worker, order.index, connection)
+            self._by_name[worker.name] = member
+            self.members.append(member)
+            watch.add(worker, folder.log_path(order.role, order.index))
+            logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
 
     async def call(
         self, member: Member, method: Method[A, R], args: A, *, timeout_s: float | None = None
@@ -159,66 +200,38 @@ class Fleet:
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
-        await self._heartbeats.close()
+        await _cancel_all(list(self._watches.values()))
         alive = [member for member in self.members if not member.failure]
         await asyncio.gather(
             *(self.call(member, SHUTDOWN, None) for member in alive),
             return_exceptions=True,  # a worker that does not answer is ended below
         )
-        await self._scheduler.stop([member.worker for member in self.members])
+        await asyncio.gather(*(self._stop(watch) for watch in self._watches))
         for member in self.members:
             await member.connection.close()
+        self._watches.clear()
         self.members.clear()
         self._by_name.clear()
 
-    async def _guard(self, watch: Coroutine[Any, Any, None]) -> None:
+    async def _stop(self, watch: NodeWatch) -> None:
+        grace_s = self.config.shutdown_timeout_s / 2
+        incarnations = [order.incarnation for order in watch.orders]
         try:
-            await watch
-        except Exception as error:  # the task's end: nobody awaits it, so the members' callers hear
-            logger.exception("the watch over the workers failed")
-            self._watch_error = error
-            for member in self.members:
-                self._lose_unwatched(member, error)
+            await watch.agent.call(
+                STOP, Stop(incarnations, grace_s), timeout_s=grace_s + RPC_MARGIN_S
+            )
+        except TransportError as error:  # its workers die with it, or of their orphan timeout
+            logger.warning("node=%s its agent stopped no workers: %s", watch.node.name, error)
+        await watch.agent.close()
+        for order in watch.orders:
+            watch.node.placement.release(order.name)
 
-    async def _watch_processes(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            members = [member for member in self.members if not member.failure]
-            if not members:
-                continue
-            try:
-                ended = await self._scheduler.exit_statuses([m.worker for m in members])
-                causes = {name: f"{name} ended with {status}" for name, status in ended.items()}
-            except ArealError as error:
-                causes = {m.name: f"{m.name} cannot be watched: {error}" for m in members}
-            for name, cause in causes.items():
-                self._lose_named(name, cause)
-
-    def _lose_named(self, name: str, cause: str) -> None:
-        member = self._by_name.get(name)
-        if member is not None:
-            self._lose(member, cause)
-
-    def _lose_unwatched(self, member: Member, error: Exception) -> None:
-        self._lose(member, f"{member.name} cannot be watched any more: {error!r}", error)
-
-    def _lose(self, member: Member, cause: str, error: Exception | None = None) -> None:
-        if member.failure:
-            return
-        self._heartbeats.forget(member.worker)
-        log_path = member.worker.spec.log_path
-        member.failure = WorkerLost(
-            f"worker {cause}; its log is {log_path}",
-            log_path=str(log_path),
-            log_tail=log_tail(log_path),
-        )
-        member.failure.__cause__ = error
-        logger.error("worker=%s lost=%r", member.name, cause)
-        member.connection.fail_pending(member.failure)
-        self._on_lost(member.failure)
+    def _lose(self, name: str, failure: WorkerLost) -> None:
+        member = self._by_name[name]
+        assert member.failure is None, failure
+        member.failure = failure
+        member.connection.fail_pending(failure)
+        self._on_lost(failure)
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -68,11 +68,11 @@ class RolloutWorkerState:
 
     @property
     def incarnation(self) -> str:
-        return self.member.worker.spec.incarnation
+        return self.member.worker.incarnation
 
     @property
     def node(self) -> str:
-        return self.member.worker.report.node
+        return self.member.worker.node
 
     @property
     def is_updating(self) -> bool:
@@ -281,7 +281,7 @@ class RolloutWorkers:
         fitting = [self._groups_per_worker * len(states)]
         if self._config.node_store_bytes:
             fitting.append(self._config.node_store_bytes // self._group_bytes)
-        rooms = (state.member.worker.report.store_room_bytes for state in states)
+        rooms = (state.member.worker.store_room_bytes for state in states)
         # a limit counts shards; of the memory itself their blocks take whole pages
         fitting += [room // block_span(self._group_bytes) for room in rooms if room]
         return min(fitting)

@@ -157,8 +157,12 @@ class WeightShard:
 class TrainEngine(Protocol):
     """One rank of the trained model. Called from one thread; every rank gets the same calls."""
 
-    def create_rendezvous(self) -> str:
-        """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks."""
+    def create_rendezvous(self, host: str) -> str:
+        """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks.
+
+        Args:
+            host: address of this machine that the other ranks can reach.
+        """
         ...
 
     def initialize(self, rank: int, world_size: int, init_method: str) -> None: ...

@@ -1,17 +1,21 @@
-"""The one interface between controllers and whatever runs worker processes."""
+"""The one interface between controllers and whatever lends machines: nodes, each with an agent.
+
+scheduler ─► Node, Node, …        placed(requests, nodes) ─► which worker runs where
+controller ── RPC ──► the node's agent, which starts, watches and ends the workers
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from areal_sc.config.machine import resolved_device
+from areal_sc.config.placement import DevicePlacement
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.transport.keys import RunKeys
-from areal_sc.workers.spec import WorkerReport, WorkerSpec
-
-LOG_TAIL_LINES = 15
+from areal_sc.workers.spec import NodeFacts
 
 
 @dataclass(frozen=True)
@@ -36,58 +40,83 @@ class LaunchRequest:
     store_bytes: int
     num_devices: int = 1
 
+    @property
+    def name(self) -> str:
+        return f"{self.role}/{self.index}"
 
-@dataclass(frozen=True)
-class RunningWorker:
-    """A worker process that serves RPC."""
 
-    spec: WorkerSpec
-    report: WorkerReport
+@dataclass(eq=False)
+class Node:
+    """A machine that workers can run on, and who uses what of it.
+
+    Attributes:
+        facts: what its agent tells of it.
+        address, incarnation: of its agent.
+        log_path: of its agent's log, if this machine sees it.
+        placement: which workers use which of its CUDA devices.
+    """
+
+    facts: NodeFacts
+    address: str
+    incarnation: str
+    log_path: Path
+    placement: DevicePlacement = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.placement = DevicePlacement(self.facts.num_devices)
 
     @property
     def name(self) -> str:
-        return self.spec.name
+        return self.facts.host
 
 
 class Scheduler(Protocol):
-    """Starts, watches and stops worker processes. Used from one controller's event loop.
+    """Lends nodes to a run. Used from the event loops of its controllers.
 
     Attributes:
-        keys: of the run; its workers serve nobody without them.
+        keys: of the run; its agents and workers serve nobody without them.
     """
 
     config: SchedulerConfig
     keys: RunKeys
 
-    async def launch(self, request: LaunchRequest) -> RunningWorker:
-        """Starts one worker and waits, bounded, until it serves.
+    async def nodes(self) -> Sequence[Node]:
+        """All nodes of the run, once their agents serve; always the same objects.
 
-        Raises: WorkerStartError: it ended or did not report in time; carries its last log lines.
+        Raises: WorkerStartError: one did not come up. ConfigError: one cannot be used.
         """
         ...
 
-    async def exit_statuses(self, workers: Sequence[RunningWorker]) -> dict[str, str]:
-        """How those of the processes ended that did: name -> `exit code 1`, `signal 9 (SIGKILL)`.
+    async def ended_nodes(self) -> dict[Node, str]:
+        """How those ended that did, in words that follow "its agent ended with".
 
-        Raises: WorkerStartError, WorkerLost: whoever knows does not answer.
+        Raises: ArealError: that is not known now. It does not mean that any has ended.
         """
-        ...
-
-    async def stop(self, workers: list[RunningWorker]) -> None:
-        """Ends the processes, first gently, then by force, within `shutdown_timeout_s`."""
         ...
 
     def close(self) -> None:
-        """Leaves nothing behind; the scheduler cannot be used afterwards."""
+        """Gives the nodes back, with nothing left on them; the scheduler is of no use any more."""
         ...
 
 
-def log_tail(path: Path) -> list[str]:
-    """Last lines of a worker's log, [] when there is none."""
-    try:
-        with path.open("rb") as log:
-            log.seek(0, 2)
-            log.seek(max(0, log.tell() - 64 * 1024))
-            return log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    except FileNotFoundError:
-        return []
+def placed(
+    requests: Sequence[LaunchRequest], nodes: Sequence[Node]
+) -> dict[Node, list[tuple[LaunchRequest, list[int]]]]:
+    """Which node runs each worker, and on which of its CUDA devices: evenly, neighbours together.
+
+    Raises: ConfigError: a worker needs more devices than there are.
+    """
+    share = -(-len(requests) // len(nodes))
+    chosen: dict[Node, list[tuple[LaunchRequest, list[int]]]] = {node: [] for node in nodes}
+    for request in requests:
+        roomy = [node for node in nodes if _num_devices(request, node) <= node.facts.num_devices]
+        node = min(roomy or nodes, key=lambda node: max(0, len(chosen[node]) + 1 - share))
+        count = _num_devices(request, node)
+        devices = node.placement.place(request.role, request.index, count) if count else []
+        chosen[node].append((request, devices))
+    return chosen
+
+
+def _num_devices(request: LaunchRequest, node: Node) -> int:
+    is_on_cpu = resolved_device(request.device, node.facts.num_devices) == Device.cpu
+    return 0 if is_on_cpu else request.num_devices

@@ -1,28 +1,27 @@
 """What every worker process does beside its engine: serve RPC, keep a store, send heartbeats.
 
 consumes     calls of the controllers, and of other workers that pull from its store
-waits for    `shutdown`, or the word of its heartbeat thread that no controller is there any more
-unblocked by the controllers, who by asking for heartbeats also renew the lease on its life
+waits for    `shutdown`
+unblocked by the controllers; where there are none any more, its agent ends it
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import msgpack
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.engines.base import EngineHandle
 from areal_sc.engines.handles import handle_from_plain
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.beat_board import BeatBoard, this_node
-from areal_sc.transport.beats import BeatServer
+from areal_sc.run_folder import RunFolder
+from areal_sc.transport.arena.folder import OFF, ArenaFolder
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
@@ -31,7 +30,7 @@ from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.workers import calls
-from areal_sc.workers.run_memory import OFF, beats_folder
+from areal_sc.workers.beats import Beats
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 from areal_sc.workflows.sources import SourceReader
 
@@ -44,29 +43,35 @@ class Worker:
     """Base of train and rollout workers.
 
     The engine computes in one thread of its own, one call after the other, so the event loop
-    answers heartbeats and pulls during a long step.
+    answers calls and pulls during a long step.
+
+    Args:
+        agent: socket to the agent of the node, a file descriptor.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, agent: int) -> None:
         self.spec = spec
-        self.transport_config = TransportConfig(**spec.transport)
-        self.sources = SourceReader(Path(spec.run_dir))
-        self.handle: EngineHandle = handle_from_plain(spec.engine, spec.engine_config)
-        self.keys = RunKeys.from_environment(os.environ) or RunKeys.read(spec.keys_path)
+        self._agent = agent
+        self.transport_config = TransportConfig(**spec.run.transport)
+        self.sources = SourceReader(Path(spec.run.run_dir))
+        self.handle: EngineHandle = handle_from_plain(spec.order.engine, spec.order.engine_config)
+        self.keys = RunKeys.from_environment(os.environ) or RunKeys.read(
+            RunFolder(spec.run.run_dir).keys_path
+        )
         self.transport = ZmqTransport(authenticator=CurveAuthenticator(self.keys, spec.name))
         self._interface = Interface.of(self.transport_config.bind)
-        self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)
+        self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run.run_id)
+        self.node = self._run_memory.node_token()
         self.plane = DataPlane(
             spec.name,
-            spec.incarnation,
+            spec.order.incarnation,
             self.transport_config,
-            store_bytes=spec.store_bytes,
+            store_bytes=spec.order.store_bytes,
             transport=self.transport,
             interface=self._interface,
             arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
         )
         self._control_guard = CurveAuthenticator(self.keys, spec.name)
-        self._beats_guard = CurveAuthenticator(self.keys, spec.name)
         self._server: RpcServer | None = None
         self.address = ""
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -86,24 +91,17 @@ class Worker:
         server = self._server = RpcServer(
             [*self.methods(), *await self.plane.start()],
             node_id=self.spec.name,
-            incarnation=self.spec.incarnation,
+            incarnation=self.spec.order.incarnation,
             bind=self._interface.bind,
             authenticator=self._control_guard,
         )
-        beats = BeatServer(
-            BeatBoard(beats_folder(self._run_memory)),
-            name=self.spec.name,
-            incarnation=self.spec.incarnation,
-            bind=self._interface.bind,
-            authenticator=self._beats_guard,
-            interval_s=self.spec.heartbeat_interval_s,
-            orphan_timeout_s=self.spec.orphan_timeout_s,
-            on_orphaned=self._done.set,
-        )
+        beats = Beats(self._agent, self.spec.run.heartbeat_interval_s)
         try:
             self.address = self._interface.reachable(await server.start())
-            self._report(self._interface.reachable(await beats.start()))
-            logger.info("serving address=%s incarnation=%s", self.address, self.spec.incarnation)
+            self._report()
+            logger.info(
+                "serving address=%s incarnation=%s", self.address, self.spec.order.incarnation
+            )
             await self._done.wait()
         finally:
             await self.close()
@@ -131,7 +129,7 @@ class Worker:
         return self.plane.store.last_sequence
 
     async def stats(self, _: None) -> calls.WorkerStats:
-        refused = self._control_guard.num_refused + self._beats_guard.num_refused
+        refused = self._control_guard.num_refused
         if self._server is not None:
             refused += self._server.num_malformed
         return calls.WorkerStats(self.plane.stats(), refused, self.engine_stats())
@@ -144,18 +142,13 @@ class Worker:
         """Ends the worker after the reply."""
         asyncio.get_running_loop().call_later(0.05, self._done.set)
 
-    def _report(self, beat_address: str) -> None:
+    def _report(self) -> None:
         report = WorkerReport(
             name=self.spec.name,
-            incarnation=self.spec.incarnation,
+            incarnation=self.spec.order.incarnation,
             address=self.address,
-            beat_address=beat_address,
             pid=os.getpid(),
-            node=this_node(),
+            node=self.node,
             store_room_bytes=self.plane.room_bytes,
         )
-        path = self.spec.report_path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{self.spec.incarnation}")
-        temporary.write_text(json.dumps(asdict(report)))
-        temporary.rename(path)
+        os.write(self._agent, msgpack.encode(report))

@@ -1,4 +1,4 @@
-"""The main function of a worker process, forked by a fork server or started by itself."""
+"""The main function of a worker process, forked by the fork server of its agent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 from typing import Any
+
+import msgspec
 
 from areal_sc import open_files
 from areal_sc.errors import ArealError
@@ -16,12 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(spec_dict: dict[str, Any]) -> int:
-    """Serves until told to shut down, or until no controller is heard; returns the exit code.
+    """Serves until told to shut down; returns the exit code.
 
     Args:
-        spec_dict: a `WorkerSpec` as a dict.
+        spec_dict: a `WorkerSpec` as a dict, and in `fds` the socket to the agent.
     """
-    spec = WorkerSpec(**spec_dict)
+    (agent,) = spec_dict.pop("fds")
+    spec = msgspec.convert(spec_dict, WorkerSpec)
     os.environ.update(spec.environment)
     setup_logging(spec.name)
     open_files.raise_limit()
@@ -33,7 +36,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        worker = {"train": TrainWorker, "rollout": RolloutWorker}[spec.role](spec)
+        worker = {"train": TrainWorker, "rollout": RolloutWorker}[spec.order.role](spec, agent)
         asyncio.run(worker.serve())
     except ArealError as error:
         logger.error("worker ended: %s", error, exc_info=True)

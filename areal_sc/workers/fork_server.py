@@ -1,46 +1,44 @@
-"""A small process that has imported what workers need, and forks them on demand.
+"""A small process that has imported what others need, and forks them on demand. No torch.
 
-Importing torch and transformers takes seconds, a fork of a process that has them a fraction of
-one, so workers start and restart fast. The server outlives the script that started it, bounded.
+    owner: ForkServer ══ socket pair ══ fork server ── fork ──► child, child, …
+           spawn, kill  ──►
+                        ◄── process id, and the end of each child when it happens
 
-    consumes     requests on a Unix socket: spawn, kill, poll, ping, shutdown (msgpack, no pickle)
-    waits for    a request, the exit of a child, SIGTERM, or `orphan_timeout_s` without any client
-    unblocked by the script's `ForkServerClient`, its children, or the clock
+Importing torch and transformers takes seconds, and a fork of a process that has them a fraction of
+one. An agent forks workers this way, and a rollout worker its reward processes.
 
-It is single-threaded, since a fork copies only the forking thread: whatever lock another thread
-held would stay locked in the child. What a child may run is an allow-list of names; a peer cannot
-name code. Each child is the leader of a session of its own and dies with the server, unless asked
-otherwise; `kill` reaches its whole process group.
+    consumes     requests of its owner: msgpack, one a message, file descriptors beside it
+    waits for    a request, the end of a child, or the end of its owner
+    unblocked by its owner, or its children
+
+The server is single-threaded, since a fork copies only the forking thread: whatever lock another
+thread held would stay locked in the child. For the same reason its owner forks it before it starts
+threads itself. What a child may run is an allow-list of names; nobody can name code. Each child
+leads a session of its own, and what is left of its process group is killed when it ends. It dies
+with the server, and the server with its owner, however that ends.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
+import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
 import os
 import select
-import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
-import msgpack
+from msgspec import msgpack
 
 from areal_sc.errors import ArealError
-from areal_sc.log import setup_logging
-from areal_sc.run_folder import RunFolder
-from areal_sc.transport.arena.folder import clean_leftovers
-from areal_sc.workers.forked_child import die_with_parent, run_child
 
 log = logging.getLogger(__name__)
 
@@ -50,263 +48,57 @@ ENTRIES: Mapping[str, str] = {
 }
 """What a child may run: name -> module:function(spec: dict) -> exit code."""
 
-MAX_MESSAGE_BYTES = 16 << 20
+PRELOAD = (
+    "torch",
+    "transformers",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.auto.modeling_auto",
+    "areal_sc.workers.entry",
+    "areal_sc.workers.train_worker",
+    "areal_sc.workers.rollout_worker",
+    "areal_sc.engines.fsdp.engine",
+    "areal_sc.engines.local.engine",
+)
+"""What makes workers start fast, where there are no CUDA devices."""
+
+MAX_MESSAGE_BYTES = 1 << 20
 MAX_FDS_A_MESSAGE = 16
 TERMINATE_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL of the children when the server ends."""
+KILL_GRACE_S = 5.0
+"""A process that takes longer to die of SIGKILL hangs in the kernel."""
 
-_MAX_REMEMBERED_EXITS = 4096
-
-
-@dataclass(eq=False)
-class _Client:
-    connection: socket.socket
-    unpacker: Any = field(
-        default_factory=lambda: msgpack.Unpacker(
-            max_buffer_size=MAX_MESSAGE_BYTES, strict_map_key=False
-        )
-    )
-    fds: list[int] = field(default_factory=list)
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-class ForkServer:
-    """Serves requests until it is told to end, or nobody is there any more.
+def run_server(
+    connection: socket.socket,
+    parent_pid: int,
+    entries: Mapping[str, str],
+    preload: Sequence[str],
+) -> NoReturn:
+    """The process of a server, from the fork to its end.
 
     Args:
-        listening: socket whose connections are clients, or None.
-        connections: clients that are already connected.
-        orphan_timeout_s: so long the server and its children live without any client.
-        entries: names that `spawn` accepts, as in `ENTRIES`.
+        connection: to the owner; a packet is a message.
+        parent_pid: of the owner.
+        entries, preload: as in `ForkServer`.
     """
-
-    def __init__(
-        self,
-        *,
-        listening: socket.socket | None,
-        connections: Sequence[socket.socket] = (),
-        orphan_timeout_s: float,
-        entries: Mapping[str, str] = ENTRIES,
-    ) -> None:
-        self._listening = listening
-        self._orphan_timeout_s = orphan_timeout_s
-        self._entries = dict(entries)
-        self._selector = selectors.DefaultSelector()
-        self._clients: set[_Client] = set()
-        self._children: set[int] = set()
-        self._returncodes: collections.OrderedDict[int, int] = collections.OrderedDict()
-        self._alone_since = time.monotonic()
-        self._is_ending = False
-        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._selector.register(self._wakeup_read, selectors.EVENT_READ, self._on_signals)
-        if listening is not None:
-            listening.setblocking(False)
-            self._selector.register(listening, selectors.EVENT_READ, self._on_connection)
-        for connection in connections:
-            self._add_client(connection)
-
-    def serve(self) -> None:
-        """Runs until the end; its children are dead then."""
-        self._install_signals()
-        num_threads = len(os.listdir("/proc/self/task"))
-        if num_threads > 1:
-            log.warning(
-                "threads=%d forking beside other threads can deadlock children", num_threads
-            )
-        self._reap()
-        try:
-            while not self._is_ending:
-                timeout_s = None
-                if not self._clients:
-                    timeout_s = self._alone_since + self._orphan_timeout_s - time.monotonic()
-                    if timeout_s <= 0:
-                        log.info("no_client_for_s=%g ending", self._orphan_timeout_s)
-                        break
-                for key, _ in self._selector.select(timeout_s):
-                    key.data()
-        finally:
-            self._end_children()
-            log.info("ended children_ever_exited=%d", len(self._returncodes))
-
-    def _install_signals(self) -> None:
-        def note_end(signum: int, frame: object) -> None:
-            self._is_ending = True
-
-        signal.signal(signal.SIGTERM, note_end)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # a handler that does nothing, so that the wake-up pipe is written to
-        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-
-    def _on_signals(self) -> None:
-        try:
-            while os.read(self._wakeup_read, 4096):
-                pass
-        except BlockingIOError:
-            pass
-        self._reap()
-
-    def _reap(self) -> None:
-        while self._children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            if pid in self._children:
-                self._children.discard(pid)
-                self._returncodes[pid] = os.waitstatus_to_exitcode(status)
-                if len(self._returncodes) > _MAX_REMEMBERED_EXITS:
-                    self._returncodes.popitem(last=False)
-
-    def _on_connection(self) -> None:
-        assert self._listening is not None
-        try:
-            connection, _ = self._listening.accept()
-        except OSError as error:
-            log.warning("accept failed: %s", error)
-            return
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        uid = struct.unpack("3i", credentials)[1]
-        if uid != os.getuid():
-            log.warning("refused a client of uid=%d", uid)
-            connection.close()
-            return
-        self._add_client(connection)
-
-    def _add_client(self, connection: socket.socket) -> None:
-        client = _Client(connection)
-        # blocking writes with a bound: replies are small, and a client reads its replies
-        connection.settimeout(5.0)
-        self._clients.add(client)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_readable(client))
-
-    def _drop_client(self, client: _Client, reason: str) -> None:
-        log.info("client_left reason=%s", reason)
-        self._selector.unregister(client.connection)
-        client.connection.close()
-        for fd in client.fds:
-            os.close(fd)
-        self._clients.discard(client)
-        self._alone_since = time.monotonic()
-
-    def _on_readable(self, client: _Client) -> None:
-        try:
-            received, fds, _, _ = socket.recv_fds(client.connection, 1 << 16, MAX_FDS_A_MESSAGE)
-            client.fds.extend(fds)
-            if not received:
-                self._drop_client(client, "closed")
-                return
-            client.unpacker.feed(received)
-            for request in client.unpacker:
-                reply = self._answer(client, request)
-                client.connection.sendall(msgpack.packb(reply))
-        except OSError as error:
-            self._drop_client(client, str(error))
-        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-            self._drop_client(client, f"malformed request: {type(error).__name__}: {error}")
-
-    def _answer(self, client: _Client, request: dict[str, Any]) -> dict[str, Any]:
-        reply: dict[str, Any] = {"id": request["id"]}
-        match request["op"]:
-            case "ping":
-                reply["pid"] = os.getpid()
-            case "poll":
-                self._reap()
-                reply["returncodes"] = dict(self._returncodes)
-            case "spawn":
-                num_fds = int(request["num_fds"])
-                fds, client.fds = client.fds[:num_fds], client.fds[num_fds:]
-                try:
-                    reply["pid"] = self._spawn(request, fds)
-                except OSError as error:
-                    reply["error"] = str(error)
-                finally:
-                    for fd in fds:
-                        os.close(fd)
-            case "kill":
-                reply["sent"] = self._kill(int(request["pid"]), int(request["signal"]))
-            case "shutdown":
-                self._is_ending = True
-            case op:
-                raise ValueError(f"unknown operation {op!r}")
-        if "error" in reply:
-            log.warning("op=%s failed: %s", request["op"], reply["error"])
-        return reply
-
-    def _kill(self, pid: int, signum: int) -> bool:
-        """Signals the child's process group; False when it is no living child of this server."""
-        if pid not in self._children:
-            return False
-        try:
-            os.killpg(pid, signum)
-        except ProcessLookupError:
-            os.kill(pid, signum)  # not yet a group leader: it was forked a moment ago
-        return True
-
-    def _spawn(self, request: dict[str, Any], fds: list[int]) -> int:
-        name = request["entry"]
-        if name not in self._entries:
-            raise OSError(f"unknown entry {name!r}: expected one of {sorted(self._entries)}")
-        # all of the request is read before the fork: a child must not fail into the server's loop
-        spec = {**request["spec"], "fds": fds} if fds else request["spec"]
-        parent_pid = os.getpid() if request["die_with_server"] else None
-        output = os.open(
-            request["log_path"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            pid = os.fork()
-            if pid == 0:
-                run_child(
-                    self._entries[name],
-                    spec,
-                    output,
-                    parent_pid=parent_pid,
-                    close_sockets=self._close_sockets,
-                )
-        finally:
-            os.close(output)
-        self._children.add(pid)
-        self._returncodes.pop(pid, None)
-        log.info("spawned entry=%s pid=%d", name, pid)
-        return pid
-
-    def _close_sockets(self) -> None:
-        """A client must see the end of its connection when the server dies: no child keeps it."""
-        self._selector.close()
-        os.close(self._wakeup_read)
-        os.close(self._wakeup_write)
-        for client in self._clients:
-            client.connection.close()
-            for fd in client.fds:
-                os.close(fd)
-        if self._listening is not None:
-            self._listening.close()
-
-    def _end_children(self) -> None:
-        for signum, grace_s in ((signal.SIGTERM, TERMINATE_GRACE_S), (signal.SIGKILL, 5.0)):
-            for pid in self._children:
-                self._kill(pid, signum)
-            deadline = time.monotonic() + grace_s
-            self._reap()
-            while self._children and (left_s := deadline - time.monotonic()) > 0:
-                select.select([self._wakeup_read], [], [], left_s)
-                self._on_signals()
-        if self._children:
-            log.error("pids=%s did not die of SIGKILL", sorted(self._children))
-
-
-def serve_connection(
-    connection: socket.socket, parent_pid: int, entries: Mapping[str, str] = ENTRIES
-) -> NoReturn:
-    """Body of a process forked to serve its parent; ends when the parent or its connection does."""
     returncode = 1
     try:
-        # not in the parent's process group: a SIGTERM to that is the parent's to answer
+        # not in its owner's process group: a signal to that is the owner's to answer
         os.setpgid(0, 0)
-        die_with_parent(parent_pid)
-        ForkServer(
-            listening=None, connections=[connection], orphan_timeout_s=0.0, entries=entries
-        ).serve()
+        _die_with(parent_pid)
+        # numpy would start a thread of OpenBLAS when it is imported
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        for module_name in preload:
+            importlib.import_module(module_name)
+        # the preloaded objects live as long as the process: without them, a child's garbage
+        # collections do not write to, and so copy, the pages that hold them
+        gc.collect()
+        gc.freeze()
+        _Server(connection, entries).serve()
         returncode = 0
     except BaseException:  # the process's main: what ends it is in its log
         traceback.print_exc()
@@ -316,44 +108,189 @@ def serve_connection(
         os._exit(returncode)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="areal_sc.workers.fork_server")
-    parser.add_argument("--listen-fd", type=int, required=True, help="inherited listening socket")
-    parser.add_argument("--orphan-timeout", type=float, required=True, metavar="SECONDS")
-    parser.add_argument("--preload", nargs="*", default=[], metavar="MODULE")
-    parser.add_argument("--entry", nargs="*", default=[], metavar="NAME=MODULE:FUNCTION")
-    parser.add_argument("--leftovers-of", nargs=2, type=Path, metavar=("RUN_DIR", "MEMORY_ROOT"))
-    arguments = parser.parse_args(argv)
-    setup_logging("fork-server")
-    listening = socket.socket(fileno=arguments.listen_fd)
-    listening.set_inheritable(False)
-    started = time.monotonic()
-    # numpy would start a thread of OpenBLAS when it is imported
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    for module_name in arguments.preload:
-        importlib.import_module(module_name)
-    # the preloaded objects live as long as the process: without them, a child's garbage
-    # collections do not write to, and so copy, the pages that hold them
-    gc.collect()
-    gc.freeze()
-    log.info("ready preload_s=%.2f modules=%d", time.monotonic() - started, len(sys.modules))
-    entries = dict(entry.split("=", 1) for entry in arguments.entry) or ENTRIES
-    ForkServer(
-        listening=listening, orphan_timeout_s=arguments.orphan_timeout, entries=entries
-    ).serve()
-    if arguments.leftovers_of:
-        _remove_leftovers(*arguments.leftovers_of)
-    return 0
+class _Server:
+    """Serves requests until the connection to the owner ends."""
+
+    def __init__(self, connection: socket.socket, entries: Mapping[str, str]) -> None:
+        self._connection = connection
+        self._entries = entries
+        self._children: set[int] = set()
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def serve(self) -> None:
+        """Returns when all children are dead."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # a handler that does nothing, so that the wake-up pipe is written to
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        num_threads = len(os.listdir("/proc/self/task"))
+        if num_threads > 1:
+            log.warning(
+                "threads=%d forking beside other threads can deadlock children", num_threads
+            )
+        ready = select.poll()
+        for file in (self._connection, self._wakeup_read):
+            ready.register(file, select.POLLIN)
+        try:
+            while True:
+                readable = {fd for fd, _ in ready.poll()}
+                if self._wakeup_read in readable:
+                    self._reap()
+                if self._connection.fileno() in readable and not self._answer_one():
+                    return
+        finally:
+            self._end_children()
+
+    def _answer_one(self) -> bool:
+        """Reads one request and answers it; False when there will be none any more."""
+        received, fds, _, _ = socket.recv_fds(
+            self._connection, MAX_MESSAGE_BYTES, MAX_FDS_A_MESSAGE
+        )
+        if not received:
+            return False
+        request = msgpack.decode(received)
+        if "kill" in request:
+            self._kill(request["kill"], request["signal"])
+            return True
+        try:
+            self._tell({"pid": self._spawn(request, fds)})
+        except OSError as error:
+            self._tell({"error": str(error)})
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        with suppress(ConnectionError):  # the owner is gone: the next read says so
+            self._connection.send(msgpack.encode(message))
+
+    def _reap(self) -> None:
+        with suppress(BlockingIOError):
+            while os.read(self._wakeup_read, 4096):
+                pass
+        while self._children:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            # its number is its group's until it is reaped
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(ended.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(ended.si_pid, 0)
+            self._children.discard(ended.si_pid)
+            self._tell({"ended": ended.si_pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _kill(self, pid: int, signum: int) -> None:
+        """Signals the child's process group; nothing when it is no living child of this server."""
+        if pid in self._children:
+            try:
+                os.killpg(pid, signum)
+            except ProcessLookupError:
+                os.kill(pid, signum)  # not yet a group leader: it was forked a moment ago
+
+    def _spawn(self, request: dict[str, Any], fds: list[int]) -> int:
+        name = request["entry"]
+        if name not in self._entries:
+            raise OSError(f"unknown entry {name!r}: expected one of {sorted(self._entries)}")
+        # all of the request is read before the fork: a child must not fail into the server's loop
+        spec = {**request["spec"], "fds": fds} if fds else request["spec"]
+        parent_pid = os.getpid()
+        output = os.open(
+            request["log_path"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _run_child(self._entries[name], spec, output, parent_pid, self._close)
+        finally:
+            os.close(output)
+        self._children.add(pid)
+        return pid
+
+    def _close(self) -> None:
+        """In a child: the owner must see the end of the connection when the server dies."""
+        self._connection.close()
+        os.close(self._wakeup_read)
+        os.close(self._wakeup_write)
+
+    def _end_children(self) -> None:
+        for signum, grace_s in (
+            (signal.SIGTERM, TERMINATE_GRACE_S),
+            (signal.SIGKILL, KILL_GRACE_S),
+        ):
+            for pid in self._children:
+                self._kill(pid, signum)
+            deadline = time.monotonic() + grace_s
+            self._reap()
+            while self._children and (left_s := deadline - time.monotonic()) > 0:
+                select.select([self._wakeup_read], [], [], left_s)
+                self._reap()
+        if self._children:
+            log.error("pids=%s did not die of SIGKILL", sorted(self._children))
 
 
-def _remove_leftovers(run_dir: Path, memory_root: Path) -> None:
-    """Deletes what a killed script left, unless a script still has the folder."""
+# ---------------------------------------------------------------------- a child's process
+
+
+def _run_child(
+    target: str,
+    spec: dict[str, Any],
+    output: int,
+    parent_pid: int,
+    close_server: Callable[[], None],
+) -> NoReturn:
+    """Runs `target` and ends the process with what that returns; never comes back.
+
+    Args:
+        target: module:function(spec) -> exit code.
+        output: file descriptor that takes the process's output.
+        parent_pid: SIGKILL for this process when that one dies.
+        close_server: closes what the parent serves with.
+    """
+    returncode = 1
     try:
-        RunFolder(run_dir).remove_traces()
-        clean_leftovers(memory_root)
-    except (OSError, ArealError) as error:
-        log.warning("not all was deleted that the run left: %s", error)
+        os.setsid()
+        _die_with(parent_pid)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        close_server()
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(null)
+        # whatever stood in their place here, the child writes to its own log, line by line
+        sys.stdout, sys.stderr = (
+            open(fd, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+            for fd in (1, 2)
+        )
+        faulthandler.enable(sys.stderr)
+        logging.getLogger().handlers.clear()
+        module_name, _, function_name = target.partition(":")
+        function = getattr(importlib.import_module(module_name), function_name)
+        returncode = int(function(spec) or 0)
+    except SystemExit as request_to_end:
+        code = request_to_end.code
+        returncode = code if isinstance(code, int) else int(code is not None)
+    except ArealError as error:
+        traceback.print_exc()
+        returncode = error.exit_code
+    except BaseException:  # the process's main: what ends it is in its log
+        traceback.print_exc()
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(returncode)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _die_with(parent_pid: int) -> None:
+    """SIGKILL for this process when its parent dies, or at once if it already has."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the request was made
+        os._exit(1)

@@ -43,7 +43,7 @@ from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.weights import WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.fork_client import fork_server_child
+from areal_sc.workers.fork_client import ForkServer
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import Rejection, check_trajectory
 from areal_sc.workers.weight_publication import own_devices
@@ -58,16 +58,16 @@ CANCEL_TIMEOUT_S = 30.0
 class RolloutWorker(Worker):
     """Serves a `GenerationEngine` to workflows."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: WorkerSpec, agent: int) -> None:
+        super().__init__(spec, agent)
         config = self.handle.config
         # Forked before any thread exists in this process.
-        self._reward_server = fork_server_child()
+        self._reward_server = ForkServer()
         self._rewards = RewardPool(
             self._reward_server,
             num_processes=config.num_reward_processes,
             timeout_s=config.reward_timeout_s,
-            log_path=Path(spec.run_dir) / "logs" / f"reward-{spec.index}.log",
+            log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
         )
         self._engine: GenerationEngine | None = None
         self._group_episodes: dict[
@@ -100,7 +100,7 @@ class RolloutWorker(Worker):
         if self._engine:
             await self._engine.close()
         await self._rewards.close()
-        await asyncio.to_thread(self._reward_server.shutdown)
+        await self._reward_server.close()
 
     async def initialize(self, _: None) -> None:
         """Loads the model and begins to serve requests."""
@@ -191,7 +191,7 @@ class RolloutWorker(Worker):
         return calls.WeightRanks(
             num_ranks=self.engine.count_ranks(),
             is_cuda=self.engine.is_cuda,
-            devices=tuple(own_devices()) if self.engine.is_cuda else (),
+            devices=tuple(own_devices(self.node)) if self.engine.is_cuda else (),
             is_member=self.engine.has_whole_group(group),
         )
 

@@ -1,13 +1,83 @@
-"""What a scheduler hands to a worker process, and what the process reports back. No torch."""
+"""What controllers, agents and workers tell each other about nodes and processes. No torch."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from areal_sc.run_folder import RunFolder
+from areal_sc.transport.rpc.method import Method
+
+Role = Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,31}$")]
+"""Such as `train` or `rollout`. It is part of file names, so nothing else comes over a socket."""
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """What an agent needs to know when it is started; nothing of it is secret.
+
+    Attributes:
+        run_dir: absolute path of the run folder. The run's keys are there, if not in the
+            environment.
+        run_id: names this start of the script; the run's folder in shared memory has this name.
+        transport: the `transport` section as a plain dict.
+        heartbeat_interval_s: between two beats of a worker.
+        orphan_timeout_s: an agent that hears no controller for so long ends, and its workers too.
+    """
+
+    run_dir: str
+    run_id: str
+    transport: dict[str, Any]
+    heartbeat_interval_s: float
+    orphan_timeout_s: float
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What an agent tells of its node.
+
+    Attributes:
+        host: the node's name, for messages.
+        token: random, kept in the node's shared memory. Agents with the same token share it.
+        num_devices: CUDA devices that workers can use.
+        memory_root: folder below which shared memory is kept.
+    """
+
+    host: str
+    token: str
+    num_devices: int
+    memory_root: str
+
+
+@dataclass(frozen=True)
+class WorkerOrder:
+    """A worker that a controller wants of an agent.
+
+    Attributes:
+        role: what it is for, and part of its name.
+        index: number of the worker within its role.
+        incarnation: names this life of the worker; calls meant for an earlier one are refused.
+        engine: name of the engine's handle.
+        engine_config: the handle's config as a plain dict.
+        store_bytes: limit of the tensor store.
+        devices: numbers of the node's CUDA devices that the worker gets.
+    """
+
+    role: Role
+    index: int
+    incarnation: str
+    engine: str
+    engine_config: dict[str, Any]
+    store_bytes: int
+    devices: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/{self.index}"
 
 
 @dataclass(frozen=True)
@@ -15,81 +85,139 @@ class WorkerSpec:
     """Everything a worker process needs to know before its first call.
 
     Attributes:
-        role: `train` or `rollout`.
-        index: number of the worker within its role.
-        run_id: names this start of the script; the run's folder in shared memory has this name.
-        incarnation: names this life of the worker; calls meant for an earlier one are refused.
-        engine: name of the engine's handle.
-        engine_config: the handle's config as a plain dict.
-        run_dir: absolute path of the run folder.
-        memory_root: folder on the worker's node below which the run keeps its shared memory.
-        transport: the `transport` section as a plain dict.
-        store_bytes: limit of the tensor store.
-        heartbeat_interval_s: between two beats of the worker.
-        orphan_timeout_s: when its node has heard no controller for so long the worker exits.
+        run: what its agent was told.
+        memory_root: folder below which the node keeps shared memory.
         environment: variables set before the engine is built, e.g. CUDA_VISIBLE_DEVICES.
     """
 
-    role: str
-    index: int
-    run_id: str
-    incarnation: str
-    engine: str
-    engine_config: dict[str, Any]
-    run_dir: str
+    order: WorkerOrder
+    run: AgentSpec
     memory_root: str
-    transport: dict[str, Any]
-    store_bytes: int
-    heartbeat_interval_s: float
-    orphan_timeout_s: float
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str]
 
     @property
     def name(self) -> str:
-        return f"{self.role}/{self.index}"
-
-    @property
-    def keys_path(self) -> Path:
-        """Where the run's keys are, if not in the environment."""
-        return RunFolder(self.run_dir).keys_path
+        return self.order.name
 
     @property
     def log_path(self) -> Path:
-        return RunFolder(self.run_dir).log_path(self.role, self.index)
-
-    @property
-    def report_path(self) -> Path:
-        """Where the process reports that it serves."""
-        return RunFolder(self.run_dir).workers / f"{self.role}-{self.index}.json"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return RunFolder(self.run.run_dir).log_path(self.order.role, self.order.index)
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """Written by a worker once its sockets are bound.
+    """A worker that serves, as it tells its agent, and the agent the controller.
 
     Attributes:
         address: of its control socket.
-        beat_address: of its heartbeat socket.
-        node: names its node, as `this_node` does.
+        node: token of its node.
         store_room_bytes: what the stores of its node may hold together; 0: not known.
     """
 
     name: str
     incarnation: str
     address: str
-    beat_address: str
     pid: int
     node: str
     store_room_bytes: int = 0
 
-    @classmethod
-    def read(cls, path: Path, incarnation: str) -> WorkerReport | None:
-        """The report of that incarnation, or None while there is none."""
-        try:
-            report = cls(**json.loads(path.read_text()))
-        except FileNotFoundError:
-            return None
-        return report if report.incarnation == incarnation else None
+
+class Beat(Struct, frozen=True, array_like=True):
+    """When a worker last gave a sign of life.
+
+    Attributes:
+        beat_age_s: since its process was last seen alive.
+        turn_age_s: since its main event loop was last seen turning.
+    """
+
+    name: str
+    incarnation: str
+    beat_age_s: float
+    turn_age_s: float
+
+
+@dataclass(frozen=True)
+class EndedWorker:
+    """A worker whose process has ended.
+
+    Attributes:
+        how: `exit code 1` or `signal 9 (SIGKILL)`.
+        log_path: of its log, on its node.
+        log_tail: the last lines of its log.
+    """
+
+    name: str
+    incarnation: str
+    how: str
+    log_path: str
+    log_tail: list[str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All workers of a role that a node gets.
+
+    Attributes:
+        timeout_s: after which those that do not serve are given up.
+    """
+
+    orders: list[WorkerOrder]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The workers, in the order of the orders; or, where one did not come up, why."""
+
+    workers: list[WorkerReport]
+    failure: str = ""
+    log_path: str = ""
+    log_tail: list[str] = field(default_factory=list)
+
+
+class Watch(Struct, frozen=True, array_like=True):
+    """A question for news.
+
+    Attributes:
+        role: whose workers are meant.
+        num_ended: of the last answer; 0 at first.
+        hold_s: the answer waits so long for the end of a worker, and then comes without one.
+    """
+
+    role: str
+    num_ended: int
+    hold_s: float
+
+
+class News(Struct, frozen=True, array_like=True):
+    """What an agent knows of the workers of a role.
+
+    Attributes:
+        beats: of the living.
+        ended: those that ended since the last answer.
+        num_ended: workers of all roles that ever ended.
+    """
+
+    beats: list[Beat]
+    ended: list[EndedWorker]
+    num_ended: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Workers that were asked to end.
+
+    Attributes:
+        incarnations: of the workers; unknown ones are left out.
+        grace_s: after which they are killed.
+    """
+
+    incarnations: list[str]
+    grace_s: float
+
+
+DESCRIBE = Method("describe", NoneType, NodeFacts)
+LAUNCH = Method("launch", Launch, Launched)
+WATCH = Method("watch", Watch, News)
+STOP = Method("stop", Stop, NoneType)
+LOG_TAIL = Method("log_tail", str, list[str])

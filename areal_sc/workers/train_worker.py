@@ -35,8 +35,8 @@ class TrainWorker(Worker):
     Calls that change state or write name their operation, which runs once; see `Operations`.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: WorkerSpec, agent: int) -> None:
+        super().__init__(spec, agent)
         self.engine: TrainEngine = self.handle.build()
         self.operations = Operations(spec.name)
         self._writes: dict[Operation, Future[None]] = {}
@@ -76,7 +76,7 @@ class TrainWorker(Worker):
 
     async def create_rendezvous(self, _: None) -> str:
         """Rank 0 hosts the ranks' meeting point on a port of the system's choice."""
-        return await self.compute(self.engine.create_rendezvous)
+        return await self.compute(lambda: self.engine.create_rendezvous(host_of(self.address)))
 
     async def initialize(self, args: calls.InitializeRank) -> None:
         """Joins the other ranks and builds the model."""
@@ -92,6 +92,7 @@ class TrainWorker(Worker):
             self.compute,
             is_root=args.rank == 0,
             host=host_of(self.address),
+            node=self.node,
         )
 
     async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
@@ -172,7 +173,7 @@ class TrainWorker(Worker):
         """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
         operation = change.operation
         name = digest([operation.lineage, operation.version, operation.name])
-        folder = RunFolder(self.spec.run_dir).exports / name
+        folder = RunFolder(self.spec.run.run_dir).exports / name
         await self._begin_write(operation, lambda: self.engine.begin_save_hf(folder))
         return str(folder)
 
@@ -225,7 +226,7 @@ class TrainWorker(Worker):
         await self.operations.join(operation, take)
 
     def _snapshot_path(self, operation: Operation) -> Path:
-        return RunFolder(self.spec.run_dir).snapshot_path(operation.version)
+        return RunFolder(self.spec.run.run_dir).snapshot_path(operation.version)
 
     def _sealed(self, shard_id: str) -> calls.SealedShard:
         shard = ShardReference(self.spec.name, self.address, shard_id)

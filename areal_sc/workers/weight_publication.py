@@ -24,7 +24,6 @@ from areal_sc.config.schema import WeightUpdateConfig
 from areal_sc.engines.base import TrainEngine
 from areal_sc.engines.weight_group import GLOO, NCCL, Backend, WeightBroadcaster
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall
-from areal_sc.transport.beat_board import this_node
 from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers.calls import OpenWeightGroup, SentWeights
@@ -41,6 +40,7 @@ class WeightPublication:
         compute: runs a function in the engine's thread.
         is_root: this is rank 0.
         host: address of this machine that the generating ranks reach.
+        node: token of this rank's node.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class WeightPublication:
         *,
         is_root: bool,
         host: str,
+        node: str,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -60,6 +61,7 @@ class WeightPublication:
         self._root = Path(config.folder).absolute()
         self._is_root = is_root
         self._host = host
+        self._node = node
         self._broadcaster: WeightBroadcaster | None = None
         self._group = ""
         self._cancelled = threading.Event()
@@ -100,7 +102,7 @@ class WeightPublication:
         """
         self.close()
         backend: Backend = NCCL if wanted.is_cuda and self._engine.is_cuda else GLOO
-        if backend == NCCL and (shared := set(wanted.devices) & set(own_devices())):
+        if backend == NCCL and (shared := set(wanted.devices) & set(own_devices(self._node))):
             raise ConfigError(
                 f"weight_update.method: collective needs GPUs of their own for training and "
                 f"generation, and both use {', '.join(sorted(shared))}; choose pull"
@@ -167,10 +169,10 @@ class WeightPublication:
         return self._broadcaster
 
 
-def own_devices() -> list[str]:
+def own_devices(node: str) -> list[str]:
     """`<node>/<GPU>` for every GPU that this process was given."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [f"{this_node()}/{name}" for name in visible.split(",") if name]
+    return [f"{node}/{name}" for name in visible.split(",") if name]
 
 
 def _remove_before(root: Path, oldest: int) -> None:

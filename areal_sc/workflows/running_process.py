@@ -8,10 +8,8 @@ unblocked by the process, the kernel (end of file), or the event loop's clock
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,16 +33,29 @@ _MAX_ATTEMPTS = 2
 _EXIT_WAIT_S = 2.0
 
 
+class Forked(Protocol):
+    """A process.
+
+    Attributes:
+        ended: done when it has ended.
+        how: `exit code 1`, `signal 9 (SIGKILL)`, or `unknown exit status` while it runs.
+    """
+
+    pid: int
+    ended: asyncio.Future[int]
+
+    @property
+    def how(self) -> str: ...
+
+
 class ProcessSource(Protocol):
-    """Where processes come from; `ForkServerClient` is one. Blocking, bounded, thread-safe."""
+    """Where processes come from; `ForkServer` is one."""
 
-    def spawn(
+    async def spawn(
         self, entry: str, spec: Mapping[str, Any], log_path: Path | str, *, fds: Sequence[int]
-    ) -> int: ...
+    ) -> Forked: ...
 
-    def kill(self, pid: int, signum: int) -> bool: ...
-
-    def wait(self, pid: int, timeout_s: float) -> int | None: ...
+    def kill(self, child: Any) -> None: ...
 
 
 @dataclass
@@ -72,7 +83,7 @@ class RunningProcess(asyncio.Protocol):
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
-        self._pid: int | None = None
+        self._child: Forked | None = None
         self._transport: asyncio.Transport | None = None
         self._unpacker = make_unpacker()
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -82,6 +93,10 @@ class RunningProcess(asyncio.Protocol):
         self._deadline = 0.0
         self._cpu_limit_s = 0.0
         self._has_ended = False
+
+    @property
+    def _pid(self) -> int | None:
+        return self._child.pid if self._child else None
 
     @property
     def is_ready(self) -> bool:
@@ -96,10 +111,8 @@ class RunningProcess(asyncio.Protocol):
         mine, theirs = socket.socketpair()
         try:
             with theirs:
-                self._pid = await asyncio.to_thread(
-                    self._pool.source.spawn,
-                    *("reward", {}, self._pool.log_path),
-                    fds=[theirs.fileno()],
+                self._child = await self._pool.source.spawn(
+                    "reward", {}, self._pool.log_path, fds=[theirs.fileno()]
                 )
             self._transport, _ = await loop.create_connection(lambda: self, sock=mine)
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -239,12 +252,9 @@ class RunningProcess(asyncio.Protocol):
     async def _mourn(self, culprit: RewardCall | None) -> None:
         """Finds out how a process ended that nobody asked to end, and fails the call to blame."""
         status = "unknown exit status"
-        if self._pid is not None:
-            with contextlib.suppress(WorkerError):
-                returncode = await asyncio.to_thread(
-                    self._pool.source.wait, self._pid, _EXIT_WAIT_S
-                )
-                status = _exit_text(returncode)
+        if self._child is not None:
+            await asyncio.wait([self._child.ended], timeout=_EXIT_WAIT_S)
+            status = self._child.how
         log.warning("reward_process pid=%s ended by itself: %s", self._pid, status)
         if culprit is not None:
             culprit.fail(
@@ -257,12 +267,12 @@ class RunningProcess(asyncio.Protocol):
     async def _kill(self) -> None:
         if self._transport is not None:
             self._transport.abort()
-        if self._pid is None:
+        if self._child is None:
             return
-        with contextlib.suppress(WorkerError):  # a dead fork server took its children along
-            await asyncio.to_thread(self._pool.source.kill, self._pid, signal.SIGKILL)
-            if await asyncio.to_thread(self._pool.source.wait, self._pid, _EXIT_WAIT_S) is None:
-                log.error("reward_process pid=%d did not die of SIGKILL", self._pid)
+        self._pool.source.kill(self._child)
+        await asyncio.wait([self._child.ended], timeout=_EXIT_WAIT_S)
+        if not self._child.ended.done():
+            log.error("reward_process pid=%d did not die of SIGKILL", self._child.pid)
 
 
 def took_too_long(name: str, limit_s: float, doing: str = "") -> RewardError:
@@ -270,11 +280,3 @@ def took_too_long(name: str, limit_s: float, doing: str = "") -> RewardError:
         f"reward {name}: {doing}took longer than {limit_s:g} s; make it faster, "
         "or raise rollout.reward_timeout_s"
     )
-
-
-def _exit_text(returncode: int | None) -> str:
-    if returncode is None:
-        return "unknown exit status"
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    return f"signal {-returncode} ({signal.Signals(-returncode).name})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,11 +119,10 @@ class RunProcess:
 
     def worker_pid(self, name: str) -> int:
         """Of a running worker such as `rollout/0`."""
-        for report in (self.run_dir / "workers").glob("*.json"):
-            content = json.loads(report.read_text())
-            if content["name"] == name:
-                return int(content["pid"])
-        raise AssertionError(f"no worker {name} has reported\n{self.story()}")
+        log = (self.run_dir / "logs" / "controller.log").read_text()
+        pids = re.findall(rf"worker={name} pid=(\d+) ", log)
+        assert pids, f"no worker {name} serves\n{self.story()}"
+        return int(pids[-1])
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         """Whole lines of `metrics.jsonl` of that kind, in order."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -19,17 +20,23 @@ import zmq
 from integration.rpc_methods import named
 
 from areal_sc.config.plain import to_plain
-from areal_sc.config.schema import Device, GRPOConfig
-from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import TransportError, WorkerStartError
-from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import ProtocolError, TransportError, WorkerStartError
+from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.transport.beat_board import BEAT
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import KEYS_VARIABLE, RunKeys
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import Authenticator, Method, RpcServer, ZmqTransport
-from areal_sc.workers.calls import PING
+from areal_sc.workers.spec import (
+    DESCRIBE,
+    LAUNCH,
+    LOG_TAIL,
+    Launch,
+    WorkerOrder,
+    WorkerReport,
+)
 
 LIMIT_S = 30.0
 NO_SERVICE_S = 1.0
@@ -217,60 +224,74 @@ def config(tiny_config: Callable[..., GRPOConfig]) -> GRPOConfig:
 @pytest.fixture
 def scheduler(config: GRPOConfig, tmp_path: Path) -> Any:
     config.scheduler.run_dir = str(tmp_path)
+    config.scheduler.orphan_timeout_s = 100.0  # nobody watches the workers
     scheduler = make_scheduler(config.scheduler)
     yield scheduler
     scheduler.close()
 
 
-def request(config: GRPOConfig, index: int = 0) -> LaunchRequest:
-    return LaunchRequest(
-        role="train",
-        index=index,
-        engine="FSDPPPOActor",
-        engine_config=to_plain(config.actor),
-        device=Device.cpu,
-        store_bytes=1 << 20,
-    )
+async def launch(config: GRPOConfig, node: Node, keys: RunKeys) -> WorkerReport:
+    """Has the agent start a train worker."""
+    order = WorkerOrder("train", 0, "i0", "FSDPPPOActor", to_plain(config.actor), 1 << 20)
+    async with transport(CurveAuthenticator(keys, "controller")) as made:
+        agent = made.connect(node.address, "agent", node.incarnation)
+        launched = await agent.call(LAUNCH, Launch([order], 120.0), timeout_s=150.0)
+    assert not launched.failure
+    return launched.workers[0]
 
 
-async def ping(worker: RunningWorker, authenticator: Authenticator | None, address: str) -> Any:
+async def ping(keys: RunKeys | None, method: Method[None, Any], address: str, name: str) -> Any:
+    """Calls with these keys."""
+    authenticator = CurveAuthenticator(keys, "caller") if keys else None
     async with transport(authenticator) as made:
-        connection = made.connect(address, worker.name, worker.spec.incarnation)
-        method: Method[None, Any] = BEAT if address == worker.report.beat_address else PING
+        connection = made.connect(address, name, ANY_INCARNATION)
         return await connection.call(method, None, timeout_s=NO_SERVICE_S)
 
 
-async def test_a_real_worker_serves_its_run_alone(
+async def test_a_real_agent_and_worker_serve_their_run_alone(
     config: GRPOConfig, scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
     keys_file = tmp_path / "keys.json"
     assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
     assert RunKeys.read(keys_file) == scheduler.keys
-    worker = await scheduler.launch(request(config))
-    for address in (worker.report.address, worker.report.beat_address):
+    (node,) = await scheduler.nodes()
+    worker = await launch(config, node, scheduler.keys)
+    stats = Method("stats", NoneType, Any)  # type: ignore[arg-type]
+    for name, address, method, log in (
+        ("agent", node.address, DESCRIBE, "agent-0.log"),
+        ("train/0", worker.address, stats, "train-0.log"),
+    ):
         assert address.startswith("tcp://127.0.0.1:"), "a local run listens on loopback only"
         with pytest.raises(TransportError):
-            await ping(worker, None, address)
+            await ping(None, method, address, name)
         with pytest.raises(TransportError):
-            await ping(worker, CurveAuthenticator(RunKeys.create(), "stranger"), address)
-        await ping(worker, CurveAuthenticator(scheduler.keys, "controller"), address)
-    runtime = Runtime.create(scheduler.keys)
-    connection = runtime.transport.connect(
-        worker.report.address, worker.name, worker.spec.incarnation
-    )
-    await connection.call(PING, None, timeout_s=LIMIT_S)
-    await runtime.transport.close()
-    assert "refused_connection node=train/0" in worker.spec.log_path.read_text()
+            await ping(RunKeys.create(), method, address, name)
+        assert await ping(scheduler.keys, method, address, name)
+        assert f"refused_connection node={name}" in (tmp_path / "logs" / log).read_text()
+    pids = [worker.pid, os.getpid(), scheduler._agent.pid]
     for secret in (scheduler.keys.server_secret, scheduler.keys.client_secret):
-        assert_is_nowhere(secret.decode(), tmp_path, worker.report.pid, allowed=keys_file)
+        assert_is_nowhere(secret.decode(), tmp_path, pids, allowed=keys_file)
     scheduler.close()
     assert not keys_file.exists(), "nothing is left of the keys"
 
 
-def assert_is_nowhere(secret: str, run_dir: Path, pid: int, allowed: Path) -> None:
+async def test_what_comes_over_a_socket_names_no_file(
+    config: GRPOConfig, scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    (node,) = await scheduler.nodes()
+    async with transport(CurveAuthenticator(scheduler.keys, "controller")) as made:
+        agent = made.connect(node.address, "agent", node.incarnation)
+        for role in ("../../train", "train/0", "", "a" * 100):
+            order = WorkerOrder(role, 0, "i0", "FSDPPPOActor", {}, 1)
+            with pytest.raises(ProtocolError, match="not of the declared type"):
+                await agent.call(LAUNCH, Launch([order], LIMIT_S), timeout_s=LIMIT_S)
+        assert await agent.call(LOG_TAIL, "../../../etc/passwd", timeout_s=LIMIT_S) == []
+
+
+def assert_is_nowhere(secret: str, run_dir: Path, pids: list[int], allowed: Path) -> None:
     """Not on a command line, not in an environment, not in a log."""
     for name in ("cmdline", "environ"):
-        for process in (pid, os.getpid()):
+        for process in pids:
             assert secret.encode() not in Path(f"/proc/{process}/{name}").read_bytes()
     for file in run_dir.rglob("*"):
         if file.is_file() and file != allowed:
@@ -287,13 +308,24 @@ async def test_each_start_has_keys_of_its_own(config: GRPOConfig, tmp_path: Path
     assert schedulers[0].keys != schedulers[1].keys
 
 
-async def test_a_worker_does_not_start_with_keys_that_others_can_read(
-    config: GRPOConfig, scheduler: LocalScheduler, tmp_path: Path
+async def test_an_agent_does_not_start_with_keys_that_others_can_read(
+    config: GRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "keys.json").chmod(0o644)
-    with pytest.raises(WorkerStartError) as caught:
-        await scheduler.launch(request(config))
-    assert "expected mode 0600, got 0644" in "\n".join(caught.value.log_tail)
+    write = RunKeys.write
+
+    def write_for_all(keys: RunKeys, path: Path) -> None:
+        write(keys, path)
+        path.chmod(0o644)
+
+    monkeypatch.setattr(RunKeys, "write", write_for_all)
+    config.scheduler.run_dir = str(tmp_path)
+    scheduler = make_scheduler(config.scheduler)
+    try:
+        with pytest.raises(WorkerStartError) as caught:
+            await scheduler.nodes()
+        assert "expected mode 0600, got 0644" in "\n".join(caught.value.log_tail)
+    finally:
+        scheduler.close()
 
 
 def test_a_worker_takes_keys_from_the_environment_and_leaves_none_there(

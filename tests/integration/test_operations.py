@@ -26,10 +26,8 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     again._lineage = actor._lineage
     for member in actor._fleet.members:
         worker = member.worker
-        connection = runtime.transport.connect(
-            worker.report.address, worker.name, worker.spec.incarnation
-        )
-        again._fleet.members.append(Member(worker, connection))
+        connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)
+        again._fleet.members.append(Member(worker, member.index, connection))
     return again
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
-from areal_sc.workers.fork_client import ForkServerClient, fork_server_child
+from areal_sc.workers.fork_client import Child, ForkServer
 from areal_sc.workflows.base import DECLARATION
 from areal_sc.workflows.math_reward import numeric_match
 from areal_sc.workflows.reference import Referable
@@ -113,16 +113,19 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 
 
 @pytest.fixture
-def server() -> Iterator[ForkServerClient]:
+async def server() -> AsyncIterator[ForkServer]:
     """Whatever a test does, no process is left of it."""
-    client = fork_server_child()
-    server_pid = client.wait_ready(30.0)
-    yield client
-    client.shutdown()
-    assert not Path(f"/proc/{server_pid}").exists()
+    server = ForkServer()
+    yield server
+    await server.close()
+    assert not is_running(server.pid)
 
 
-def make_pool(server: ForkServerClient, tmp_path: Path, **settings: Any) -> RewardPool:
+def child(server: ForkServer, pid: int) -> Child:
+    return server._children[pid]
+
+
+def make_pool(server: ForkServer, tmp_path: Path, **settings: Any) -> RewardPool:
     settings = {"num_processes": 1, "timeout_s": 30.0} | settings
     return RewardPool(server, log_path=tmp_path / "reward.log", **settings)
 
@@ -148,9 +151,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in children.split()]
 
 
-async def test_numbers_come_back(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
-) -> None:
+async def test_numbers_come_back(server: ForkServer, user: ModuleType, tmp_path: Path) -> None:
     pool = make_pool(server, tmp_path)
     assert await pool.score(user.same, {"answer": "abc"}, "abc") == 1.0
     assert await pool.score(user.same, {"answer": "abc"}, "ab") == 0.0
@@ -164,13 +165,13 @@ async def test_numbers_come_back(
 
 
 async def test_one_hundred_calls_at_a_time(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path, num_processes=2)
     scores = await asyncio.gather(*(pool.score(user.echo, {"x": i}, "a" * i) for i in range(100)))
     assert scores == [2 * i for i in range(100)]
     pids = await asyncio.gather(*(pool.score(user.process_id, {}, "") for _ in range(100)))
-    server_pid = server.wait_ready(10.0)
+    server_pid = server.pid
     children = children_of(server_pid)
     await pool.close()
     # on a busy machine the first process may be done with all calls before the second one is up
@@ -195,7 +196,7 @@ async def test_one_hundred_calls_at_a_time(
     ],
 )
 async def test_a_bad_verdict_is_told_and_its_process_goes_on(
-    server: ForkServerClient,
+    server: ForkServer,
     user: ModuleType,
     tmp_path: Path,
     name: str,
@@ -212,21 +213,22 @@ async def test_a_bad_verdict_is_told_and_its_process_goes_on(
 
 @pytest.mark.parametrize("name", ["hangs_in_regex", "hangs_with_the_lock_held"])
 async def test_a_reward_that_hangs_in_c_code_is_killed(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path, name: str
+    server: ForkServer, user: ModuleType, tmp_path: Path, name: str
 ) -> None:
     pool = make_pool(server, tmp_path, timeout_s=0.5)
     before = int(await pool.score(user.process_id, {}, ""))
+    ended = child(server, before).ended
     hung = asyncio.create_task(pool.score(getattr(user, name), {}, ""))
     waiting = asyncio.create_task(pool.score(user.same, {"answer": "x"}, "x"))
     with pytest.raises(RewardError, match=rf"reward {name}: took longer than 0\.5 s"):
         await hung
     assert await waiting == 1.0
-    assert server.wait(before, 10.0) == -signal.SIGKILL
+    assert await ended == -signal.SIGKILL
     await pool.close()
 
 
 async def test_a_declared_limit_is_a_verdict_on_cpu_seconds(
-    server: ForkServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Completions over which sympy hangs get 0; that of a call that waits says nothing."""
     monkeypatch.setattr(
@@ -238,7 +240,7 @@ async def test_a_declared_limit_is_a_verdict_on_cpu_seconds(
     for completion in (r"\binom{1000000}{500000}", r"\sum_{n=1}^{10000000} \sin(n)"):
         assert await pool.score(numeric_match, {"answer": "x+1"}, completion) == 0.0
         assert await pool.score(numeric_match, {"answer": "x+1"}, "1+x") == 1.0
-    [pid] = children_of(server.wait_ready(10.0))
+    [pid] = children_of(server.pid)
     (tmp_path / "user_declared.py").write_text(
         "import time\n"
         "from areal_sc.workflows.base import declare_reward\n"
@@ -247,8 +249,9 @@ async def test_a_declared_limit_is_a_verdict_on_cpu_seconds(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     waits = importlib.import_module("user_declared").waits
+    ended = child(server, pid).ended
     await pool.close()
-    assert server.wait(pid, 10.0) == -signal.SIGKILL
+    await ended
     pool = make_pool(server, tmp_path, timeout_s=1.0)
     with pytest.raises(RewardError, match=r"reward waits: took longer than 1 s"):
         await pool.score(waits, {}, "")
@@ -256,7 +259,7 @@ async def test_a_declared_limit_is_a_verdict_on_cpu_seconds(
 
 
 async def test_a_killed_reward_takes_its_own_processes_along(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path, timeout_s=2.0)
     pid_file = tmp_path / "pid"
@@ -267,17 +270,17 @@ async def test_a_killed_reward_takes_its_own_processes_along(
 
 
 async def test_an_async_reward_has_the_same_limit(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path, timeout_s=0.2)
     with pytest.raises(RewardError, match=r"asynchronous_hang: took longer than 0\.2 s"):
         await pool.score(user.asynchronous_hang, {}, "")
-    assert children_of(server.wait_ready(10.0)) == []  # nothing was started for it
+    assert children_of(server.pid) == []  # nothing was started for it
     await pool.close()
 
 
 async def test_waiting_for_a_process_is_no_part_of_a_calls_time(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     """Six calls of 0.3 s on one process: the last begins long after 0.9 s."""
     pool = make_pool(server, tmp_path, timeout_s=0.9)
@@ -287,7 +290,7 @@ async def test_waiting_for_a_process_is_no_part_of_a_calls_time(
 
 
 async def test_importing_the_users_module_is_no_part_of_a_calls_time(
-    server: ForkServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slow_rewards.py").write_text(
         "import os, time\n"
@@ -302,21 +305,22 @@ async def test_importing_the_users_module_is_no_part_of_a_calls_time(
 
 
 async def test_a_killed_process_is_no_verdict(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
     marker = tmp_path / "marker"
     assert await pool.score(user.is_killed_once, {"marker": str(marker)}, "") == 0.75
     assert marker.exists()
     idle = int(await pool.score(user.process_id, {}, ""))
-    server.kill(idle, signal.SIGKILL)
-    assert server.wait(idle, 10.0) == -signal.SIGKILL
+    ended = child(server, idle).ended
+    os.kill(idle, signal.SIGKILL)
+    assert await ended == -signal.SIGKILL
     assert await pool.score(user.process_id, {}, "") != idle
     await pool.close()
 
 
 async def test_a_reward_that_ends_two_processes_is_to_blame(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
     with pytest.raises(RewardError, match=r"ended 2 times .*signal 6 \(SIGABRT\).*reward\.log"):
@@ -329,7 +333,7 @@ async def test_a_reward_that_ends_two_processes_is_to_blame(
 
 
 async def test_a_cancelled_call_leaves_the_process_usable(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
     before = await pool.score(user.process_id, {}, "")
@@ -343,7 +347,7 @@ async def test_a_cancelled_call_leaves_the_process_usable(
 
 
 async def test_what_a_reward_prints_is_in_its_log(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
     await pool.score(user.prints, {}, "xyz")
@@ -352,7 +356,7 @@ async def test_what_a_reward_prints_is_in_its_log(
 
 
 async def test_what_cannot_be_sent_is_refused(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
     with pytest.raises(WorkflowError, match="make it a function with a name"):
@@ -363,7 +367,7 @@ async def test_what_cannot_be_sent_is_refused(
 
 
 async def test_closing_ends_running_and_later_calls(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
     await pool.score(user.same, {"answer": ""}, "")
@@ -375,11 +379,11 @@ async def test_closing_ends_running_and_later_calls(
             await call
     with pytest.raises(WorkerLost, match="the reward pool was closed"):
         await pool.score(user.same, {"answer": ""}, "")
-    assert children_of(server.wait_ready(10.0)) == []
+    assert children_of(server.pid) == []
 
 
 async def test_closing_while_processes_start_leaves_none(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path, num_processes=3)
     calls = [asyncio.create_task(pool.score(user.same, {"answer": ""}, "")) for _ in range(3)]
@@ -388,16 +392,16 @@ async def test_closing_while_processes_start_leaves_none(
     for call in calls:
         with pytest.raises(WorkerLost, match="the reward pool was closed"):
             await call
-    assert children_of(server.wait_ready(10.0)) == []
+    assert children_of(server.pid) == []
 
 
 async def test_without_a_fork_server_there_is_no_verdict(
-    server: ForkServerClient, user: ModuleType, tmp_path: Path
+    server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
     assert await pool.score(user.same, {"answer": ""}, "") == 1.0
     process = int(await pool.score(user.process_id, {}, ""))
-    os.kill(server.wait_ready(10.0), signal.SIGKILL)
+    os.kill(server.pid, signal.SIGKILL)
     wait_until_ended(process)  # with its server
     with pytest.raises(WorkerLost, match="the fork server is gone"):
         await pool.score(user.same, {"answer": ""}, "")
@@ -405,7 +409,7 @@ async def test_without_a_fork_server_there_is_no_verdict(
 
 
 async def test_processes_that_cannot_start_are_given_up(user: ModuleType, tmp_path: Path) -> None:
-    server = fork_server_child({"reward": "no_such_module_anywhere:f"})
+    server = ForkServer({"reward": "no_such_module_anywhere:f"})
     pool = make_pool(server, tmp_path)
     with pytest.raises(
         WorkerStartError, match=r"a reward process ended at once; see .*reward\.log"
@@ -415,4 +419,4 @@ async def test_processes_that_cannot_start_are_given_up(user: ModuleType, tmp_pa
         await pool.score(user.same, {"answer": ""}, "")
     assert "no_such_module_anywhere" in (tmp_path / "reward.log").read_text()
     await pool.close()
-    server.shutdown()
+    await server.close()

@@ -6,24 +6,32 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from integration.run_process import tiny_run
 
 
-def test_the_death_of_the_fork_server_ends_the_run_and_is_named(
-    tmp_path: Path, tiny_model_folder: Path
+@pytest.mark.parametrize("is_agent", [True, False])
+def test_the_death_of_the_agent_ends_the_run_and_is_named(
+    tmp_path: Path, tiny_model_folder: Path, is_agent: bool
 ) -> None:
-    """It takes its children with it, so nobody is left to say how they ended."""
-    with tiny_run(tmp_path / "run", tiny_model_folder, "total_steps=100000") as run:
+    """It, or its fork server, takes all workers along."""
+    memory = tmp_path / "memory"
+    shared = f"transport.shared_memory={memory}"
+    with tiny_run(tmp_path / "run", tiny_model_folder, "total_steps=100000", shared) as run:
         run.wait_for_step(2)
-        (server,) = (
-            pid for pid in run.processes() if os.getpgid(pid) == pid and _parent(pid) == run.pid
-        )
-        os.kill(server, signal.SIGKILL)
+        parents = {pid: _parent(pid) for pid in run.processes()}
+        (agent,) = (pid for pid, parent in parents.items() if parent == run.pid)
+        (server,) = (pid for pid, parent in parents.items() if parent == agent)
+        os.kill(agent if is_agent else server, signal.SIGKILL)
         assert run.wait(60.0) == 5, run.story()
-        assert "the fork server is gone" in run.output
-        assert str(run.run_dir / "logs" / "fork_server.log") in run.output
+        if is_agent:
+            assert "its agent ended with signal 9 (SIGKILL)" in run.output
+            assert str(run.run_dir / "logs" / "agent-0.log") in run.output
+        else:
+            assert "ended with signal 9 (SIGKILL), since the fork server is gone" in run.output
         assert len(run.output.partition("ERROR ")[2].splitlines()) < 40
         run.wait_until_gone(5.0)
+        assert not list(memory.iterdir())
 
 
 def test_a_rank_without_rows_takes_part(tmp_path: Path, tiny_model_folder: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_worker_that_dies_ends_the_broadcast(
     config = tiny_config("weight_update.method=collective", "rollout.num_workers=2")
     with controllers(config, scheduler) as (actor, rollout):
         train_step(actor, rollout)
-        os.kill(rollout._fleet.members[1].worker.report.pid, signal.SIGKILL)
+        os.kill(rollout._fleet.members[1].worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerLost, match="rollout/1"):
             train_step(actor, rollout)
 

@@ -9,9 +9,10 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from simulation.agent import SimulatedAgent
 from simulation.behavior import Behavior, Number
 from simulation.connection import SimulatedConnection
 from simulation.workers import (
@@ -24,10 +25,10 @@ from simulation.workers import (
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.errors import ArealError, PeerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
-from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.schedulers.base import Node
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import RunGroup
-from areal_sc.workers.spec import WorkerReport, WorkerSpec
+from areal_sc.workers.spec import NodeFacts, WorkerOrder
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,12 @@ class TrainedStep:
 
 
 class SimulatedCluster:
-    """Starts simulated workers and connects to them.
+    """Lends simulated nodes, and knows what becomes of their workers.
 
     Attributes:
         rollout_class, train_class: what it starts.
+        num_nodes: that it lends.
+        agents: by name of their node.
         workers: by name, e.g. `rollout/0`.
         starts: groups that workers were asked to run, in order.
         trained: what the ranks trained, in order.
@@ -79,50 +82,35 @@ class SimulatedCluster:
         self.trained: list[TrainedStep] = []
         self.sealed_versions: list[tuple[float, int]] = []
         self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
+        self.agents: dict[str, SimulatedAgent] = {}
+        self.num_nodes = 1
+        self._nodes: list[Node] = []
         self._ids = itertools.count()
 
     # ------------------------------------------------------------------ Scheduler
 
-    async def launch(self, request: LaunchRequest) -> RunningWorker:
-        await self.spend(self.rng.random())
-        incarnation = f"{next(self._ids):012x}"
-        kind = self.train_class if request.role == "train" else self.rollout_class
-        worker = kind(self, request, incarnation)
-        self.workers[worker.name] = worker
-        spec = WorkerSpec(
-            role=request.role,
-            index=request.index,
-            run_id="simulated",
-            incarnation=incarnation,
-            engine=request.engine,
-            engine_config=request.engine_config,
-            run_dir=self.config.run_dir,
-            memory_root=self.config.run_dir,
-            transport=asdict(self.config.transport),
-            store_bytes=request.store_bytes,
-            heartbeat_interval_s=self.config.heartbeat_interval_s,
-            orphan_timeout_s=self.config.orphan_timeout_s,
-        )
-        report = WorkerReport(
-            name=worker.name,
-            incarnation=incarnation,
-            address=worker.address,
-            beat_address=worker.beat_address,
-            pid=10_000 + len(self.workers),
-            node=worker.node,
-        )
-        return RunningWorker(spec, report)
+    async def nodes(self) -> list[Node]:
+        if not self._nodes:
+            for number in range(self.num_nodes):
+                agent = SimulatedAgent(self, f"node-{number}")
+                self.agents[agent.node] = agent
+                facts = NodeFacts(agent.node, agent.node, 0, self.config.run_dir)
+                self._nodes.append(Node(facts, agent.address, "", self.run_dir / "agent.log"))
+        return self._nodes
 
-    async def exit_statuses(self, workers: Sequence[RunningWorker]) -> dict[str, str]:
-        statuses = {worker.name: self.workers[worker.name].exit_status for worker in workers}
-        return {name: status for name, status in statuses.items() if status is not None}
-
-    async def stop(self, workers: list[RunningWorker]) -> None:
-        for worker in workers:
-            self.workers[worker.name].end("signal 9 (SIGKILL)")
+    async def ended_nodes(self) -> dict[Node, str]:
+        statuses = {node: self.agents[node.name].exit_status for node in self._nodes}
+        return {node: how for node, how in statuses.items() if how is not None}
 
     def close(self) -> None:
         """Nothing is left to close."""
+
+    async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
+        """An agent starts a worker."""
+        await self.spend(self.rng.random())
+        kind = self.train_class if order.role == "train" else self.rollout_class
+        worker = self.workers[order.name] = kind(self, order, node)
+        return worker
 
     # ------------------------------------------------------------------ for workers and tests
 
@@ -188,16 +176,12 @@ class SimulatedTransport:
     def connect(
         self, address: str, node_id: str, incarnation: str, *, keeps_trying: bool = False
     ) -> SimulatedConnection:
-        worker = self._cluster.workers[node_id]
-        assert address in (worker.address, worker.beat_address)
-        connection = SimulatedConnection(
-            worker,
-            incarnation,
-            self._cluster.behavior.latency_s,
-            is_heartbeat=address == worker.beat_address,
-            keeps_trying=keeps_trying,
-        )
-        worker.connections.append(connection)
+        agents = {agent.address: agent for agent in self._cluster.agents.values()}
+        peer = agents.get(address) or self._cluster.workers[node_id]
+        assert address == peer.address
+        latency_s = self._cluster.behavior.latency_s
+        connection = SimulatedConnection(peer, incarnation, latency_s, keeps_trying=keeps_trying)
+        peer.connections.append(connection)
         return connection
 
     async def call_all(

@@ -25,26 +25,25 @@ from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.rpc.remote_errors import error_of, failure_of
 
 if TYPE_CHECKING:
+    from simulation.agent import SimulatedAgent
     from simulation.workers import SimulatedWorker
 
 LIMITS = MessageLimits()
 
 
 class SimulatedConnection:
-    """One controller's connection to one worker.
+    """One controller's connection to one worker or agent.
 
     Args:
-        is_heartbeat: it leads to the socket of the worker's heartbeat thread.
         keeps_trying: calls of a worker that is gone wait for `fail_pending`.
     """
 
     def __init__(
         self,
-        worker: SimulatedWorker,
+        worker: SimulatedWorker | SimulatedAgent,
         incarnation: str,
         latency_s: float,
         *,
-        is_heartbeat: bool = False,
         keeps_trying: bool = False,
     ) -> None:
         self.node_id = worker.name
@@ -53,7 +52,6 @@ class SimulatedConnection:
         self._worker = worker
         self._incarnation = incarnation
         self._latency_s = latency_s
-        self._is_heartbeat = is_heartbeat
         self._keeps_trying = keeps_trying
         self._pending: set[asyncio.Future[Reply | Failure]] = set()
         self._executions: set[asyncio.Task[None]] = set()
@@ -127,11 +125,11 @@ class SimulatedConnection:
         request = decode([memoryview(wire)], LIMITS)
         assert isinstance(request, Request)
         worker = self._worker
-        if worker.is_hung or (worker.is_blocked and not self._is_heartbeat):
+        if worker.is_hung or worker.is_blocked:
             await asyncio.get_running_loop().create_future()
         reply: Reply | Failure
         try:
-            served = (worker.beat_served if self._is_heartbeat else worker.served)[request.method]
+            served = worker.served[request.method]
             args = served.method.read_args(request.args)
             reply = Reply(request.request_id, pack(await served.handler(args)))
         except Exception as error:

@@ -100,6 +100,7 @@ class TrainingRun:
         self.settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
+        self.cluster.num_nodes = -(-max(settings.num_rollout_workers, settings.num_ranks) // 2)
         transport = SimulatedTransport(self.cluster)
         self.runtime = runtime = Runtime(transport=transport, new_id=self.cluster.new_id)
         actor_config, rollout_config = configs(settings)

@@ -23,14 +23,13 @@ from areal_sc.metadata import (
     Run,
     ShardMetadata,
 )
-from areal_sc.schedulers.base import LaunchRequest
-from areal_sc.transport.beat_board import BEAT, Beat
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operations
+from areal_sc.workers.spec import Beat, WorkerOrder
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 4
 WEIGHTS_BYTES = 1
-WORKERS_OF_A_ROLE_A_NODE = 2
 
 
 class SimulatedStore:
@@ -91,26 +89,23 @@ class SimulatedWorker:
     Attributes:
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and does nothing, as when it is stopped.
-        is_blocked: its heartbeat thread lives, and its event loop does not turn.
-        served, beat_served: the methods of its control socket, and of its heartbeat socket.
+        is_blocked: it beats, and its event loop does not turn.
     """
 
-    def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
+    def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
         self.cluster = cluster
-        self.config = request.engine_config
-        self.name = f"{request.role}/{request.index}"
-        self.incarnation = incarnation
-        self.node = f"node-{request.index // WORKERS_OF_A_ROLE_A_NODE}"
-        self.address = f"sim://{self.name}/{incarnation}"
-        self.beat_address = f"sim-beats://{self.name}/{incarnation}"
-        self.store = SimulatedStore(self.name, incarnation, request.store_bytes)
+        self.config = order.engine_config
+        self.name = order.name
+        self.incarnation = order.incarnation
+        self.node = node
+        self.address = f"sim://{self.name}/{order.incarnation}"
+        self.store = SimulatedStore(self.name, order.incarnation, order.store_bytes)
         self.version = 0
         self.exit_status: str | None = None
         self._last_beat_s: float | None = None
         self._last_turn_s: float | None = None
         self.connections: list[SimulatedConnection] = []
         self.served = {served.method.name: served for served in self.methods()}
-        self.beat_served = {BEAT.name: BEAT.served_by(lambda _: self.beats_of_node(None))}
 
     def methods(self) -> list[Served]:
         """Those of its control socket, as the real worker has them."""
@@ -139,14 +134,11 @@ class SimulatedWorker:
 
     @property
     def beat(self) -> Beat:
-        """What it has on the board of its node."""
+        """What its agent last heard of it."""
         now_s = self.cluster.now_s
         beat_s = now_s if self._last_beat_s is None else self._last_beat_s
         turn_s = beat_s if self._last_turn_s is None else self._last_turn_s
-        return Beat(self.name, self.incarnation, 1, now_s - beat_s, now_s - turn_s)
-
-    async def beats_of_node(self, _: None) -> tuple[Beat, ...]:
-        return tuple(worker.beat for worker in self.cluster.workers_on(self.node))
+        return Beat(self.name, self.incarnation, now_s - beat_s, now_s - turn_s)
 
     async def ping(self, _: None) -> None:
         return None
@@ -169,6 +161,7 @@ class SimulatedWorker:
             self.is_hung = True
             for connection in self.connections:
                 connection.lose_peer()
+            self.cluster.agents[self.node].note_end(self.name, self.incarnation, exit_status)
 
     async def read_shards(self, batch: BatchMetadata, duration: Number = 0.0) -> None:
         """Reads all rows of a batch from their owners; every shard must last until the end."""
@@ -190,8 +183,8 @@ class SimulatedRolloutWorker(SimulatedWorker):
         history: (time, policy version held from then on), ascending.
     """
 
-    def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
-        super().__init__(cluster, request, incarnation)
+    def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
+        super().__init__(cluster, order, node)
         self.running: dict[tuple[int, int], asyncio.Event] = {}
         self.history: list[tuple[float, int]] = [(cluster.now_s, 0)]
         self.num_evaluations = 0
@@ -325,8 +318,8 @@ class SimulatedRolloutWorker(SimulatedWorker):
 class SimulatedTrainWorker(SimulatedWorker):
     """One rank: checks that it can read what it is given, and notes it."""
 
-    def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
-        super().__init__(cluster, request, incarnation)
+    def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
+        super().__init__(cluster, order, node)
         self.operations = Operations(self.name)
 
     def methods(self) -> list[Served]:

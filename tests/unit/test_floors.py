@@ -72,8 +72,6 @@ TORCH_FREE = (
             "arena.files",
             "arena.folder",
             "arena.free_extents",
-            "beat_board",
-            "beats",
             "curve",
             "endpoint",
             "hub",
@@ -89,7 +87,10 @@ TORCH_FREE = (
     ),
     "areal_sc.workers.calls",
     "areal_sc.workers.operations",
-    "areal_sc.workers.run_memory",
+    "areal_sc.workers.agent",
+    "areal_sc.workers.beats",
+    "areal_sc.workers.fork_client",
+    "areal_sc.workers.fork_server",
     "areal_sc.workers.spec",
 )
 """Modules, and folders of modules (with a dot at the end), that scripts import."""

@@ -75,7 +75,7 @@ def test_new_folder(path: Path) -> None:
     assert folder.open(config_text=CONFIG) is Opening.start
     assert folder.config_path.read_text() == CONFIG
     assert path.stat().st_mode & 0o777 == 0o700
-    for subfolder in ("logs", "workers", "checkpoints", "sources"):
+    for subfolder in ("logs", "checkpoints", "sources"):
         assert (path / subfolder).stat().st_mode & 0o777 == 0o700
     assert folder.log_path("rollout", 3) == path / "logs" / "rollout-3.log"
     folder.close()
@@ -190,7 +190,7 @@ def test_overwrite_empties_a_run_folder(path: Path, state: dict[str, bool]) -> N
         assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
         names = sorted(entry.name for entry in path.iterdir())
     assert names == [
-        ".lock", "checkpoints", "config.yaml", "logs", "run.json", "sources", "workers",
+        ".lock", "checkpoints", "config.yaml", "logs", "run.json", "sources",
     ]  # fmt: skip
     assert (outside / "file").exists()
 
@@ -345,25 +345,22 @@ def test_a_loop_of_ones_own_leaves_other_folders_alone(path: Path) -> None:
         RunFolder(path.parent).lock()
 
 
-def test_traces_of_a_run_stay_while_another_process_has_the_folder(path: Path) -> None:
+def test_keys_of_a_run_stay_while_another_process_has_the_folder(path: Path) -> None:
     run_once(path)
-    traces = [path / "keys.json", path / "workers" / "train-0.json"]
-    for trace in traces:
-        trace.touch()
+    keys = path / "keys.json"
+    keys.touch()
     with lock_holder(path) as holder:
-        (path / "workers").mkdir(exist_ok=True)
-        for trace in traces:  # the new owner has set the old ones aside
-            trace.touch()
-        RunFolder(path).remove_traces()
-        assert all(trace.exists() for trace in traces)
+        keys.touch()  # the new owner has set the old ones aside
+        RunFolder(path).remove_keys()
+        assert keys.exists()
         holder.kill()
         holder.wait()
-    RunFolder(path).remove_traces()
-    assert not any(trace.exists() for trace in traces)
+    RunFolder(path).remove_keys()
+    assert not keys.exists()
     with RunFolder(path) as folder:
         folder.lock()  # nobody has kept it
 
 
-def test_a_folder_that_was_deleted_has_no_traces(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run").remove_traces()
+def test_a_folder_that_was_deleted_has_no_keys(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run").remove_keys()
     assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
     <root>/areal-sc-<uid>-<node>/     the root is /dev/shm where that is large enough
         <run id>/
             lock                      shared by every process of the run
+            node                      a random token: who reads the same one shares the memory
             <worker>.<incarnation>/   an arena
                 lock                  exclusively the living writer's (or its successor's)
                 segment-<n>           blocks of shards
@@ -20,6 +21,7 @@ import hashlib
 import logging
 import os
 import re
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -31,18 +33,32 @@ from areal_sc.errors import ConfigError, TransportError
 from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
 from areal_sc.transport.arena.files import ArenaFiles, delete_folder
-from areal_sc.transport.beat_board import this_node
+
+OFF: Final = "off"
+"""`transport.shared_memory` that keeps tensors out of it."""
 
 SHARED_MEMORY: Final = Path("/dev/shm")
+MIN_ROOM_BYTES: Final = 1 << 30
+"""Shared memory with less room is passed over: containers have 64 MiB unless asked for more."""
+
 LOCK_WAIT_S: Final = 30.0
 """So long a run waits for whoever cleans up the folder that it wants to use."""
 
 _LOCK: Final = "lock"
+_NODE: Final = "node"
 _DELETED: Final = ".deleted-"
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OWNER_ONLY_FOLDER: Final = 0o700
 
 logger = logging.getLogger(__name__)
+
+
+def memory_root(shared_memory: str, run_dir: Path) -> Path:
+    """Where the shared memory of runs lies on this node, as `transport.shared_memory` says."""
+    fallback = run_dir / "shared_memory"
+    if shared_memory == OFF:
+        return choose_root("auto", 0, fallback)
+    return choose_root(shared_memory, MIN_ROOM_BYTES, fallback)
 
 
 def choose_root(
@@ -81,7 +97,10 @@ def user_folder(root: Path) -> Path:
     Files that two nodes map are not the same memory, and their locks may not meet: each node, and
     each boot of it, has a folder of its own.
     """
-    node = hashlib.sha256(this_node().encode()).hexdigest()[:12]
+    boot = "unknown"
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    node = hashlib.sha256(f"{socket.gethostname()}/{boot}".encode()).hexdigest()[:12]
     return root / f"areal-sc-{os.geteuid()}-{node}"
 
 
@@ -133,6 +152,18 @@ class ArenaFolder:
             self._lock = self._join(base)
         except OSError as error:
             raise _unusable(self.path, error) from error
+
+    def node_token(self) -> str:
+        """Names the node: processes that read the same token share this memory, and so a clock.
+
+        Host names and boot ids do not tell: two containers of a machine have both in common.
+        """
+        own = self.path / f".{_NODE}.{random_id()}"
+        own.write_text(random_id())
+        with suppress(FileExistsError):
+            os.link(own, self.path / _NODE)  # whole from the first moment; the first one stays
+        own.unlink()
+        return (self.path / _NODE).read_text()
 
     def create(self, worker: str, incarnation: str) -> ArenaFiles:
         """A new arena, owned by this process.

@@ -12,7 +12,7 @@ from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
 from simulation.training_run import Settings, TrainingRun
 from simulation.virtual_loop import run_virtual
-from simulation.workers import SimulatedRolloutWorker
+from simulation.workers import SimulatedRolloutWorker, SimulatedWorker
 
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.group import GroupState
@@ -26,9 +26,9 @@ from areal_sc.errors import (
     WorkerStartError,
     WorkflowError,
 )
-from areal_sc.schedulers.base import LaunchRequest, RunningWorker
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import UPDATE_WEIGHTS
+from areal_sc.workers.spec import WorkerOrder
 
 HEARTBEATS_S = 5 * (2.0 + 0.25) + 2.0
 """Five missed pings of two seconds, a poll after each, and the interval before the first."""
@@ -212,11 +212,11 @@ def test_a_worker_that_cannot_pull_weights_fails_the_run() -> None:
 class PartlyBroken(SimulatedCluster):
     """The second rollout worker does not come up."""
 
-    async def launch(self, request: LaunchRequest) -> RunningWorker:
-        if (request.role, request.index) == ("rollout", 1):
+    async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
+        if order.name == "rollout/1":
             await asyncio.sleep(2.0)
             raise WorkerStartError("worker rollout/1 ended with exit code 1 before it served")
-        return await super().launch(request)
+        return await super().start(order, node)
 
 
 def test_a_worker_that_does_not_come_up_takes_the_others_with_it() -> None:

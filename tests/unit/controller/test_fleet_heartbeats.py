@@ -5,56 +5,38 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from simulation.agent import SimulatedAgent
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
 from simulation.virtual_loop import run_virtual
+from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
 from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.node_watch import NodeWatch
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.schedulers.base import LaunchRequest, RunningWorker
+from areal_sc.schedulers.base import LaunchRequest
 from areal_sc.workers.calls import PING, STATS
+from areal_sc.workers.spec import WATCH, News, Watch, WorkerOrder
 
 INTERVAL_S = 2.0
 LIMIT_S = 5 * INTERVAL_S + 2 * INTERVAL_S
-"""Five missed heartbeats, the interval that they began in, and the wait for the node's turn."""
-
-
-class CountingCluster(SimulatedCluster):
-    """Notes who is asked for heartbeats, and how often for the ends of processes.
-
-    Attributes:
-        asked: (time, worker) of each call.
-        num_polls: questions for ends of processes.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir, Behavior())
-        self.asked: list[tuple[float, str]] = []
-        self.num_polls = 0
-
-    async def exit_statuses(self, workers: list[RunningWorker]) -> dict[str, str]:
-        self.num_polls += 1
-        return await super().exit_statuses(workers)
-
-    def speaker(self, node: str) -> str:
-        """Who was asked last on a node."""
-        return next(name for _, name in reversed(self.asked) if self.workers[name].node == node)
+"""Five missed heartbeats, the interval that they began in, and that of the question."""
 
 
 class WatchedFleet:
     """A fleet of idle workers, two a node."""
 
     def __init__(self, run_dir: Path, num_workers: int) -> None:
-        self.cluster = CountingCluster(run_dir)
+        self.cluster = SimulatedCluster(run_dir, Behavior())
+        self.cluster.num_nodes = -(-num_workers // 2)
         self.lost: dict[str, tuple[float, WorkerLost]] = {}
         runtime = Runtime(transport=SimulatedTransport(self.cluster))
         self.fleet = Fleet(self.cluster, runtime, on_lost=self._note_lost)
@@ -72,8 +54,6 @@ class WatchedFleet:
             for index in range(self._num_workers)
         ]
         await self.fleet.launch(requests)
-        for worker in self.cluster.workers.values():
-            self._note_calls(worker)
         try:
             yield self
         finally:
@@ -82,63 +62,109 @@ class WatchedFleet:
         await asyncio.sleep(1.0)
         assert all(task.done() for task in left), f"tasks are left: {left}"
 
-    def _note_calls(self, worker: Any) -> None:
-        answer = worker.beats_of_node
 
-        async def noted(_: None) -> Any:
-            self.cluster.asked.append((self.cluster.now_s, worker.name))
-            return await answer(None)
-
-        worker.beats_of_node = noted
-
-
-def test_one_worker_a_node_is_asked_once_an_interval_at_an_even_pace(tmp_path: Path) -> None:
+def test_agents_are_asked_once_an_interval_at_an_even_pace(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with WatchedFleet(tmp_path, 16).started() as watched:
+            asked: list[float] = []
+            for agent in watched.cluster.agents.values():
+                note_calls(agent, asked)
             await asyncio.sleep(10.0)
-            began = watched.cluster.now_s
-            num_polls = watched.cluster.num_polls
-            watched.cluster.asked.clear()
+            asked.clear()
             await asyncio.sleep(100 * INTERVAL_S)
-            asked = watched.cluster.asked
-            assert Counter(watched.cluster.workers[name].node for _, name in asked) == {
-                f"node-{i}": 100 for i in range(8)
-            }
-            assert len({name for _, name in asked}) == 8, "the same one speaks as long as it can"
-            times = [began, *(time_s for time_s, _ in asked)]
-            gaps = [after - before for before, after in itertools.pairwise(times)]
-            assert max(gaps) < INTERVAL_S / 8 + 0.01
-            polls_s = (watched.cluster.num_polls - num_polls) * 0.25
-            assert polls_s == pytest.approx(100 * INTERVAL_S, rel=0.01)
+            assert len(asked) == pytest.approx(8 * 100, rel=0.02)
+            gaps = [after - before for before, after in itertools.pairwise(asked)]
+            assert max(gaps) < INTERVAL_S / 8 + 0.1
             assert not watched.lost
 
     run_virtual(scenario())
 
 
+def note_calls(agent: SimulatedAgent, asked: list[float]) -> None:
+    async def noted(watch: Watch) -> News:
+        asked.append(agent.cluster.now_s)
+        return await agent.watch(watch)
+
+    agent.served[WATCH.name] = WATCH.served_by(noted)
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_when_the_speaker_of_a_node_falls_silent_another_one_speaks(
+def test_a_worker_that_is_killed_is_lost_at_once_and_one_that_hangs_after_a_while(
     tmp_path: Path, is_killed: bool
 ) -> None:
     async def scenario() -> None:
         async with WatchedFleet(tmp_path, 4).started() as watched:
             await asyncio.sleep(10.0)
-            name = watched.cluster.speaker("node-0")
             began = watched.cluster.now_s
             if is_killed:
-                watched.cluster.workers[name].end("signal 9 (SIGKILL)")
+                watched.cluster.workers["rollout/1"].end("signal 9 (SIGKILL)")
             else:
-                watched.cluster.workers[name].is_hung = True
+                watched.cluster.workers["rollout/1"].is_hung = True
             await asyncio.sleep(100.0)
-            assert watched.lost.keys() == {name}
-            time_s, error = watched.lost[name]
-            assert time_s - began <= (1.0 if is_killed else LIMIT_S)
-            said = (
-                "signal 9"
-                if is_killed
-                else "missed 5 heartbeats of 2 s (other rollout workers on node"
-            )
-            assert said in str(error)
-            assert watched.cluster.speaker("node-0") != name
+            assert watched.lost.keys() == {"rollout/1"}
+            time_s, error = watched.lost["rollout/1"]
+            assert time_s - began <= (0.1 if is_killed else LIMIT_S)
+            if is_killed:
+                assert "rollout/1 ended with signal 9" in str(error)
+            else:
+                said = "missed 5 heartbeats of 2 s (other rollout workers on node-0 can be heard)"
+                assert said in str(error)
+                assert error.log_tail == ("the log of rollout/1",)
+
+    run_virtual(scenario())
+
+
+def test_a_worker_that_dies_while_its_launch_is_answered_is_lost(tmp_path: Path) -> None:
+    class DiesAtOnce(SimulatedCluster):
+        async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
+            worker = await super().start(order, node)
+            if order.index == 0:
+                worker.end("exit code 1")
+            return worker
+
+    async def scenario() -> None:
+        watched = WatchedFleet(tmp_path, 2)
+        watched.fleet._scheduler = watched.cluster = cluster = DiesAtOnce(tmp_path, Behavior())
+        watched.fleet._runtime = Runtime(transport=SimulatedTransport(cluster))
+        async with watched.started():
+            await asyncio.sleep(1.0)
+            assert watched.lost.keys() == {"rollout/0"}
+            assert "rollout/0 ended with exit code 1" in str(watched.lost["rollout/0"][1])
+
+    run_virtual(scenario())
+
+
+def test_the_workers_of_a_node_whose_agent_ended_are_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 4).started() as watched:
+            (watched.cluster.run_dir / "agent.log").write_text("out of memory\n")
+            watched.cluster.agents["node-1"].end("exit code 5")
+            await asyncio.sleep(1.0)
+            assert watched.lost.keys() == {"rollout/2", "rollout/3"}
+            for _, error in watched.lost.values():
+                assert "lost with node node-1: its agent ended with exit code 5" in str(error)
+                assert error.log_tail == ("out of memory",)
+
+    run_virtual(scenario())
+
+
+def test_a_scheduler_that_does_not_answer_loses_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 2).started() as watched:
+
+            async def silent() -> Any:
+                raise WorkerStartError("no answer within 60 s")
+
+            watched.cluster.ended_nodes = silent  # type: ignore[method-assign]
+            agent = watched.cluster.agents["node-0"]
+            agent.is_hung = True
+            await asyncio.sleep(4 * INTERVAL_S)
+            agent.is_hung = False
+            await asyncio.sleep(100.0)
+            assert not watched.lost
+            assert "its state is unknown: no answer within 60 s" in caplog.text
 
     run_virtual(scenario())
 
@@ -148,8 +174,7 @@ def test_a_node_that_falls_silent_is_lost_with_all_its_workers(tmp_path: Path) -
         async with WatchedFleet(tmp_path, 6).started() as watched:
             await asyncio.sleep(10.0)
             began = watched.cluster.now_s
-            for worker in watched.cluster.workers_on("node-1"):
-                worker.is_hung = True
+            watched.cluster.agents["node-1"].is_hung = True
             await asyncio.sleep(100.0)
             assert watched.lost.keys() == {"rollout/2", "rollout/3"}
             for time_s, error in watched.lost.values():
@@ -229,20 +254,6 @@ def test_the_loss_of_one_ends_a_call_of_all_at_once(tmp_path: Path) -> None:
     run_virtual(scenario())
 
 
-def test_what_is_no_board_counts_as_silence(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with WatchedFleet(tmp_path, 1).started() as watched:
-
-            async def nonsense(_: None) -> Any:
-                return [["rollout/0", "no age"]]
-
-            watched.cluster.workers["rollout/0"].beats_of_node = nonsense
-            await asyncio.sleep(50.0)
-            assert watched.lost.keys() == {"rollout/0"}
-
-    run_virtual(scenario())
-
-
 def test_the_beat_of_an_earlier_life_is_none(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with WatchedFleet(tmp_path, 2).started() as watched:
@@ -253,22 +264,7 @@ def test_the_beat_of_an_earlier_life_is_none(tmp_path: Path) -> None:
     run_virtual(scenario())
 
 
-def test_a_scheduler_that_does_not_answer_loses_the_workers(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with WatchedFleet(tmp_path, 2).started() as watched:
-
-            async def silent(workers: Any) -> dict[str, str]:
-                raise WorkerStartError("the fork server did not answer 'poll' within 60 s")
-
-            watched.cluster.exit_statuses = silent  # type: ignore[method-assign]
-            await asyncio.sleep(1.0)
-            assert watched.lost.keys() == {"rollout/0", "rollout/1"}
-            assert "cannot be watched: the fork server" in str(watched.lost["rollout/0"][1])
-
-    run_virtual(scenario())
-
-
-@pytest.mark.parametrize("when", ["launching", "watching", "asking"])
+@pytest.mark.parametrize("when", ["launching", "watching"])
 def test_a_watch_that_fails_loses_the_workers_with_its_cause(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,12 +276,9 @@ def test_a_watch_that_fails_loses_the_workers_with_its_cause(
     async def scenario() -> None:
         watched = WatchedFleet(tmp_path, 2)
         if when == "launching":
-            monkeypatch.setattr(watched.cluster, "exit_statuses", fail)
+            monkeypatch.setattr(NodeWatch, "_note", fail)
         async with watched.started():
-            if when == "watching":
-                monkeypatch.setattr(watched.cluster, "exit_statuses", fail)
-            elif when == "asking":
-                monkeypatch.setattr(watched.fleet._heartbeats, "_connection_to", fail)
+            monkeypatch.setattr(NodeWatch, "_note", fail)
             watched.cluster.workers["rollout/0"].is_blocked = True
             with pytest.raises(WorkerLost, match="cannot be watched any more: LookupError") as lost:
                 await watched.fleet.call(watched.fleet.members[0], PING, None, timeout_s=1000.0)

@@ -85,7 +85,7 @@ def workers_with_room(config: RolloutConfig, rooms: dict[str, list[int]]) -> Rol
         for room in node_rooms
     ]
     workers.track(
-        SimpleNamespace(name=f"rollout/{i}", worker=SimpleNamespace(report=report))  # type: ignore[misc]
+        SimpleNamespace(name=f"rollout/{i}", worker=report)  # type: ignore[misc]
         for i, report in enumerate(reports)
     )
     return workers

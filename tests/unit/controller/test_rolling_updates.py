@@ -53,7 +53,7 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
     workers = RolloutWorkers(make_generator(config), fleet, Background(10.0, lambda: ""))
     report = SimpleNamespace(node="node", store_room_bytes=0)
     workers.track(
-        SimpleNamespace(name=f"rollout/{i}", worker=SimpleNamespace(report=report))  # type: ignore[misc]
+        SimpleNamespace(name=f"rollout/{i}", worker=report)  # type: ignore[misc]
         for i in range(NUM_WORKERS)
     )
     return workers, fleet

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgpack
 import pytest
 
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.workers.fork_client import (
-    ForkServerClient,
-    connect_fork_server,
-    fork_server_child,
-    start_fork_server,
-)
+from areal_sc.workers.fork_client import Child, ForkServer
 
 ENTRIES = {
     "behave": "fork_entries:behave",
     "broken": "fork_entries:no_such_function",
     "exit": "sys:exit",
 }
+LIMIT_S = 20.0
 
 BEHAVE = """
 import os, signal, subprocess, sys, time
@@ -45,17 +41,19 @@ def behave(spec):
             fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))
             sockets = [fd for fd in fds if _link(fd).startswith(("socket:", "anon_inode", "pipe:"))]
             os.write(spec["fds"][0], repr((
-                os.getsid(0) == os.getpid(), os.readlink("/proc/self/fd/0"), len(sockets),
+                os.getsid(0) == os.getpid(), os.readlink("/proc/self/fd/0"),
+                sorted(set(sockets) - {int(fd) for fd in os.environ["OPEN_BEFORE"].split()}) ==
+                spec["fds"],
                 signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "colorsys" in sys.modules,
             )).encode())
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.write(spec["fds"][0], b"ready")
             time.sleep(600)
-        case "with_grandchild":
+        case "with_grandchild" | "leave_grandchild" as what:
             grandchild = subprocess.Popen(["sleep", "600"])
             os.write(spec["fds"][0], str(grandchild.pid).encode())
-            time.sleep(600)
+            time.sleep(600 if what == "with_grandchild" else 0)
         case "sleep":
             time.sleep(600)
 
@@ -67,49 +65,21 @@ def _link(fd):
 """
 
 
-ANOTHER_USER = """
-import os, socket, sys
-os.setuid(65534)
-client = socket.socket(socket.AF_UNIX)
-client.settimeout(20)
-client.connect("\\0" + sys.argv[1])
-try:
-    client.sendall(b"\\x81\\xa2id\\x01")
-    print(client.recv(100), end="")
-except (ConnectionResetError, BrokenPipeError):
-    print(b"", end="")
-"""
-
-
-def address_in(folder: Path) -> str:
-    """Of the one server of a test."""
-    return f"\0areal-sc-test-{folder}"
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., ForkServerClient]]:
-    """Starts servers that know `BEHAVE`, and ends them afterwards."""
+@pytest.fixture(autouse=True)
+def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of this process find `BEHAVE`."""
     (tmp_path / "fork_entries.py").write_text(BEHAVE)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    clients: list[ForkServerClient] = []
+    monkeypatch.syspath_prepend(str(tmp_path))
 
-    def start_one(
-        orphan_timeout_s: float = 30.0, preload: tuple[str, ...] = ()
-    ) -> ForkServerClient:
-        client = start_fork_server(
-            address_in(tmp_path),
-            preload,
-            orphan_timeout_s,
-            tmp_path / "server.log",
-            environment,
-            entries=ENTRIES,
-        )
-        clients.append(client)
-        return client
 
-    yield start_one
-    for client in clients:
-        client.shutdown()
+@asynccontextmanager
+async def started(preload: tuple[str, ...] = ()) -> AsyncIterator[ForkServer]:
+    server = ForkServer(ENTRIES, preload)
+    try:
+        yield server
+    finally:
+        await server.close()
+        assert not os.path.exists(f"/proc/{server.pid}"), "it is reaped"  # noqa: ASYNC240
 
 
 def is_running(pid: int) -> bool:
@@ -120,39 +90,45 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_ended(pid: int, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs after {timeout_s} s"
-        time.sleep(0.01)
+async def wait_until_ended(*pids: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, f"one of {pids} still runs after {LIMIT_S} s"
+        await asyncio.sleep(0.01)
 
 
-def spawn_with_pipe(client: ForkServerClient, what: str, log: Path) -> tuple[int, bytes]:
-    """The process's pid and the first thing that it writes."""
+def children_of(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+async def code_of(child: Child) -> int:
+    return await asyncio.wait_for(asyncio.shield(child.ended), LIMIT_S)
+
+
+async def spawn_with_pipe(server: ForkServer, what: str, log: Path) -> tuple[Child, bytes]:
+    """The process and the first thing that it writes."""
     read_end, write_end = os.pipe()
-    pid = client.spawn("behave", {"do": what}, log, fds=[write_end])
+    child = await server.spawn("behave", {"do": what}, log, fds=[write_end])
     os.close(write_end)
-    written = os.read(read_end, 4096)
+    written = await asyncio.to_thread(os.read, read_end, 4096)
     os.close(read_end)
-    return pid, written
+    return child, written
 
 
-def test_exit_codes_and_output_come_back(
-    start: Callable[..., ForkServerClient], tmp_path: Path
-) -> None:
-    client = start()
+async def test_exit_codes_and_output_come_back(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
-    expected = {
-        client.spawn("behave", {"do": "return", "value": 0}, log): 0,
-        client.spawn("behave", {"do": "return", "value": 7}, log): 7,
-        client.spawn("behave", {"do": "raise"}, log): 1,
-        client.spawn("behave", {"do": "raise_ours"}, log): 2,
-        client.spawn("broken", {}, log): 1,
-        client.spawn("exit", {"any": "spec"}, log): 1,
-    }
-    assert {pid: client.wait(pid, 20.0) for pid in expected} == expected
-    assert client.poll() == expected
-    assert client.poll() == {}
+    async with started() as server:
+        spawned = [
+            (await server.spawn("behave", {"do": "return", "value": 0}, log), 0),
+            (await server.spawn("behave", {"do": "return", "value": 7}, log), 7),
+            (await server.spawn("behave", {"do": "raise"}, log), 1),
+            (await server.spawn("behave", {"do": "raise_ours"}, log), 2),
+            (await server.spawn("broken", {}, log), 1),
+            (await server.spawn("exit", {"any": "spec"}, log), 1),
+        ]
+        for child, code in spawned:
+            assert await code_of(child) == code
+            assert child.how == f"exit code {code}"
     text = log.read_text()
     assert "printed 0" in text
     assert "printed 7" in text
@@ -160,189 +136,124 @@ def test_exit_codes_and_output_come_back(
     assert "no_such_function" in text
 
 
-def test_a_child_starts_clean_in_a_process_that_has_preloaded(
-    start: Callable[..., ForkServerClient], tmp_path: Path
+async def test_many_are_started_at_a_time(tmp_path: Path) -> None:
+    """Their requests are larger together than what the socket holds."""
+    async with started() as server:
+        spec = {"do": "return", "value": 3, "padding": "x" * 50_000}
+        spawning = [server.spawn("behave", spec, tmp_path / "child.log") for _ in range(20)]
+        children = await asyncio.gather(*spawning)
+        assert len({child.pid for child in children}) == 20
+        assert [await code_of(child) for child in children] == [3] * 20
+
+
+async def test_a_child_starts_clean_in_a_process_that_has_preloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = start(preload=("colorsys",))
-    pid, report = spawn_with_pipe(client, "report", tmp_path / "child.log")
-    assert report == b"(True, '/dev/null', 1, True, True)"  # one pipe: the one that it was given
-    assert client.wait(pid, 20.0) == 0
+    monkeypatch.setenv("OPEN_BEFORE", " ".join(os.listdir("/proc/self/fd")))
+    async with started(preload=("colorsys",)) as server:
+        child, report = await spawn_with_pipe(server, "report", tmp_path / "child.log")
+        assert report == b"(True, '/dev/null', True, True, True)"
+        assert await code_of(child) == 0
 
 
-def test_a_signal_reaches_the_child_and_its_children(
-    start: Callable[..., ForkServerClient], tmp_path: Path
-) -> None:
-    client = start()
-    pid, reply = spawn_with_pipe(client, "with_grandchild", tmp_path / "child.log")
-    grandchild = int(reply)
-    assert is_running(grandchild)
-    assert client.kill(pid, signal.SIGTERM)
-    assert client.wait(pid, 20.0) == -signal.SIGTERM
-    wait_until_ended(grandchild)
-    assert not client.kill(pid, signal.SIGTERM)
-    assert not client.kill(os.getpid(), signal.SIGTERM)  # no child of the server
+async def test_a_signal_reaches_the_child_and_its_children(tmp_path: Path) -> None:
+    async with started() as server:
+        child, reply = await spawn_with_pipe(server, "with_grandchild", tmp_path / "child.log")
+        assert is_running(int(reply))
+        server.kill(child, signal.SIGTERM)
+        assert await code_of(child) == -signal.SIGTERM
+        assert child.how == "signal 15 (SIGTERM)"
+        await wait_until_ended(int(reply))
+        server.kill(child, signal.SIGTERM)  # nothing happens
 
 
-def test_what_is_not_on_the_list_is_refused(
-    start: Callable[..., ForkServerClient], tmp_path: Path
-) -> None:
-    client = start()
-    with pytest.raises(WorkerStartError, match=r"unknown entry 'os:system': expected one of"):
-        client.spawn("os:system", {}, tmp_path / "child.log")
-    with pytest.raises(WorkerStartError, match="No such file"):
-        client.spawn("behave", {"do": "sleep"}, tmp_path / "no" / "folder" / "child.log")
-    assert client.wait_ready(20.0) > 0  # it still serves
+async def test_what_a_child_leaves_ends_with_it(tmp_path: Path) -> None:
+    async with started() as server:
+        child, reply = await spawn_with_pipe(server, "leave_grandchild", tmp_path / "child.log")
+        assert await code_of(child) == 0
+        await wait_until_ended(int(reply))
 
 
-def test_garbage_ends_the_connection_not_the_server(
-    start: Callable[..., ForkServerClient], tmp_path: Path
-) -> None:
-    client = start()
-    server_pid = client.wait_ready(20.0)
-    incomplete = {"id": 1, "op": "spawn", "entry": "behave", "num_fds": 0, "log_path": "/dev/null"}
-    for garbage in (
-        b"\xc1\xc1\xc1",
-        b"\x93\x01\x02\x03",
-        b"\x81\xa2id\x01",
-        msgpack.packb(incomplete),
-        msgpack.packb({**incomplete, "spec": {}}),
-    ):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-            other.settimeout(20.0)
-            other.connect(address_in(tmp_path))
-            other.sendall(garbage)
-            assert other.recv(100) == b""
-    assert client.wait_ready(20.0) == server_pid
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_is_not_served(start: Callable[..., ForkServerClient], tmp_path: Path) -> None:
-    client = start()
-    client.wait_ready(20.0)
-    finished = subprocess.run(
-        [sys.executable, "-c", ANOTHER_USER, address_in(tmp_path)[1:]],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert finished.stdout == "b''"
-    assert "refused a client of uid=65534" in (tmp_path / "server.log").read_text()
-    assert client.wait_ready(20.0) > 0
-
-
-def test_shutdown_ends_children_that_ignore_sigterm(
-    start: Callable[..., ForkServerClient], tmp_path: Path
-) -> None:
-    client = start()
-    server_pid = client.wait_ready(20.0)
-    gentle = client.spawn("behave", {"do": "sleep"}, tmp_path / "child.log")
-    stubborn, reply = spawn_with_pipe(client, "ignore_sigterm", tmp_path / "child.log")
-    assert reply == b"ready"
-    client.shutdown(timeout_s=20.0)
-    assert not any(is_running(pid) for pid in (gentle, stubborn, server_pid))
-    with pytest.raises(WorkerLost, match=r"server\.log"):
-        client.poll()
-
-
-def test_children_die_with_a_killed_server_unless_asked_otherwise(
-    start: Callable[..., ForkServerClient], tmp_path: Path
-) -> None:
-    client = start()
-    server_pid = client.wait_ready(20.0)
+async def test_what_is_not_on_the_list_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
-    child = client.spawn("behave", {"do": "sleep"}, log)
-    survivor = client.spawn("behave", {"do": "sleep"}, log, die_with_server=False)
-    os.kill(server_pid, signal.SIGKILL)
-    wait_until_ended(child)
-    assert is_running(survivor)
-    os.kill(survivor, signal.SIGKILL)
-    with pytest.raises(WorkerLost, match="the fork server is gone"):
-        client.wait(child, 5.0)
+    async with started() as server:
+        with pytest.raises(WorkerStartError, match=r"unknown entry 'os:system': expected one of"):
+            await server.spawn("os:system", {}, log)
+        with pytest.raises(WorkerStartError, match="No such file"):
+            await server.spawn("behave", {"do": "sleep"}, tmp_path / "no" / "folder" / "child.log")
+        with pytest.raises(WorkerStartError, match="a request of 10000"):
+            await server.spawn("behave", {"do": "sleep", "padding": "x" * 10_000_000}, log)
+        child = await server.spawn("behave", {"do": "return", "value": 0}, log)
+        assert await code_of(child) == 0, "it still serves"
 
 
-def test_a_failed_preload_is_told(start: Callable[..., ForkServerClient]) -> None:
-    client = start(preload=("no_such_module_anywhere",))
-    with pytest.raises(WorkerStartError, match=r"did not start: .* see .*server\.log"):
-        client.wait_ready(20.0)
+async def test_a_child_that_nobody_waits_for_any_more_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    async with started() as server:
+        spawning = asyncio.create_task(server.spawn("behave", {"do": "sleep"}, log))
+        await asyncio.sleep(0)
+        spawning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spawning
+        child = await server.spawn("behave", {"do": "return", "value": 0}, log)
+        assert await code_of(child) == 0
+        await wait_until_ended(*children_of(server.pid))
 
 
-def test_a_client_that_comes_later_gets_what_it_missed(
-    start: Callable[..., ForkServerClient], tmp_path: Path
+async def test_the_end_of_the_server_ends_children_that_ignore_sigterm(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    async with started() as server:
+        gentle = await server.spawn("behave", {"do": "sleep"}, log)
+        stubborn, reply = await spawn_with_pipe(server, "ignore_sigterm", log)
+        assert reply == b"ready"
+        await server.close()
+        assert not any(is_running(pid) for pid in (gentle.pid, stubborn.pid, server.pid))
+        assert (gentle.how, stubborn.how) == ("signal 15 (SIGTERM)", "signal 9 (SIGKILL)")
+        with pytest.raises(WorkerLost, match="the fork server is gone"):
+            await server.spawn("behave", {"do": "sleep"}, log)
+
+
+async def test_children_die_with_a_killed_server(tmp_path: Path) -> None:
+    async with started() as server:
+        child = await server.spawn("behave", {"do": "sleep"}, tmp_path / "child.log")
+        os.kill(server.pid, signal.SIGKILL)
+        assert await code_of(child) == -signal.SIGKILL
+        assert server.is_gone.is_set()
+        await wait_until_ended(child.pid)
+
+
+async def test_a_failed_preload_ends_the_server(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert connect_fork_server(address_in(tmp_path)) is None
-    first = start()
-    pid = first.spawn("behave", {"do": "return", "value": 5}, tmp_path / "child.log")
-    assert first.wait(pid, 20.0) == 5
-    second = connect_fork_server(address_in(tmp_path))
-    assert second is not None
-    assert second.poll() == {pid: 5}
-    second.close()
-
-
-LAUNCH = """
-import os, pathlib, signal, sys
-from areal_sc.workers.fork_client import random_address, start_fork_server
-folder = pathlib.Path(sys.argv[1])
-client = start_fork_server(
-    random_address(), (), 0.3, folder / "server.log", entries={"behave": "fork_entries:behave"}
-)
-child = client.spawn("behave", {"do": "sleep"}, folder / "child.log")
-print(client.wait_ready(20.0), child, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_nothing_is_left_when_the_script_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "fork_entries.py").write_text(BEHAVE)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]),
-    }
-    finished = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert finished.returncode == -signal.SIGKILL, finished.stderr
-    for pid in map(int, finished.stdout.split()):
-        wait_until_ended(pid)
+    async with started(preload=("no_such_module_anywhere",)) as server:
+        with pytest.raises(WorkerLost, match="the fork server is gone"):
+            await server.spawn("exit", {}, tmp_path / "child.log")
+    assert "No module named 'no_such_module_anywhere'" in capfd.readouterr().err
 
 
 OWNER = """
-import os, signal, sys
-from areal_sc.workers.fork_client import fork_server_child
-client = fork_server_child({"behave": "fork_entries:behave"})
-child = client.spawn("behave", {"do": "sleep"}, sys.argv[1] + "/child.log")
-print(client.wait_ready(20.0), child, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+import asyncio, os, signal, sys
+from areal_sc.workers.fork_client import ForkServer
+
+async def main():
+    server = ForkServer({"behave": "fork_entries:behave"})
+    child = await server.spawn("behave", {"do": "sleep"}, sys.argv[1] + "/child.log")
+    print(server.pid, child.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
 """
 
 
-def test_an_own_fork_server_and_its_children_end_with_their_owner(tmp_path: Path) -> None:
-    (tmp_path / "fork_entries.py").write_text(BEHAVE)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]),
-    }
-    finished = subprocess.run(
+async def test_server_and_children_end_with_their_owner(tmp_path: Path) -> None:
+    paths = [str(tmp_path), str(Path(__file__).parents[3])]
+    finished = await asyncio.to_thread(
+        subprocess.run,
         [sys.executable, "-c", OWNER, str(tmp_path)],
-        env=environment,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert finished.returncode == -signal.SIGKILL, finished.stderr
-    for pid in map(int, finished.stdout.split()):
-        wait_until_ended(pid)
-
-
-def test_an_own_fork_server_is_reaped(tmp_path: Path) -> None:
-    client = fork_server_child({"exit": "sys:exit"})
-    server_pid = client.wait_ready(20.0)
-    child = client.spawn("exit", {}, tmp_path / "child.log")
-    assert client.wait(child, 20.0) == 1
-    client.shutdown()
-    assert not Path(f"/proc/{server_pid}").exists()
+    await wait_until_ended(*map(int, finished.stdout.split()))

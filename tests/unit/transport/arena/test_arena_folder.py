@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -316,3 +317,18 @@ def test_a_file_is_no_place_for_shared_memory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be kept in .*Not a directory; choose another"):
         clean_leftovers(tmp_path / "file")
+
+
+def test_who_shares_a_runs_memory_reads_the_same_token(tmp_path: Path) -> None:
+    """Also those who come first at the same time; another run, or other memory, has another."""
+    run = ArenaFolder(tmp_path / "memory", "run")
+    with ThreadPoolExecutor(8) as threads:
+        tokens = set(threads.map(lambda _: run.node_token(), range(64)))
+    assert len(tokens) == 1
+    again = ArenaFolder(tmp_path / "memory", "run")
+    others = (ArenaFolder(tmp_path / "memory", "other"), ArenaFolder(tmp_path / "elsewhere", "run"))
+    assert again.node_token() in tokens
+    assert not tokens & {other.node_token() for other in others}
+    assert sorted(p.name for p in run.path.iterdir()) == ["lock", "node"], "nothing else is left"
+    for folder in (run, again, *others):
+        folder.close()

@@ -1,28 +1,32 @@
-"""A worker process without an engine: the sockets of a real one, and an event loop to block.
+"""An agent whose workers have no engine: the sockets of real ones, and an event loop to block.
 
-python beating_worker.py <spec as JSON>
+python beating_agent.py <AgentSpec as JSON>
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
+from typing import Any
+
+import msgspec
+from msgspec import msgpack
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
-from areal_sc.transport import beats
-from areal_sc.transport.beat_board import BeatBoard, this_node
-from areal_sc.transport.beats import BeatServer
+from areal_sc.run_folder import RunFolder
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.transport import Method, RpcServer
+from areal_sc.workers import agent
+from areal_sc.workers.beats import Beats
 from areal_sc.workers.calls import PING, SHUTDOWN
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
@@ -32,7 +36,17 @@ WAIT = Method("wait", float, NoneType)
 FAIL = Method("fail", float, NoneType)
 
 
-async def serve(spec: WorkerSpec) -> None:
+def run_worker(spec_dict: dict[str, Any]) -> int:
+    (agent_fd,) = spec_dict.pop("fds")
+    spec = msgspec.convert(spec_dict, WorkerSpec)
+    setup_logging(spec.name)
+    if spec.order.engine == "broken":
+        raise ModelError("no weights")
+    asyncio.run(serve(spec, agent_fd))
+    return 0
+
+
+async def serve(spec: WorkerSpec, agent_fd: int) -> None:
     done = asyncio.Event()
 
     async def ping(_: None) -> None: ...
@@ -52,14 +66,13 @@ async def serve(spec: WorkerSpec) -> None:
     async def fail(seconds: float) -> None:
         if seconds:
             return await wait(seconds)
-        while not (Path(spec.run_dir) / "fail_now").exists():  # noqa: ASYNC110
+        while not (Path(spec.run.run_dir) / "fail_now").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         raise ModelError("no weights")
 
     async def shutdown(_: None) -> None:
         asyncio.get_running_loop().call_later(0.05, done.set)
 
-    keys = RunKeys.read(spec.keys_path)
     server = RpcServer(
         [
             PING.served_by(ping),
@@ -69,36 +82,21 @@ async def serve(spec: WorkerSpec) -> None:
             SHUTDOWN.served_by(shutdown),
         ],
         node_id=spec.name,
-        incarnation=spec.incarnation,
-        authenticator=CurveAuthenticator(keys, spec.name),
+        incarnation=spec.order.incarnation,
+        authenticator=CurveAuthenticator(
+            RunKeys.read(RunFolder(spec.run.run_dir).keys_path), spec.name
+        ),
     )
-    beat_server = BeatServer(
-        BeatBoard(Path(spec.run_dir) / "beats"),
-        name=spec.name,
-        incarnation=spec.incarnation,
-        bind="tcp://127.0.0.1",
-        authenticator=CurveAuthenticator(keys, spec.name),
-        interval_s=spec.heartbeat_interval_s,
-        orphan_timeout_s=spec.orphan_timeout_s,
-        on_orphaned=done.set,
-    )
-    report = WorkerReport(
-        name=spec.name,
-        incarnation=spec.incarnation,
-        address=await server.start(),
-        beat_address=await beat_server.start(),
-        pid=os.getpid(),
-        node=this_node(),
-    )
-    partial = spec.report_path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(report)))
-    partial.rename(spec.report_path)
+    address = await server.start()
+    beats = Beats(agent_fd, spec.run.heartbeat_interval_s)
+    if "mute" not in spec.order.engine:
+        report = WorkerReport(spec.name, spec.order.incarnation, address, os.getpid(), "node")
+        os.write(agent_fd, msgpack.encode(report))
     await done.wait()
     await server.close()
-    await beat_server.close()
+    await beats.close()
 
 
 if __name__ == "__main__":
-    setup_logging("worker")
-    beats.ORPHAN_GRACE_S = 1.0  # type: ignore[misc]
-    asyncio.run(serve(WorkerSpec(**json.loads(sys.argv[1]))))
+    agent.PRELOAD = ()  # type: ignore[misc]
+    sys.exit(agent.main(entries={"worker": "integration.beating_agent:run_worker"}))

@@ -1,0 +1,50 @@
+"""Files that killed servers leave in a node's shared memory. No torch.
+
+A server that ends by itself deletes them, and so does the worker that ends its server. Whatever was
+killed with `kill -9` cannot, so its agent does.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from areal_sc.transport.arena.folder import SHARED_MEMORY
+
+PATTERN: Final = "sglang_loads_*.shm"
+"""By these files the processes of an SGLang server tell each other how busy they are."""
+
+
+def delete_left_files(since_s: float, folder: Path = SHARED_MEMORY) -> None:
+    """Deletes files of this user that no process has open or maps.
+
+    Args:
+        since_s: Unix time; files that have not changed since then are left alone.
+    """
+    left = set()
+    for path in folder.glob(PATTERN):
+        with suppress(FileNotFoundError):
+            status = path.stat(follow_symlinks=False)
+            if status.st_uid == os.geteuid() and status.st_ctime >= since_s:
+                left.add(str(path))
+    if left:
+        left -= _used(left)
+    for name in left:
+        Path(name).unlink(missing_ok=True)
+
+
+def _used(names: set[str]) -> set[str]:
+    """Those that a process has open or maps.
+
+    A process opens a file, maps it, and closes it. So its open files are looked at first: whoever
+    has none of them open any more maps it by then.
+    """
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            used |= {os.readlink(fd) for fd in (process / "fd").iterdir()} & names
+            maps = (process / "maps").read_text(errors="replace")
+            used |= {name for name in names if f" {name}\n" in maps}
+    return used
