@@ -53,19 +53,21 @@ def count_cuda_devices() -> int:
     return len(visible_cuda_memory(os.environ, _command_output, Path("/dev")))
 
 
-def resolved_device(device: Device, num_cuda_devices: int, setting: str = "device") -> Device:
+def resolved_device(device: Device, num_cuda_devices: int, setting: str = "") -> Device:
     """`cpu` or `cuda`; `auto` is CUDA where there is a device, else the CPU.
 
     Args:
-        setting: that asks for it, for the message.
-    Raises: ConfigError: CUDA is asked for, and there is no device.
+        setting: the name of what asks for it; without one, `cuda` is not questioned.
+    Raises: ConfigError: the setting asks for CUDA, and there is no device.
     """
-    if device == Device.cuda and not num_cuda_devices:
+    if setting and device == Device.cuda and not num_cuda_devices:
         raise ConfigError(
             f"{setting}: cuda, but this machine has no CUDA device (nvidia-smi names none); "
             f"{setting}=cpu needs none"
         )
-    return Device.cuda if num_cuda_devices and device != Device.cpu else Device.cpu
+    if device != Device.auto:
+        return device
+    return Device.cuda if num_cuda_devices else Device.cpu
 
 
 def interface_names() -> list[str]:

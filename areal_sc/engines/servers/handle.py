@@ -107,9 +107,7 @@ class ServersHandle(GeneratorHandle):
     @property
     def takes_free_memory(self) -> bool:
         device, num_devices = self.devices
-        if device == Device.auto:
-            device = resolved_device(device, count_cuda_devices())
-        return num_devices > 0 and device == Device.cuda
+        return num_devices > 0 and resolved_device(device, count_cuda_devices()) == Device.cuda
 
     @property
     def num_servers(self) -> int:

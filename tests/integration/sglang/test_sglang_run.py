@@ -41,7 +41,7 @@ def schedulers(run: RunProcess) -> list[int]:
 
 
 def launchers(run: RunProcess) -> list[int]:
-    return [pid for pid, line in run.processes().items() if "sglang/launcher.py" in line]
+    return [pid for pid, line in run.processes().items() if "servers/launcher.py" in line]
 
 
 def test_letter_sort_learns(sglang_python: Path, tmp_path: Path) -> None:
