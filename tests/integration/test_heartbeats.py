@@ -267,7 +267,7 @@ async def test_workers_of_a_killed_controller_end_also_while_they_are_blocked(
     for log in (blocked, idle):
         assert "no controller was heard for 3 s; ending" in log
     assert "ended by force; it is at:" in blocked
-    assert 'time.sleep(args["seconds"])' in blocked
+    assert "time.sleep(seconds)" in blocked
     assert "ended by force" not in idle
 
 
