@@ -57,7 +57,7 @@ def test_workers_without_a_device_take_none() -> None:
 def test_a_machine_without_devices() -> None:
     machine = node(0)
     assert devices(machine, request("rollout", 0, 2)) == [[]]
-    with pytest.raises(ConfigError, match="this machine has no CUDA device"):
+    with pytest.raises(ConfigError, match="needs 1 CUDA devices, and this machine has 0"):
         devices(machine, request("rollout", 0, 1, Device.cuda))
 
 
