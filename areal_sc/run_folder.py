@@ -9,7 +9,7 @@
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
     model/           the trained model
     workers/         where each running worker can be reached
-    exports/         models that are being written
+    exports/<role>/  models that are being written
     keys.json        the keys of the running run; its owner's alone
     sources/         how workers build the user's datasets and workflows
     previous/<n>/    what an earlier start left that had no snapshot to go on from

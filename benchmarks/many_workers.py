@@ -30,7 +30,7 @@ from planes_role import Role, process_cpu_s
 from planes_statistics import percentiles
 
 from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
-from areal_sc.config.schema import ActorConfig, RolloutConfig, SchedulerConfig
+from areal_sc.config.schema import ActorConfig, ParallelConfig, RolloutConfig, SchedulerConfig
 from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.schedulers.base import LaunchRequest, RunningWorker
@@ -128,7 +128,7 @@ def never_scored(prompt: dict[str, Any], completion: str) -> float:
 def controllers(
     size: Size, scheduler: HostedScheduler
 ) -> tuple[TrainController, RolloutController]:
-    actor = ActorConfig(path="/no/model", num_workers=NUM_RANKS)
+    actor = ActorConfig(path="/no/model", parallel=ParallelConfig(data=NUM_RANKS))
     rollout = RolloutConfig(
         path="/no/model",
         num_workers=size.num_workers,

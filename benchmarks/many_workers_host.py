@@ -49,8 +49,9 @@ class SimulatedWorker:
         self._last_sequence = 0
 
     def methods(self) -> dict[str, Method]:
-        told = dict.fromkeys(("ping", "initialize", "shutdown", "create_rendezvous"), _nothing)
+        told = dict.fromkeys(("ping", "shutdown", "create_rendezvous"), _nothing)
         return told | {
+            "initialize": self.initialize,
             "run_group": self.run_group,
             "update_weights": self.update_weights,
             "compute_logprobs": self.seal,
@@ -58,6 +59,10 @@ class SimulatedWorker:
             "ppo_update": _update,
             "sweep": self.sweep,
         }
+
+    async def initialize(self, args: dict[str, Any]) -> dict[str, Any]:
+        """The place of a rank; of a rollout worker nobody reads it."""
+        return {"data_rank": int(self.name.partition("/")[2]), "is_head": True}
 
     async def run_group(self, args: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(random.uniform(*self._group_s))

@@ -186,8 +186,8 @@ def _train_workers(
     actor: ActorConfig, shape: ModelShape | None, machine: Machine, placement: DevicePlacement
 ) -> Iterator[WorkerPlan]:
     # FSDP: each rank holds its part of float32 parameters, gradients and optimizer state
-    share = -(-(shape.num_parameters or 0) // actor.num_workers) if shape else 0
-    for index in range(actor.num_workers):
+    share = -(-(shape.num_parameters or 0) // actor.parallel.num_ranks) if shape else 0
+    for index in range(actor.parallel.num_ranks):
         (device,) = _device_names(actor.device, "train", index, 1, machine, placement)
         yield WorkerPlan(
             role="train",
@@ -319,8 +319,8 @@ def _require_room(
         raise ConfigError(
             "no value of sglang.args.mem_fraction_static leaves room for the parameters of a "
             f"server ({format_bytes(parameter_bytes)}): what trains on {device} leaves "
-            f"{format_bytes(memory)}; more devices, or more actor.num_workers, need less on a "
-            "device"
+            f"{format_bytes(memory)}; more devices, or more actor.parallel.data, need less on "
+            "a device"
         )
     raise ConfigError(
         f"sglang.args.mem_fraction_static: {_memory_fraction(given):g} of what is free on {device} "
@@ -340,13 +340,13 @@ def _way_out(result: Plan) -> str:
     if not sharing:
         return (
             "smaller rollout.max_running_sequences, rollout.max_context_tokens or "
-            "rollout.store_bytes, or more actor.num_workers, need less on a device"
+            "rollout.store_bytes, or more actor.parallel.data, need less on a device"
         )
     largest = min(sharing)
     if largest <= 0:
         return (
             "no value of sglang.args.mem_fraction_static leaves room for what trains on the same "
-            "device; more devices, or more actor.num_workers, need less on a device"
+            "device; more devices, or more actor.parallel.data, need less on a device"
         )
     return (
         f"sglang.args.mem_fraction_static may be at most {largest:g} beside all else on that device"

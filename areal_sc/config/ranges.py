@@ -47,7 +47,7 @@ RANGES: dict[str, Range] = {
     "generation.temperature": POSITIVE,
     "generation.top_p": Range(low=0, high=1, low_open=True),
     "generation.top_k": NOT_NEGATIVE,
-    "actor.num_workers": COUNT,
+    "actor.parallel.data": COUNT,
     "actor.max_tokens_per_micro_batch": COUNT,
     "actor.logprob_chunk_tokens": COUNT,
     "actor.num_threads": COUNT,

@@ -124,6 +124,8 @@ class PPOConfig:
     """Decoupled PPO (AReaL, arXiv:2505.24298, section 5.2)."""
 
     num_minibatches: int = 4  # optimizer updates a training step
+    loss: str = "decoupled_ppo"  # or one of your own, by import path: package.module:function
+    loss_settings: dict[str, Any] = field(default_factory=dict)  # of a loss of your own
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_center: ClipCenter = ClipCenter.proximal
@@ -171,12 +173,23 @@ class SGLangConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the model and its rows are spread over ranks, one process each."""
+
+    data: int = 1  # shares of each minibatch that are computed at the same time
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data
+
+
+@dataclass
 class ActorConfig(Section):
     """The trained policy: model, parallelism, memory, optimizer."""
 
     path: str = MISSING  # Hugging Face model folder
     random_init: bool = False  # config.json and tokenizer only; weights drawn from `seed`
-    num_workers: int = 1  # FSDP ranks, one process each
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: Device = Device.auto
     dtype: Dtype = Dtype.float32  # of parameters in computation; optimizer state is float32
     max_tokens_per_micro_batch: int = 4096

@@ -10,7 +10,7 @@ from typing import Any
 from areal_sc import open_files
 from areal_sc.errors import ArealError
 from areal_sc.log import setup_logging
-from areal_sc.workers.spec import WorkerSpec
+from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        worker = {"train": TrainWorker, "rollout": RolloutWorker}[spec.role](spec)
+        worker = (RolloutWorker if spec.role == ROLLOUT_ROLE else TrainWorker)(spec)
         asyncio.run(worker.serve())
     except ArealError as error:
         logger.error("worker ended: %s", error, exc_info=True)

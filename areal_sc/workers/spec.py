@@ -9,13 +9,17 @@ from typing import Any
 
 from areal_sc.run_folder import RunFolder
 
+ROLLOUT_ROLE = "rollout"
+TRAIN_ROLE = "train"
+"""What a TrainController is called unless it is given a role."""
+
 
 @dataclass(frozen=True)
 class WorkerSpec:
     """Everything a worker process needs to know before its first call.
 
     Attributes:
-        role: `train` or `rollout`.
+        role: `rollout`, or what its TrainController is called.
         index: number of the worker within its role.
         run_id: names this start of the script; the run's folder in shared memory has this name.
         incarnation: names this life of the worker; calls meant for an earlier one are refused.

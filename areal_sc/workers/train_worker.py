@@ -6,21 +6,23 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, loss_of
 from areal_sc.batch_wire import batch_from_wire
 from areal_sc.durable import partial_of
-from areal_sc.engines.base import TrainEngine
+from areal_sc.engines.base import RankPlace, TrainEngine
 from areal_sc.errors import StaleCall
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.interface import host_of
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers.base import Method, Worker
 from areal_sc.workers.operations import Operation, Operations, digest
-from areal_sc.workers.spec import WorkerSpec
+from areal_sc.workers.spec import TRAIN_ROLE, WorkerSpec
 from areal_sc.workers.weight_publication import WeightPublication
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,10 @@ class TrainWorker(Worker):
         self.engine: TrainEngine = self.handle.build()
         self.operations = Operations(spec.name)
         self._writes: dict[Operation, Future[None]] = {}
+        self._place = RankPlace(0, is_head=True)
         self._publication: WeightPublication | None = None
+        self._ppo_loss = loss_of(self.handle.config.ppo)
+        self._ppo_loss.load()  # a name that is wrong is noticed at the start
 
     def methods(self) -> dict[str, Method]:
         return super().methods() | {
@@ -74,30 +79,34 @@ class TrainWorker(Worker):
         """Rank 0 hosts the ranks' meeting point on a port of the system's choice."""
         return await self.compute(self.engine.create_rendezvous)
 
-    async def initialize(self, args: dict[str, Any]) -> None:
-        """Joins the other ranks and builds the model."""
+    async def initialize(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Joins the other ranks and builds the model; returns this rank's place among them."""
         torch.set_num_threads(self.handle.config.num_threads)
         rank, world_size = int(args["rank"]), int(args["world_size"])
         init_method = str(args["init_method"])
         self.operations.lineage = int(args["lineage"])
-        await self.compute(lambda: self.engine.initialize(rank, world_size, init_method))
+        self._place = await self.compute(
+            lambda: self.engine.initialize(rank, world_size, init_method)
+        )
         self._publication = WeightPublication(
             self.engine,
             self.plane.store,
             self.handle.config.weight_update,
             self.compute,
-            is_root=rank == 0,
+            rank=rank,
+            world_size=world_size,
             host=host_of(self.address),
         )
+        return asdict(self._place)
 
     async def compute_logprobs(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Seals `proximal_logprobs` of the batch's rows."""
+        """Seals `proximal_logprobs` of the batch's rows, on the head of a model group."""
         batch = batch_from_wire(args["batch"])
         rows = await self.plane.puller.pull(batch)
 
         def compute() -> str:
-            logprobs = self.engine.compute_logprobs(rows)
-            if not rows.num_rows:
+            logprobs = self.engine.forward(rows, "logprobs")
+            if not rows.num_rows or not self._place.is_head:
                 return ""
             return self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
 
@@ -113,8 +122,9 @@ class TrainWorker(Worker):
 
         async def update(minibatches: list[PackedRows]) -> dict[str, float]:
             return await self.compute(
-                lambda: self.engine.ppo_update(
+                lambda: self.engine.update(
                     minibatches,
+                    self._ppo_loss,
                     step=self.operations.version,
                     min_token_version=batches[0].min_token_version,
                 )
@@ -139,13 +149,13 @@ class TrainWorker(Worker):
 
         async def update(rows: PackedRows) -> dict[str, float]:
             step = operation.version
-            return await self.compute(lambda: self.engine.sft_update(rows, step=step))
+            return await self.compute(lambda: self.engine.update([rows], CROSS_ENTROPY, step=step))
 
         next_version = operation.version + 1
         return dict(await self.operations.join(operation, read, update, next_version=next_version))
 
     async def seal_weights(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Seals this rank's part of every parameter; the policy version becomes `version`."""
+        """Seals this rank's share of the parameters; the policy version becomes `version`."""
 
         async def seal() -> dict[str, Any]:
             return self._shard_reply(await self.publication.seal())
@@ -192,14 +202,14 @@ class TrainWorker(Worker):
         """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
         operation = _operation(args)
         name = digest([operation.lineage, operation.version, operation.name])
-        folder = RunFolder(self.spec.run_dir).exports / name
+        folder = RunFolder(self.spec.run_dir).exports / self.spec.role / name
         await self._begin_write(operation, lambda: self.engine.begin_save_hf(folder))
         return str(folder)
 
     async def begin_snapshot(self, args: dict[str, Any]) -> None:
         """Takes this rank's part of a snapshot that the controller completes."""
         operation = _operation(args)
-        folder = partial_of(self._snapshot_path(operation)) / "engine"
+        folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
         await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
 
     async def finish_write(self, args: dict[str, Any]) -> None:
@@ -217,7 +227,7 @@ class TrainWorker(Worker):
     async def load_snapshot(self, args: dict[str, Any]) -> None:
         """Goes back to the snapshot of the operation's version, in the operation's lineage."""
         operation = _operation(args)
-        folder = self._snapshot_path(operation) / "engine"
+        folder = self._snapshot_path(operation) / self._snapshot_name
 
         async def load() -> None:
             await self.compute(lambda: self.engine.load_snapshot(folder))
@@ -243,6 +253,11 @@ class TrainWorker(Worker):
             self._writes[operation] = write
 
         await self.operations.join(operation, take)
+
+    @property
+    def _snapshot_name(self) -> str:
+        """Within the folder of a step, which holds the models of all roles."""
+        return "engine" if self.spec.role == TRAIN_ROLE else f"engine-{self.spec.role}"
 
     def _snapshot_path(self, operation: Operation) -> Path:
         return RunFolder(self.spec.run_dir).snapshot_path(operation.version)

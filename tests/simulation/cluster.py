@@ -85,7 +85,7 @@ class SimulatedCluster:
     async def launch(self, request: LaunchRequest) -> RunningWorker:
         await self.spend(self.rng.random())
         incarnation = f"{next(self._ids):012x}"
-        kind = self.train_class if request.role == "train" else self.rollout_class
+        kind = self.rollout_class if request.role == "rollout" else self.train_class
         worker = kind(self, request, incarnation)
         self.workers[worker.name] = worker
         spec = WorkerSpec(

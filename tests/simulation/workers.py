@@ -334,6 +334,8 @@ class SimulatedTrainWorker(SimulatedWorker):
     def __init__(self, cluster: SimulatedCluster, request: LaunchRequest, incarnation: str) -> None:
         super().__init__(cluster, request, incarnation)
         self.operations = Operations(self.name)
+        self.data_rank, model_rank = divmod(request.index, self.config["parallel"]["model"])
+        self.is_head = model_rank == 0
         self.methods |= {
             "create_rendezvous": self.create_rendezvous,
             "compute_logprobs": self.compute_logprobs,
@@ -343,9 +345,10 @@ class SimulatedTrainWorker(SimulatedWorker):
             "load_snapshot": self.load_snapshot,
         }
 
-    async def initialize(self, args: dict[str, Any]) -> None:
+    async def initialize(self, args: dict[str, Any]) -> dict[str, Any]:
         await super().initialize(args)
         self.operations.lineage = args["lineage"]
+        return {"data_rank": self.data_rank, "is_head": self.is_head}
 
     async def create_rendezvous(self, args: dict[str, Any]) -> str:
         return "sim://rendezvous"
@@ -354,7 +357,8 @@ class SimulatedTrainWorker(SimulatedWorker):
         batch = batch_from_wire(args["batch"])
         assert batch.fields in (LOGPROB_FIELDS, ())
         await self.read_shards(batch, self.cluster.behavior.training_s)
-        return self.shard_reply(self.store.put(4 * batch.num_tokens) if batch.rows else "")
+        is_sealed = bool(batch.rows) and self.is_head
+        return self.shard_reply(self.store.put(4 * batch.num_tokens) if is_sealed else "")
 
     async def ppo_update(self, args: dict[str, Any]) -> dict[str, float]:
         async def read() -> None:
@@ -363,7 +367,8 @@ class SimulatedTrainWorker(SimulatedWorker):
 
         async def update(_: None) -> dict[str, float]:
             for wire in args["minibatches"]:
-                self.cluster.note_trained(self.version, batch_from_wire(wire))
+                if self.is_head:
+                    self.cluster.note_trained(self.version, batch_from_wire(wire))
             await self.cluster.spend(self.cluster.behavior.training_s)
             return {"loss": 0.0}
 

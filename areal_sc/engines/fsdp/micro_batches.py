@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,20 +33,14 @@ class MicroBatch:
     source: torch.Tensor
     rows: torch.Tensor
 
-    def gather(self, rows: PackedRows, name: str) -> torch.Tensor:
-        """[N] the field's values at the asked tokens, on the device."""
-        if not len(self.source):
-            return torch.zeros(0, device=self.input_ids.device)
-        return require_field(rows, name)[self.source].to(self.input_ids.device)
-
     def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
         """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
 
         Raises: ValueError: one is not above 0.
         """
-        if not len(self.source):
+        if not len(self.source) or "temperatures" not in rows.fields:
             return None
-        temperatures = require_field(rows, "temperatures")[self.source]
+        temperatures = rows.fields["temperatures"][self.source]
         if not bool((temperatures > 0).all()):
             raise ValueError(
                 "temperatures of asked tokens must be above 0, got "
@@ -54,15 +48,43 @@ class MicroBatch:
             )
         return None if bool((temperatures == 1).all()) else temperatures.to(self.input_ids.device)
 
-    def gather_advantages(self, rows: PackedRows) -> torch.Tensor:
-        """[N] float32, each asked token's advantage: that of its row."""
-        if not len(self.source):
-            return torch.zeros(0, device=self.input_ids.device)
-        if rows.advantages is None:
-            raise ValueError("the rows of a PPO update need advantages; they have none")
-        return torch.tensor(rows.advantages, dtype=torch.float32)[self.rows].to(
-            self.input_ids.device
-        )
+
+class TokenFields(Mapping[str, torch.Tensor]):
+    """[N] values of each field at the asked tokens of a micro-batch, on its device.
+
+    Args:
+        rows: that it was taken from.
+        computed: further fields, at these tokens; one that the rows have is theirs.
+    """
+
+    def __init__(
+        self, batch: MicroBatch, rows: PackedRows, computed: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._batch = batch
+        self._rows = rows
+        self._computed = computed
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Raises: ValueError: the rows have no such field, or no advantages."""
+        batch, rows = self._batch, self._rows
+        if not len(batch.source):  # a rank without rows does not know their fields
+            return torch.zeros(0, device=batch.input_ids.device)
+        if name == "advantages" and name not in rows.fields:
+            if rows.advantages is None:
+                raise ValueError("the loss needs advantages; the rows have none")
+            values = torch.tensor(rows.advantages, dtype=torch.float32)[batch.rows]
+        elif name in self._computed and name not in rows.fields:
+            values = self._computed[name]
+        else:
+            values = require_field(rows, name)[batch.source]
+        return values.to(batch.input_ids.device)
+
+    def __iter__(self) -> Iterator[str]:
+        own = () if self._rows.advantages is None else ("advantages",)
+        return iter(dict.fromkeys([*self._rows.fields, *own, *self._computed]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Tensor:
@@ -80,16 +102,16 @@ def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Ten
     return mask
 
 
-def learning_tokens(rows: PackedRows, trained: torch.Tensor) -> torch.Tensor:
-    """[T] bool: the trained tokens that add to the gradient.
-
-    Those of a row whose advantage is 0 do not: a policy loss without a KL or entropy term is the
-    advantage times something.
-    """
-    if rows.advantages is None or not rows.num_rows:
-        return trained
-    has_gradient = torch.tensor([advantage != 0 for advantage in rows.advantages])
-    return trained & has_gradient.repeat_interleave(torch.tensor(rows.lengths))
+def with_advantage(rows: PackedRows, tokens: torch.Tensor) -> torch.Tensor:
+    """[T] bool: those of the tokens whose advantage is not 0; all of them where it is not known."""
+    if not rows.num_rows:
+        return tokens
+    if "advantages" in rows.fields:
+        return tokens & (rows.fields["advantages"] != 0)
+    if rows.advantages is None:
+        return tokens
+    has_advantage = torch.tensor([advantage != 0 for advantage in rows.advantages])
+    return tokens & has_advantage.repeat_interleave(torch.tensor(rows.lengths))
 
 
 def require_field(rows: PackedRows, name: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from small_disk import small_disk
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY
 from areal_sc.config.schema import ActorConfig, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.storage import FORMAT, SnapshotReader, _checksum
@@ -69,11 +70,11 @@ def rows(seed: int) -> PackedRows:
 
 
 def train(engine: FSDPEngine, step: int) -> None:
-    engine.sft_update(rows(step), step=step)
+    engine.update([rows(step)], CROSS_ENTROPY, step=step)
 
 
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {s.name: s.values.clone().view(s.shape) for s in engine.export_weights()}
+    return {n: v.clone() for bucket in engine.gather_weights(1000) for n, v in bucket}
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
