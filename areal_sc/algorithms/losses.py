@@ -65,8 +65,10 @@ def decoupled_ppo(
     """
     dtype = tokens.logprobs.dtype
     proximal = tokens.fields[f"{clip_center}_logprobs"].detach().to(dtype)
-    behavior = tokens.fields["behavior_logprobs"].to(dtype) if use_behavior_weight else proximal
-    advantage = tokens.fields["advantages"].to(dtype)
+    behavior = proximal
+    if use_behavior_weight:
+        behavior = tokens.fields["behavior_logprobs"].detach().to(dtype)
+    advantage = tokens.fields["advantages"].detach().to(dtype)
 
     log_ratio = tokens.logprobs - proximal
     ratio = log_ratio.exp()

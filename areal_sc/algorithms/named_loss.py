@@ -8,6 +8,7 @@ this package. One of the user's own is named by its import path, `package.module
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,12 +51,13 @@ class NamedLoss:
     def load(self) -> Loss:
         """The function with its settings. Imports torch.
 
-        Raises: ConfigError: there is no such function.
+        Raises: ConfigError: there is no such function, or it has other settings.
         """
         module, _, function = BUILT_IN.get(self.name, self.name).partition(":")
         try:
             found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
+            inspect.signature(found).bind("tokens", **self.settings)
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"loss {self.name!r}: {error}; expected {', '.join(BUILT_IN)} or "
                 "package.module:function, importable in the workers"

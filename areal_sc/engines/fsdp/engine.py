@@ -134,7 +134,10 @@ class FSDPEngine:
             output: `logprobs` or `entropy`.
         Returns: [T] float32 on the CPU, nats: at each token in `loss_mask`, given those before it
             in its row; 0 at all others, at row starts, and at tokens that were left out.
+        Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
+        if output not in OUTPUTS:
+            raise ValueError(f"expected an output of {', '.join(OUTPUTS)}, got {output!r}")
         column = OUTPUTS.index(output)
         asked = with_advantage(rows, trained_tokens(rows, None))
         chosen = rows_with_tokens(rows, asked)

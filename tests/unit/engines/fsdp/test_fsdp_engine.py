@@ -14,7 +14,8 @@ import torch
 from small_disk import small_disk
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from areal_sc.algorithms.named_loss import CROSS_ENTROPY, loss_of
+from areal_sc.algorithms.losses import LossTokens
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.config.schema import ActorConfig, ClipCenter, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.errors import CheckpointError, ModelError, WorkerStartError
@@ -125,6 +126,20 @@ def test_logprobs_of_trained_tokens(engine: FSDPEngine, model_folder: Path) -> N
     assert engine.forward(rows.take([]), "logprobs").shape == (0,)
 
 
+def test_entropy_of_trained_tokens(engine: FSDPEngine, model_folder: Path) -> None:
+    rows = replace(make_rows(), advantages=None)
+    model, expected = reference_model(model_folder), []
+    for index in range(rows.num_rows):
+        row = rows.take([index]).fields
+        logits = model(row["input_ids"].long()[None]).logits[0, :-1]
+        logprobs = (logits / row["temperatures"][1:, None].double()).log_softmax(-1)
+        expected += [torch.zeros(1), -(logprobs.exp() * logprobs).sum(-1)]
+    whole = torch.cat(expected).masked_fill(~rows.fields["loss_mask"], 0)
+    assert torch.allclose(engine.forward(rows, "entropy").double(), whole, atol=1e-5)
+    with pytest.raises(ValueError, match="logprobs, entropy, got 'values'"):
+        engine.forward(rows, "values")
+
+
 def test_prompts_and_rows_of_advantage_zero_cost_nothing_they_need_not(
     engine: FSDPEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +222,51 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     clipped = ratio.clamp(0.8, 1.2) * advantages < ratio * advantages
     assert stats["clip_fraction"] == pytest.approx(clipped.double().mean().item())
     engine.close()
+
+
+def test_advantages_of_tokens(engine: FSDPEngine) -> None:
+    """A field of one number a token takes the place of one number a row; 0 costs no forward."""
+    rows = make_rows()
+    per_row = torch.tensor(rows.advantages).repeat_interleave(torch.tensor(LENGTHS))
+    as_field = replace(rows, fields={**rows.fields, "advantages": per_row}, advantages=None)
+    engine.config.optimizer.lr = 0.0
+    expected = ppo_update(engine, [rows], step=0)
+    assert ppo_update(engine, [as_field], step=0) == expected
+
+    is_late = torch.cat([torch.arange(length) >= 5 for length in LENGTHS])
+    late = replace(as_field, fields={**rows.fields, "advantages": per_row.where(is_late, 0.0)})
+    stats = ppo_update(engine, [late], step=0)
+    is_trained = rows.fields["loss_mask"]
+    assert stats["num_loss_tokens"] == int(is_trained.sum())
+    assert stats["num_effective_tokens"] == int((is_trained & is_late).sum()) > 5
+    masked = replace(rows, fields={**rows.fields, "loss_mask": is_trained & is_late})
+    share = stats["num_effective_tokens"] / stats["num_loss_tokens"]
+    expected_loss = ppo_update(engine, [masked], step=0)["loss"] * share
+    assert stats["loss"] == pytest.approx(expected_loss, rel=1e-5)
+
+
+def pull_to_behavior(
+    tokens: LossTokens, *, strength: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss of a user's own, which has a gradient where the advantage is 0."""
+    distance = (tokens.logprobs - tokens.fields["behavior_logprobs"]).square()
+    loss = strength * distance.sum() / tokens.num_loss_tokens
+    return loss, {"num_tokens": torch.ones_like(distance).sum().detach()}
+
+
+def test_a_loss_by_import_path_sees_all_trained_tokens(
+    engine: FSDPEngine, model_folder: Path
+) -> None:
+    rows = replace(make_rows(), advantages=(0.0,) * len(LENGTHS))
+    loss = NamedLoss(f"{__name__}:pull_to_behavior", {"strength": 0.5})
+    logprobs = torch.cat(plain_logprobs(reference_model(model_folder), rows))
+    mask = rows.fields["loss_mask"]
+    expected = 0.5 * (logprobs - rows.fields["behavior_logprobs"])[mask].square().mean()
+    stats = engine.update([rows], loss, step=0)
+    assert stats["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert stats["num_effective_tokens"] == mask.sum()
+    later = [engine.update([rows], loss, step=step)["loss"] for step in range(1, 4)]
+    assert later[-1] < 0.5 * stats["loss"]
 
 
 def test_sft_trains_the_masked_tokens_at_temperature_one(
