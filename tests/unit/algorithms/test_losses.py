@@ -188,5 +188,5 @@ def test_a_loss_that_is_not_there(name: str) -> None:
 
 
 def test_a_loss_without_its_settings() -> None:
-    with pytest.raises(ConfigError, match="squared_ratio': missing a required .*'scale'"):
+    with pytest.raises(ConfigError, match=r"squared_ratio': missing a required .*'scale'"):
         NamedLoss(f"{__name__}:squared_ratio", {}).load()
