@@ -58,6 +58,7 @@ TORCH_FREE = (
     "areal_sc.engines.handles",
     "areal_sc.algorithms.packing",
     "areal_sc.algorithms.advantages",
+    "areal_sc.algorithms.named_loss",
     *(
         f"areal_sc.transport.{name}"
         for name in (

@@ -131,7 +131,9 @@ def test_shares_of_ranks_make_the_whole_model(dtype: torch.dtype) -> None:
         fields = store.describe(str(shard_id))
         num_values.append(sum(field.numel for field in fields.values()))
         for name, field in fields.items():
-            parts.setdefault(name, []).append(torch.frombuffer(bytearray(field.values), dtype=dtype))
+            parts.setdefault(name, []).append(
+                torch.frombuffer(bytearray(field.values), dtype=dtype)
+            )
     expected = whole_model(dtype)
     assert parts.keys() == expected.keys()
     for name, tensor in expected.items():
