@@ -21,9 +21,9 @@ class LossTokens:
 
     Attributes:
         logprobs: [N] float32, nats, of the weights that are trained; requires grad.
-        fields: name -> [N] values of the rows' field at these tokens, e.g. `behavior_logprobs`;
-            `advantages` is float32, of the token or of its row. `proximal_logprobs` are those of
-            the weights before the first minibatch.
+        fields: looked up by name: [N] values of the rows' field at these tokens, of
+            `behavior_logprobs`, say; `advantages` are float32, each of the token or of its row,
+            `proximal_logprobs` those of the weights before the first minibatch.
         num_loss_tokens: trained tokens of the minibatch over all ranks and micro-batches, > 0;
             also those that go through no model, as nothing depends on them.
     """

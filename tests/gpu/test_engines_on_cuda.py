@@ -106,7 +106,7 @@ def test_a_snapshot_goes_on_where_there_is_no_gpu(
     engine = build(device, dtype)
     for step in range(2):
         engine.update([random_rows(step)], loss_of(engine.config.ppo), step=step)
-    engine.save_snapshot(tmp_path / "snapshot")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     at_snapshot = weights(engine)
     for step in (2, 3):
         engine.update([random_rows(step)], loss_of(engine.config.ppo), step=step)

@@ -143,7 +143,7 @@ def run_rank(
                 result["held_bytes"] = [count - before for count in engine.tensor_bytes]
                 engine.tensor_bytes.clear()
             if step == scenario.get("snapshot_after"):
-                engine.save_snapshot(Path(scenario["snapshot"]))
+                engine.begin_snapshot(Path(scenario["snapshot"])).result()
         if "save_hf" in scenario:
             engine.save_hf(Path(scenario["save_hf"]))
         result["weights"] = whole_weights(engine)

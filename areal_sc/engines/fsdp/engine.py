@@ -34,6 +34,7 @@ from areal_sc.engines.fsdp.micro_batches import (
     rows_with_tokens,
     trained_tokens,
     with_advantage,
+    with_token_advantages,
 )
 from areal_sc.engines.fsdp.model import (
     compute_dtype,
@@ -139,7 +140,7 @@ class FSDPEngine:
         if output not in OUTPUTS:
             raise ValueError(f"expected an output of {', '.join(OUTPUTS)}, got {output!r}")
         column = OUTPUTS.index(output)
-        asked = with_advantage(rows, trained_tokens(rows, None))
+        asked = with_advantage(with_token_advantages(rows), trained_tokens(rows, None))
         chosen = rows_with_tokens(rows, asked)
         (count,) = self._micro_batch_counts([rows], [chosen])
         values = torch.zeros(rows.num_tokens)
@@ -177,6 +178,7 @@ class FSDPEngine:
             limit, or the ranks have different numbers of minibatches. ConfigError: no such loss.
         """
         compute_loss = loss.load()
+        minibatches = [with_token_advantages(rows) for rows in minibatches]
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
         learning = trained
         if loss.is_zero_without_advantage:
@@ -184,7 +186,7 @@ class FSDPEngine:
         chosen = [rows_with_tokens(*pair) for pair in zip(minibatches, learning, strict=True)]
         micro_batch_counts = self._micro_batch_counts(minibatches, chosen)
         own_counts = torch.tensor([int(mask.sum()) for mask in trained])
-        num_loss_tokens = self._groups.data.all_reduce(own_counts, "sum").tolist()
+        num_loss_tokens = self._groups.data.sum(own_counts).tolist()
         metrics = UpdateMetrics()
         for index, rows in enumerate(minibatches):
             if num_loss_tokens[index] == 0:
@@ -194,8 +196,9 @@ class FSDPEngine:
             for micro_rows in packed:
                 micro_batch = self._micro_batch(rows, micro_rows, learning[index])
                 logprobs, entropy = self._forward(micro_batch, rows)
-                computed = {"proximal_logprobs": logprobs.detach()} if index == 0 else {}
-                fields = TokenFields(micro_batch, rows, computed)
+                fields = TokenFields(micro_batch, rows)
+                if index == 0 and "proximal_logprobs" not in rows.fields:
+                    fields["proximal_logprobs"] = logprobs.detach()
                 value, sums = compute_loss(LossTokens(logprobs, fields, num_loss_tokens[index]))
                 # FSDP averages over the ranks, but the denominator is already the global one.
                 torch.autograd.backward(value * self._groups.data.size)
@@ -275,13 +278,6 @@ class FSDPEngine:
             It fails with CheckpointError, on every rank, when it could not be written.
         """
         return self._snapshots.begin(folder)
-
-    def save_snapshot(self, folder: Path) -> None:
-        """`begin_snapshot`, waited for.
-
-        Raises: CheckpointError: on every rank, when it could not be written.
-        """
-        self._writer.finish(self.begin_snapshot(folder))
 
     def load_snapshot(self, folder: Path) -> None:
         """Restores what `begin_snapshot` took, also with another number of ranks.

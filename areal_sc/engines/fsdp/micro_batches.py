@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,6 @@ class MicroBatch:
         positions: [N] int64, packed index of the token *before* each asked one.
         targets: [N] int64, the asked tokens.
         source: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
-        rows: [N] int64 on the CPU, row of the asked tokens in the rows it was taken from.
     """
 
     input_ids: torch.Tensor
@@ -31,7 +30,6 @@ class MicroBatch:
     positions: torch.Tensor
     targets: torch.Tensor
     source: torch.Tensor
-    rows: torch.Tensor
 
     def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
         """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
@@ -49,42 +47,33 @@ class MicroBatch:
         return None if bool((temperatures == 1).all()) else temperatures.to(self.input_ids.device)
 
 
-class TokenFields(Mapping[str, torch.Tensor]):
-    """[N] values of each field at the asked tokens of a micro-batch, on its device.
+class TokenFields(dict[str, torch.Tensor]):
+    """[N] values of a field at the asked tokens of a micro-batch, on its device, looked up by name.
 
     Args:
-        rows: that it was taken from.
-        computed: further fields, at these tokens; one that the rows have is theirs.
+        rows: that the micro-batch was taken from.
     """
 
-    def __init__(
-        self, batch: MicroBatch, rows: PackedRows, computed: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, batch: MicroBatch, rows: PackedRows) -> None:
+        super().__init__()
         self._batch = batch
         self._rows = rows
-        self._computed = computed
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Raises: ValueError: the rows have no such field, or no advantages."""
-        batch, rows = self._batch, self._rows
+    def __missing__(self, name: str) -> torch.Tensor:
+        """Raises: ValueError: the rows have no such field."""
+        batch = self._batch
         if not len(batch.source):  # a rank without rows does not know their fields
             return torch.zeros(0, device=batch.input_ids.device)
-        if name == "advantages" and name not in rows.fields:
-            if rows.advantages is None:
-                raise ValueError("the loss needs advantages; the rows have none")
-            values = torch.tensor(rows.advantages, dtype=torch.float32)[batch.rows]
-        elif name in self._computed and name not in rows.fields:
-            values = self._computed[name]
-        else:
-            values = require_field(rows, name)[batch.source]
-        return values.to(batch.input_ids.device)
+        return require_field(self._rows, name)[batch.source].to(batch.input_ids.device)
 
-    def __iter__(self) -> Iterator[str]:
-        own = () if self._rows.advantages is None else ("advantages",)
-        return iter(dict.fromkeys([*self._rows.fields, *own, *self._computed]))
 
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+def with_token_advantages(rows: PackedRows) -> PackedRows:
+    """The rows with field `advantages`, [T] float32: that of its row for each token, if known."""
+    if rows.advantages is None or "advantages" in rows.fields:
+        return rows
+    advantages = torch.tensor(rows.advantages, dtype=torch.float32)
+    of_tokens = advantages.repeat_interleave(torch.tensor(rows.lengths, dtype=torch.int64))
+    return replace(rows, fields={**rows.fields, "advantages": of_tokens})
 
 
 def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Tensor:
@@ -104,14 +93,9 @@ def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Ten
 
 def with_advantage(rows: PackedRows, tokens: torch.Tensor) -> torch.Tensor:
     """[T] bool: those of the tokens whose advantage is not 0; all of them where it is not known."""
-    if not rows.num_rows:
+    if "advantages" not in rows.fields:
         return tokens
-    if "advantages" in rows.fields:
-        return tokens & (rows.fields["advantages"] != 0)
-    if rows.advantages is None:
-        return tokens
-    has_advantage = torch.tensor([advantage != 0 for advantage in rows.advantages])
-    return tokens & has_advantage.repeat_interleave(torch.tensor(rows.lengths))
+    return tokens & (rows.fields["advantages"] != 0)
 
 
 def require_field(rows: PackedRows, name: str) -> torch.Tensor:
@@ -162,7 +146,6 @@ def make_micro_batch(
             nothing.to(device),
             nothing.to(device),
             nothing,
-            nothing,
         )
     all_starts = torch.tensor(rows.starts)
     chosen_rows = torch.tensor(chosen)
@@ -180,5 +163,4 @@ def make_micro_batch(
         (places - 1).to(device),
         input_ids[places].to(device),
         token_index[places],
-        row_of_token[places],
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -53,13 +53,12 @@ class ProcessGroup:
     device: torch.device
     handle: dist.ProcessGroup | None = None
 
-    def all_reduce(self, values: torch.Tensor, operation: Literal["sum", "max"]) -> torch.Tensor:
-        """In place over the ranks, in the values' dtype; returns them on their own device."""
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the ranks, in the values' dtype and on their device."""
         if self.size == 1:
             return values
         on_device = values.to(self.device)
-        reduction = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(on_device, reduction, group=self.handle)
+        dist.all_reduce(on_device, group=self.handle)
         return on_device.to(values.device)
 
     def broadcast(self, value: Any) -> Any:

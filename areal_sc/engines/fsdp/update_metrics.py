@@ -76,7 +76,7 @@ class UpdateMetrics:
         local = torch.tensor(
             [*(float(self.sums[name]) for name in names), num_tokens], dtype=torch.float64
         )
-        *totals, all_tokens = group.all_reduce(local, "sum").tolist()
+        *totals, all_tokens = group.sum(local).tolist()
         total = dict(zip(names, totals, strict=True))
         num_effective = total.get("num_tokens", 0.0)
         summary = {
