@@ -268,8 +268,11 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
     def with_advantages(self, advantages: Sequence[float]) -> BatchMetadata:
         """The same batch with one advantage per row.
 
-        Raises: MetadataError: the number of advantages is not the number of rows.
+        Raises: MetadataError: the number of advantages is not the number of rows, or the batch has
+            a field of advantages.
         """
+        if "advantages" in self.fields:
+            raise MetadataError(f"batch {self.batch_id} has advantages of its tokens already")
         if len(advantages) != self.total_batch_size:
             raise MetadataError(
                 f"batch {self.batch_id} has {self.total_batch_size} rows, "

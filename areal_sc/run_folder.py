@@ -8,7 +8,7 @@
     logs/            <role>-<index>.log
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
     model/           the trained model
-    exports/         models that are being written
+    exports/<role>/  models that are being written
     keys.json        the keys of the running run; its owner's alone
     sources/         how workers build the user's datasets and workflows
     previous/<n>/    what an earlier start left that had no snapshot to go on from

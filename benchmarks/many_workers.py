@@ -29,7 +29,7 @@ from planes_role import Role, process_cpu_s
 from planes_statistics import percentiles
 
 from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
-from areal_sc.config.schema import ActorConfig, RolloutConfig, SchedulerConfig
+from areal_sc.config.schema import ActorConfig, ParallelConfig, RolloutConfig, SchedulerConfig
 from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.transport.keys import RunKeys
@@ -86,7 +86,7 @@ def never_scored(prompt: dict[str, Any], completion: str) -> float:
 def controllers(
     size: Size, folder: Path, train_nodes: dict[str, str], rollout_nodes: dict[str, str]
 ) -> tuple[TrainController, RolloutController]:
-    actor = ActorConfig(path="/no/model", num_workers=NUM_RANKS)
+    actor = ActorConfig(path="/no/model", parallel=ParallelConfig(data=NUM_RANKS))
     rollout = RolloutConfig(
         path="/no/model",
         num_workers=size.num_workers,

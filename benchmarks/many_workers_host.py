@@ -16,6 +16,7 @@ from typing import Any
 import planes_ours as ours
 from planes_role import Handlers, serve_async
 
+from areal_sc.engines.base import RankPlace
 from areal_sc.ids import random_id
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -59,7 +60,7 @@ class SimulatedWorker:
             calls.RUN_GROUP.served_by(self.run_group),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
             calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
-            calls.INITIALIZE_RANK.served_by(_nothing),
+            calls.INITIALIZE_RANK.served_by(self.initialize),
             calls.COMPUTE_LOGPROBS.served_by(self.seal),
             calls.SEAL_WEIGHTS.served_by(self.seal),
             calls.PPO_UPDATE.served_by(_update),
@@ -67,6 +68,9 @@ class SimulatedWorker:
 
     async def create_rendezvous(self, _: None) -> str:
         return ""
+
+    async def initialize(self, rank: calls.InitializeRank) -> RankPlace:
+        return RankPlace(rank.rank, is_head=True)
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         await asyncio.sleep(random.uniform(*self._group_s))

@@ -61,6 +61,7 @@ from train_workload import (
 )
 from transformers.utils import logging as hf_logging
 
+from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.schema import ActorConfig, Device, Dtype, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.transport.packed_rows import PackedRows
@@ -85,16 +86,16 @@ def engine_step(
 ) -> Step:
     """A step of ours; whatever drives an engine may take the place of this function."""
     engine.initialize(rank, world_size, address)
-    rows = make_rows(workload)
+    rows, loss = make_rows(workload), loss_of(engine.config.ppo)
     minibatches = minibatches_of_rank(rows, rank, world_size)
     own = rows.take([row for minibatch in minibatches for row in minibatch])
     ends = list(accumulate(len(minibatch) for minibatch in minibatches))
 
     def step() -> None:
-        proximal = engine.compute_logprobs(own)
+        proximal = engine.forward(own, "logprobs")
         known = replace(own, fields={**own.fields, "proximal_logprobs": proximal})
         parts = [known.take(range(start, end)) for start, end in pairwise([0, *ends])]
-        engine.ppo_update(parts, step=0, min_token_version=None)
+        engine.update(parts, loss, step=0)
 
     return step
 
@@ -188,10 +189,10 @@ def ratio(seconds: dict[str, list[float]], ours: str, other: str) -> float:
 class AllTokensEngine(FSDPEngine):
     """Recomputes the log-probabilities of every token, which need the logits of every token."""
 
-    def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
+    def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
         everything = torch.ones(rows.num_tokens, dtype=torch.bool)
-        return super().compute_logprobs(
-            replace(rows, fields={**rows.fields, "loss_mask": everything})
+        return super().forward(
+            replace(rows, fields={**rows.fields, "loss_mask": everything}), output
         )
 
 

@@ -62,23 +62,30 @@ def trainer_handlers(node: Worker, config: ActorConfig) -> Handlers:
         return await asyncio.get_running_loop().run_in_executor(thread, function)
 
     publication = WeightPublication(
-        engine, node.plane.store, config.weight_update, compute, is_root=True, host=HOST, node=""
+        engine,
+        node.plane.store,
+        config.weight_update,
+        compute,
+        rank=0,
+        world_size=1,
+        host=HOST,
+        node="",
     )
 
     async def initialize() -> int:
         """Bytes of a publication."""
         torch.set_num_threads(config.num_threads)
         await compute(lambda: engine.initialize(0, 1, ""))
-        shards = await compute(lambda: list(engine.export_weights()))
-        return sum(shard.values.numel() * shard.dtype.itemsize for shard in shards)
+        layouts = engine.weight_layouts(config.weight_update.bucket_bytes)
+        return sum(tensor.nbytes for layout in layouts for _, tensor in layout.unfilled())
 
     async def change() -> None:
         """Other weights than before, of the same scale."""
 
         def turn() -> None:
             with torch.no_grad():
-                for shard in engine.export_weights():
-                    shard.values.neg_()  # one rank's are the live parameters
+                for parameter in engine._model.parameters():
+                    parameter.neg_()
 
         await compute(turn)
 

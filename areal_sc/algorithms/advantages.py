@@ -12,13 +12,13 @@ SCOPES = ("group", "batch", "none")
 
 
 def normalized_advantages(
-    rewards: Any,
-    group_ids: Any,
+    rewards: Sequence[float] | npt.NDArray[Any],
+    group_ids: Sequence[Hashable] | npt.NDArray[Any],
     *,
     mean: str = "group",
     std: str = "group",
     eps: float = 1e-6,
-) -> Any:
+) -> npt.NDArray[np.float64]:
     """(reward - mean) / (std + eps), each statistic over the group, over the batch, or left out.
 
     The standard deviation is that of the population. A group consists of all rows with its id,
@@ -26,19 +26,19 @@ def normalized_advantages(
     "group". With `std="none"` nothing is divided.
 
     Args:
-        rewards: [N] finite numbers: a sequence, a numpy array or a torch tensor.
-        group_ids: [N] hashable ids: a sequence, an array or a tensor.
+        rewards: [N] finite numbers.
+        group_ids: [N] hashable ids.
         mean, std: "group", "batch" or "none".
         eps: added to the standard deviation.
-    Returns: [N], computed in float64: a tensor of the rewards' dtype and device where they are a
-        tensor, else a numpy float64 array.
+    Returns: [N].
     Raises: ValueError: the lengths differ, a scope is unknown, or a reward is not finite.
     """
     for name, scope in (("mean", mean), ("std", std)):
         if scope not in SCOPES:
             raise ValueError(f"{name}={scope!r}: expected one of {', '.join(SCOPES)}")
-    values = _to_float64(rewards)
-    groups = _to_group_numbers(group_ids)
+    values = np.asarray(rewards, dtype=np.float64)
+    numbers: dict[Hashable, int] = {}  # in order of appearance
+    groups = np.asarray([numbers.setdefault(group, len(numbers)) for group in group_ids], dtype=int)
     if values.ndim != 1 or len(values) != len(groups):
         raise ValueError(f"rewards of shape {values.shape} do not fit {len(groups)} group ids")
     for row in np.flatnonzero(~np.isfinite(values))[:1]:
@@ -49,9 +49,6 @@ def normalized_advantages(
     if std != "none":
         deviations = values - _mean(values, groups, str(std))
         advantages /= np.sqrt(_mean(deviations**2, groups, str(std))) + eps
-    if _is_tensor(rewards):
-        # numpy -> tensor without importing torch: fill a copy of the rewards' own kind
-        return rewards.detach().double().new_tensor(advantages.tolist()).to(rewards.dtype)
     return advantages
 
 
@@ -67,20 +64,3 @@ def _mean(
     origins = values[np.unique(groups, return_index=True)[1]][groups]
     sums = np.bincount(groups, weights=values - origins)
     return np.asarray(origins + (sums / np.bincount(groups))[groups], dtype=np.float64)
-
-
-def _is_tensor(values: Any) -> bool:
-    return hasattr(values, "detach") and hasattr(values, "new_tensor")
-
-
-def _to_float64(values: Any) -> npt.NDArray[np.float64]:
-    if _is_tensor(values):
-        values = values.detach().double().cpu().numpy()
-    return np.asarray(values, dtype=np.float64)
-
-
-def _to_group_numbers(group_ids: Any) -> npt.NDArray[np.int64]:
-    """[N] the groups numbered from 0 in order of appearance."""
-    ids: Sequence[Hashable] = group_ids.tolist() if hasattr(group_ids, "tolist") else group_ids
-    numbers: dict[Hashable, int] = {}
-    return np.asarray([numbers.setdefault(group, len(numbers)) for group in ids], dtype=np.int64)

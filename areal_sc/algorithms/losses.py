@@ -1,7 +1,12 @@
-"""Losses over packed tokens. Sums over micro-batches and ranks give the loss of the minibatch."""
+"""Losses over trained tokens. Those of micro-batches and ranks add up to that of the minibatch.
+
+A loss is a function `(tokens, **settings) -> (scalar loss, metrics)`: `named_loss` tells how it is
+named. Its denominator is `tokens.num_loss_tokens`, not the number of tokens that it is given.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,17 +55,36 @@ Metrics = dict[str, Metric]
 """By the names under which a step reports them."""
 
 
-def decoupled_ppo_loss(
-    logprobs: torch.Tensor,
-    proximal_logprobs: torch.Tensor,
-    behavior_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    loss_mask: torch.Tensor,
+@dataclass(frozen=True)
+class LossTokens:
+    """The trained tokens of one micro-batch, on the model's device; there may be none.
+
+    Attributes:
+        logprobs: [N] float32, nats, of the weights that are trained; requires grad.
+        fields: looked up by name: [N] values of the rows' field at these tokens, of
+            `behavior_logprobs`, say; `advantages` are float32, each of the token or of its row,
+            `proximal_logprobs` those of the weights before the first minibatch.
+        num_loss_tokens: trained tokens of the minibatch over all ranks and micro-batches, > 0;
+            also those that go through no model, as nothing depends on them.
+    """
+
+    logprobs: torch.Tensor
+    fields: Mapping[str, torch.Tensor]
+    num_loss_tokens: int
+
+
+Loss = Callable[[LossTokens], tuple[torch.Tensor, Metrics]]
+"""A loss with its settings."""
+
+
+def decoupled_ppo(
+    tokens: LossTokens,
     *,
     clip_low: float,
     clip_high: float,
-    behavior_weight_cap: float | None,
-    num_loss_tokens: float,
+    clip_center: str = "proximal",
+    use_behavior_weight: bool = True,
+    behavior_weight_cap: float = float("inf"),
 ) -> tuple[torch.Tensor, Metrics]:
     """Token-mean PPO loss whose trust region is centred on a proximal policy.
 
@@ -69,53 +93,36 @@ def decoupled_ppo_loss(
     Source: AReaL, arXiv:2505.24298, eq. 5.
 
     Args:
-        logprobs: [T] nats, requires grad.
-        proximal_logprobs: [T] nats, of the policy at the start of the training step.
-        behavior_logprobs: [T] nats, of the policy that sampled the token.
-        advantages: [T].
-        loss_mask: [T] bool, True on trained tokens. The others may hold anything, NaN included.
+        tokens: with fields `behavior_logprobs`, `proximal_logprobs` and `advantages`.
         clip_low, clip_high: how far r may fall below and rise above 1 before the gain is cut.
-        behavior_weight_cap: tokens with w above it leave the numerator, not the denominator;
-            None for no cap.
-        num_loss_tokens: trained tokens of the minibatch over all ranks and micro-batches, > 0.
-    Returns: scalar loss, and metrics of this call's trained tokens: their number,
-        `num_effective_tokens`; the means `clip_fraction` (the clipped branch is the smaller one),
-        `capped_fraction`, `ratio`, `abs_advantage`, `behavior_weight` (as used: 0 over the cap),
-        and of r - 1 - log r, a divergence estimate, `proximal_kl`, and the same of w,
-        `behavior_kl` (0 for capped tokens); and the largest ratio, `ratio_max`.
-    Raises: ValueError: shapes differ, or num_loss_tokens <= 0.
+        clip_center: `proximal`, or `behavior`: pi_prox is pi_behav then, and w is 1.
+        use_behavior_weight: False: w is 1.
+        behavior_weight_cap: tokens with w above it leave the numerator, not the denominator.
+    Returns: scalar loss, and metrics of these tokens: the means `clip_fraction` (the clipped branch
+        is the smaller one), `capped_fraction`, `ratio`, `abs_advantage`, `behavior_weight` (as
+        used: 0 over the cap), and of r - 1 - log r, a divergence estimate, `proximal_kl`, and the
+        same of w, `behavior_kl` (0 for capped tokens); and the largest ratio, `ratio_max`.
     """
-    _check_shapes(
-        logprobs=logprobs,
-        proximal_logprobs=proximal_logprobs,
-        behavior_logprobs=behavior_logprobs,
-        advantages=advantages,
-        loss_mask=loss_mask,
-    )
-    _check_denominator(num_loss_tokens)
-    # Selecting, rather than multiplying by the mask, keeps NaN and inf out of both directions.
-    mask = loss_mask.bool()
-    trained = logprobs[mask]
-    proximal = proximal_logprobs[mask].detach().to(trained.dtype)
-    behavior = behavior_logprobs[mask].detach().to(trained.dtype)
-    advantage = advantages[mask].detach().to(trained.dtype)
+    dtype = tokens.logprobs.dtype
+    proximal = tokens.fields[f"{clip_center}_logprobs"].detach().to(dtype)
+    behavior = proximal
+    if use_behavior_weight:
+        behavior = tokens.fields["behavior_logprobs"].detach().to(dtype)
+    advantage = tokens.fields["advantages"].detach().to(dtype)
 
-    log_ratio = trained - proximal
+    log_ratio = tokens.logprobs - proximal
     ratio = log_ratio.exp()
     log_weight = proximal - behavior
     weight = log_weight.exp()
     unclipped = ratio * advantage
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
-    is_capped = torch.zeros_like(weight, dtype=torch.bool)
-    if behavior_weight_cap is not None:
-        is_capped = ~(weight <= behavior_weight_cap)  # so that NaN, too, is over the cap
-        # before it meets a gradient: 0 * inf would be NaN
-        weight = weight.masked_fill(is_capped, 0.0)
-        log_weight = log_weight.masked_fill(is_capped, 0.0)
-    loss = -(weight * torch.minimum(unclipped, clipped)).sum() / num_loss_tokens
+    is_capped = ~(weight <= behavior_weight_cap)  # so that NaN, too, is over the cap
+    # before it meets a gradient: 0 * inf would be NaN
+    weight = weight.masked_fill(is_capped, 0.0)
+    log_weight = log_weight.masked_fill(is_capped, 0.0)
+    loss = -(weight * torch.minimum(unclipped, clipped)).sum() / tokens.num_loss_tokens
     with torch.no_grad():
         return loss, {
-            "num_effective_tokens": Metric.sum(mask),
             "clip_fraction": Metric.mean(clipped < unclipped),
             "capped_fraction": Metric.mean(is_capped),
             "ratio": Metric.mean(ratio),
@@ -127,32 +134,10 @@ def decoupled_ppo_loss(
         }
 
 
-def sft_loss(
-    logprobs: torch.Tensor, loss_mask: torch.Tensor, *, num_loss_tokens: float
-) -> tuple[torch.Tensor, Metrics]:
-    """Token-mean cross entropy: -sum_t logprobs_t / num_loss_tokens over the masked-in tokens.
+def cross_entropy(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
+    """Token-mean cross entropy of given completions: -sum_t logprobs_t / num_loss_tokens.
 
-    Args:
-        logprobs: [T] nats, requires grad.
-        loss_mask: [T] bool, True on trained tokens. The others may hold anything.
-        num_loss_tokens: trained tokens of the batch over all ranks and micro-batches, > 0.
-    Returns: scalar loss; the number `num_effective_tokens` of tokens, and their mean `logprob`.
-    Raises: ValueError: shapes differ, or num_loss_tokens <= 0.
+    Returns: scalar loss, and the mean `logprob` of these tokens.
     """
-    _check_shapes(logprobs=logprobs, loss_mask=loss_mask)
-    _check_denominator(num_loss_tokens)
-    trained = logprobs[loss_mask.bool()]
-    metrics = {"num_effective_tokens": Metric.sum(loss_mask), "logprob": Metric.mean(trained)}
-    return -trained.sum() / num_loss_tokens, metrics
-
-
-def _check_shapes(**tensors: torch.Tensor) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
-        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"expected one shape [T] for all, got {listed}")
-
-
-def _check_denominator(num_loss_tokens: float) -> None:
-    if not num_loss_tokens > 0:
-        raise ValueError(f"num_loss_tokens must be > 0, got {num_loss_tokens}")
+    loss = -tokens.logprobs.sum() / tokens.num_loss_tokens
+    return loss, {"logprob": Metric.mean(tokens.logprobs)}

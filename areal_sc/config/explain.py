@@ -41,6 +41,7 @@ _TYPE_NAMES = {
 }
 
 _NOT_FOUND = object()
+_RENAMED = {"actor.num_workers": "actor.parallel.data"}
 
 
 def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
@@ -51,7 +52,9 @@ def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
             f"check its spelling, or add it by +{key}=..."
         )
     nearest = nearest_keys(key, keys)
-    if nearest:
+    if key in _RENAMED:
+        advice = f"it is called {_RENAMED[key]} now"
+    elif nearest:
         advice = f"did you mean {' or '.join(nearest)}?"
     else:
         section = key.rpartition(".")[0]

@@ -34,8 +34,8 @@ T = TypeVar("T")
 HYDRA_VERSION_BASE = "1.3"
 """The hydra release whose defaults composition follows; newer ones keep to it."""
 
-OPEN_MAPPINGS = ("sglang.args", "sglang.environment")
-"""Settings that take any key: what the keys may be is known to SGLang alone. The keys of `task`
+OPEN_MAPPINGS = ("sglang.args", "sglang.environment", "actor.ppo.loss_settings")
+"""Settings that take any key: what the keys may be is known elsewhere. The keys of `task`
 are those of the YAML, so that a slip on the command line is noticed."""
 
 _SCHEMA_NAME = "areal_sc_schema"

@@ -163,6 +163,10 @@ class PPOConfig:
     """Decoupled PPO (AReaL, arXiv:2505.24298, section 5.2)."""
 
     num_minibatches: int = setting(4, "optimizer updates a training step", ge=1)
+    loss: str = setting(
+        "decoupled_ppo", "or one of your own, by import path: package.module:function"
+    )
+    loss_settings: dict[str, Any] = setting(dict, "of a loss of your own")
     clip_low: float = setting(0.2, "the ratio is clipped below 1 - clip_low", gt=0, le=1)
     clip_high: float = setting(0.2, "the ratio is clipped above 1 + clip_high", gt=0)
     clip_center: ClipCenter = setting(ClipCenter.proximal)
@@ -218,6 +222,17 @@ class SGLangConfig(ServersConfig):
 
 
 @dataclass
+class ParallelConfig:
+    """How the model and its rows are spread over ranks, one process each."""
+
+    data: int = setting(1, "shares of each minibatch that are computed at one time", ge=1)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data
+
+
+@dataclass
 class ActorConfig(Section):
     """The trained policy: model, parallelism, memory, optimizer."""
 
@@ -225,7 +240,7 @@ class ActorConfig(Section):
     random_init: bool = setting(
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
-    num_workers: int = setting(1, "FSDP ranks, one process each", ge=1)
+    parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
     dtype: Dtype = setting(
         Dtype.float32, "of parameters in computation; optimizer state is float32"

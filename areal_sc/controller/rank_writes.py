@@ -27,7 +27,7 @@ class RankWrites:
     """The writes of one TrainController.
 
     Args:
-        exports: folder in which the ranks gather models before they get their place.
+        exports: folder in which these ranks gather models before they get their place.
     """
 
     def __init__(self, fleet: Fleet, exports: Path) -> None:
@@ -41,6 +41,7 @@ class RankWrites:
     def close(self) -> None:
         with suppress(OSError):  # it is not there, or an export is still being copied from it
             self._exports.rmdir()
+            self._exports.parent.rmdir()
 
     async def begin_snapshot(self, operation: Operation) -> Finish:
         await self._fleet.call_all(BEGIN_SNAPSHOT, Change(operation))

@@ -1,9 +1,9 @@
-"""TrainController: steers the ranks of one FSDP engine; sees rows only as metadata.
+"""TrainController: steers the ranks that train one model; sees rows only as metadata.
 
     consumes       batches (metadata) from a RolloutController, or any other source of rows
     per step       advantages (scalars of the rows' metadata, computed here)
                    -> proximal log-probabilities (recomputed by the ranks, sealed as new shards)
-                   -> PPO minibatches, each split over the ranks by tokens
+                   -> PPO minibatches, each split over the model groups by tokens
     publishes      policy version i+1, by pull, broadcast or disk; see `publication`
 
 Minibatches are cut from the whole batch before the split over ranks, so what one optimizer update
@@ -13,40 +13,43 @@ trains on does not depend on the number of ranks.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from areal_sc.algorithms.advantages import normalized_advantages
+from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.control_loop import Shell
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.publication import Publisher, WeightsReceiver
+from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
 from areal_sc.controller.rank_writes import Finish, RankWrites
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.base import EngineHandle
-from areal_sc.errors import WorkerLost
+from areal_sc.errors import ConfigError, WorkerLost
 from areal_sc.metadata import (
     BatchMetadata,
-    Columns,
     RowMetadata,
-    Run,
-    ShardMetadata,
-    concat,
 )
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
 from areal_sc.transport.rpc.method import A, Method
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation, digest
+from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
+
+_ROLE = re.compile(r"[a-z][a-z0-9_]*")
 
 LOGPROB_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
@@ -58,13 +61,28 @@ class TrainController(Shell):
     Methods block; each has an awaitable twin, named `..._async`, for scripts that are asyncio
     themselves, and await `start_async` and `close_async` in place of a `start` block.
 
+    Args:
+        role: names its workers, logs and snapshots; another one for each controller of a script.
+
     Attributes:
         version: policy version = number of published training steps.
+    Raises: ConfigError: the role is `rollout`, or no lower-case word.
     """
 
     def __init__(
-        self, engine: EngineHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
+        self,
+        engine: EngineHandle,
+        scheduler: Scheduler,
+        *,
+        role: str = TRAIN_ROLE,
+        runtime: Runtime | None = None,
     ) -> None:
+        if role == ROLLOUT_ROLE or not _ROLE.fullmatch(role):
+            raise ConfigError(
+                f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
+                f"ref, got {role!r}"
+            )
+        self.role = role
         self.engine = engine
         self.config: ActorConfig = engine.config
         self.scheduler = scheduler
@@ -78,20 +96,22 @@ class TrainController(Shell):
         self._num_updates = 0  # that returned since the last publication
         self._trained_rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
         self._publisher = Publisher(self.config, self._fleet, self._runtime.new_id)
-        self._writes = RankWrites(self._fleet, self._folder.exports)
+        self._writes = RankWrites(self._fleet, self._folder.exports / role)
+        self._layout = RankLayout((0,), (0,))
+        self._loss = loss_of(self.config.ppo)
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.
 
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
-        world_size = self.config.num_workers
+        world_size = self.config.parallel.num_ranks
         self._lineage = self._folder.begin_lineage()
         self._writes.clear()
         await self._fleet.launch(
             [
                 LaunchRequest(
-                    role="train",
+                    role=self.role,
                     index=index,
                     engine=type(self.engine).__name__,
                     engine_config=to_plain(self.config),
@@ -105,13 +125,14 @@ class TrainController(Shell):
         if world_size > 1:  # one rank alone opens no port for it
             rank_0 = self._fleet.members[0]
             init_method = await self._fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
-        await self._fleet.call_each(
+        places = await self._fleet.call_each(
             calls.INITIALIZE_RANK,
             [
                 calls.InitializeRank(rank, world_size, init_method, self._lineage)
                 for rank in range(world_size)
             ],
         )
+        self._layout = RankLayout.of(places)
 
     async def close_async(self) -> None:
         """Ends the workers."""
@@ -128,8 +149,8 @@ class TrainController(Shell):
     async def compute_proximal_logprobs_async(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with field `proximal_logprobs`: [T] float32, nats, of the current weights.
 
-        Tokens that are not trained hold 0. So do rows of advantage 0, where `compute_advantages`
-        came first: they are left out of the update, too.
+        Tokens that are not trained hold 0. So do those of advantage 0, where advantages came first
+        and nothing else adds to the loss: they are left out of the update, too.
 
         The batch is returned as it is when nobody needs the field: with `ppo.clip_center:
         behavior`, and with one minibatch, whose own forward is that of the proximal policy. A
@@ -137,29 +158,24 @@ class TrainController(Shell):
         """
         if not self._needs_proximal_logprobs:
             return batch
-        rank_rows = self._rows_by_rank(batch)
-        selected = batch.select(LOGPROB_FIELDS)  # a rank may have no rows, and then has no fields
+        computed = self._computed(batch)
+        of_tokens = [name for name in ("advantages",) if name in computed.fields]
+        selected = computed.select([*LOGPROB_FIELDS, *of_tokens])
+        share_rows = [list(chain.from_iterable(share)) for share in self._split(batch)]
         parts = []
-        for rows in rank_rows:
+        for rows in share_rows:  # there may be none, and then the share has no fields
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
             parts.append(selected.take(rows))
-        replies = await self._fleet.call_each(calls.COMPUTE_LOGPROBS, parts)
-        results = [
-            _held_by(part, reply.shard, "proximal_logprobs")
-            for part, reply in zip(parts, replies, strict=True)
-        ]
-        joined = concat(
-            [result for result in results if result.rows],
-            batch_id=self._runtime.new_id(),
-            global_step=batch.global_step,
-        )
+        replies = await self._fleet.call_each(calls.COMPUTE_LOGPROBS, self._layout.spread(parts))
         await asyncio.sleep(0)
-        position = {row: i for i, row in enumerate(row for rows in rank_rows for row in rows)}
-        in_batch_order = joined.take([position[row] for row in range(batch.total_batch_size)])
-        return batch.union(in_batch_order)
+        shards = [reply.shard for reply in self._layout.of_heads(replies)]
+        return with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
-        """The batch with one advantage per row, from the rows' rewards and groups."""
+        """The batch with one advantage per row, from the rows' rewards and groups.
+
+        Advantages of tokens are a field `advantages` instead: [T] float32, united with the batch.
+        """
         ppo = self.config.ppo
         advantages = normalized_advantages(
             [row.reward for row in batch.rows],
@@ -180,19 +196,15 @@ class TrainController(Shell):
         Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
         Raises: StaleCall: a call was given up, and this one has another batch.
         """
-        fields: tuple[str, ...] = PPO_FIELDS
-        if self._needs_proximal_logprobs:
-            fields = (*fields, "proximal_logprobs")
-        selected = batch.select(fields)
-        num_minibatches = min(self.config.ppo.num_minibatches, batch.total_batch_size)
-        by_rank = []
-        for rows in selected.partition(num_minibatches, "rows"):
-            minibatch = selected.take(rows)
-            parts = []
-            for part in minibatch.partition(self.config.num_workers):
+        needed = ["proximal_logprobs"] if self._needs_proximal_logprobs else []
+        batch.select([*PPO_FIELDS, *needed])  # which must be there; a loss may read any other
+        shares = []
+        for share_rows in self._split(batch):
+            minibatches = []
+            for rows in share_rows:
                 await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
-                parts.append(minibatch.take(part))
-            by_rank.append(parts)
+                minibatches.append(batch.take(rows))
+            shares.append(tuple(minibatches))
         number = self._num_updates
         # noted first: the workers train on them even if this call is given up
         self._trained_rows.setdefault(number, batch.rows)
@@ -201,11 +213,7 @@ class TrainController(Shell):
             [(row.group_id, row.attempt, row.sequence_length, row.advantage) for row in batch.rows],
         )
         metrics = await self._update_all(
-            calls.PPO_UPDATE,
-            [
-                calls.PPOUpdate(operation, tuple(parts[rank] for parts in by_rank))
-                for rank in range(self.config.num_workers)
-            ],
+            calls.PPO_UPDATE, [calls.PPOUpdate(operation, minibatches) for minibatches in shares]
         )
         if self.version == operation.version:
             self._num_updates = number + 1
@@ -218,14 +226,14 @@ class TrainController(Shell):
         version advances at once.
         """
         dataset = await self._sources.register_prompts_async(prompts)
-        version, num_workers = self.version, self.config.num_workers
+        version, num_shares = self.version, self._layout.num_shares
         indices = [int(index) for index in indices]  # of NumPy, say
         operation = self._operation("sft_update", [dataset, indices])
         metrics = await self._update_all(
             calls.SFT_UPDATE,
             [
-                calls.SFTUpdate(operation, dataset, tuple(indices[rank::num_workers]))
-                for rank in range(num_workers)
+                calls.SFTUpdate(operation, dataset, tuple(indices[share::num_shares]))
+                for share in range(num_shares)
             ],
         )
         self._set_version(version + 1)
@@ -333,15 +341,18 @@ class TrainController(Shell):
         is_one_forward = ppo.num_minibatches == 1 and is_first_update
         return ppo.clip_center == ClipCenter.proximal and not is_one_forward
 
-    def _rows_by_rank(self, batch: BatchMetadata) -> list[list[int]]:
-        """The rows that each rank will train on, so that its log-probabilities stay with it."""
+    def _split(self, batch: BatchMetadata) -> list[list[list[int]]]:
+        """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
         num_minibatches = min(self.config.ppo.num_minibatches, batch.total_batch_size)
-        rank_rows: list[list[int]] = [[] for _ in range(self.config.num_workers)]
-        for minibatch in batch.partition(num_minibatches, "rows"):
-            parts = batch.take(minibatch).partition(self.config.num_workers)
-            for rows, part in zip(rank_rows, parts, strict=True):
-                rows += [minibatch[row] for row in part]
-        return rank_rows
+        return self._layout.split(self._computed(batch), num_minibatches)
+
+    def _computed(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch without advantages, where tokens without one go through the model as well."""
+        if self._loss.is_zero_without_advantage:
+            return batch
+        fields = [name for name in batch.fields if name != "advantages"]
+        rows = tuple(replace(row, advantage=None) for row in batch.rows)
+        return replace(batch.select(fields), rows=rows)
 
     def _operation(self, name: str, content: Any = None) -> Operation:
         return Operation(self._lineage, self.version, name, digest(content))
@@ -352,10 +363,11 @@ class TrainController(Shell):
         self._trained_rows.clear()
 
     async def _update_all(
-        self, method: Method[A, dict[str, float]], args: Sequence[A]
+        self, method: Method[A, dict[str, float]], shares: Sequence[A]
     ) -> dict[str, float]:
         """Metrics of the update, which every rank makes once."""
-        return (await self._fleet.call_each(method, args))[0]
+        replies = await self._fleet.call_each(method, self._layout.spread(shares))
+        return dict(self._layout.of_heads(replies)[0])
 
     async def _publish(
         self,
@@ -375,11 +387,3 @@ class TrainController(Shell):
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss
-
-
-def _held_by(rows: BatchMetadata, sealed: ShardReference, field: str) -> BatchMetadata:
-    """The rows with this field alone, which the shard holds."""
-    if not rows.rows:
-        return rows
-    shard = ShardMetadata(*sealed, runs=(Run(0, 0, rows.total_batch_size),))
-    return replace(rows, columns=(Columns({field: "float32"}, (shard,)),))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from areal_sc.algorithms.named_loss import NamedLoss
     from areal_sc.config.schema import GenerationConfig
     from areal_sc.engines.weight_group import NamedTensor
     from areal_sc.transport.packed_rows import PackedRows
@@ -135,23 +136,17 @@ class GenerationEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightShard:
-    """One rank's part of one parameter.
-
-    The whole parameter, flattened, is the concatenation of all ranks' `values` in rank order.
+class RankPlace:
+    """Where a rank stands among all that train one model.
 
     Attributes:
-        name: parameter name in the Hugging Face model.
-        shape: shape of the whole parameter.
-        values: [n] this rank's flat part, in the dtype that it is trained in; it may be the live
-            parameter.
-        dtype: of publication.
+        data_rank: share of each minibatch that it computes; all ranks of one model group have the
+            same one, and get the same rows.
+        is_head: it replies for its model group; one rank of each does.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    values: torch.Tensor
-    dtype: torch.dtype
+    data_rank: int
+    is_head: bool
 
 
 class TrainEngine(Protocol):
@@ -165,22 +160,37 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def initialize(self, rank: int, world_size: int, init_method: str) -> None: ...
+    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPlace:
+        """Meets the other ranks and loads the model; returns which part this rank has in it."""
+        ...
 
-    def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
-        """[T] float32, nats: log-probability of each trained token given those before; else 0.
+    def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
+        """[T] float32: `output` at each trained token, else 0; meaningful on heads alone.
 
-        Each is that of the distribution at the token's own `temperatures`.
+        Args:
+            output: `logprobs`: nats, of the token given those before it in its row, under the
+                distribution at the token's own `temperatures`; `entropy`: nats, of that.
         """
         ...
 
-    def ppo_update(
-        self, minibatches: Sequence[PackedRows], *, step: int, min_token_version: int | None
-    ) -> dict[str, float]: ...
+    def update(
+        self,
+        minibatches: Sequence[PackedRows],
+        loss: NamedLoss,
+        *,
+        step: int,
+        min_token_version: int | None = None,
+    ) -> dict[str, float]:
+        """One optimizer update a minibatch; returns the same numbers on every rank.
 
-    def sft_update(self, rows: PackedRows, *, step: int) -> dict[str, float]: ...
-
-    def export_weights(self) -> Iterable[WeightShard]: ...
+        Args:
+            minibatches: this rank's rows of each; equally many on every rank.
+            loss: over the trained tokens; see `algorithms.losses`.
+            step: training step, counted from 0; decides the learning rate.
+            min_token_version: tokens sampled by older versions add nothing to the loss and its
+                denominator; None trains all.
+        """
+        ...
 
     @property
     def is_cuda(self) -> bool:
@@ -188,9 +198,10 @@ class TrainEngine(Protocol):
         ...
 
     def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-        """Every whole parameter in the dtype of publication, a bucket at a time.
+        """Every whole parameter under its Hugging Face name, a bucket at a time; tied ones once.
 
-        All ranks must go through all buckets together.
+        In the dtype of publication; they may be the live ones. All ranks must go through all
+        buckets together.
         """
         ...
 

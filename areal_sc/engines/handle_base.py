@@ -42,6 +42,10 @@ class TrainHandle:
         return load_class(self.worker_class)(self.config)
 
     @property
+    def num_workers(self) -> int:
+        return self.config.parallel.num_ranks
+
+    @property
     def devices(self) -> tuple[Device, int]:
         """What one worker computes on: kind, and number of CUDA devices."""
         return self.config.device, 1
@@ -79,6 +83,10 @@ class GeneratorHandle:
             name: begins the names of the logs.
         """
         return load_class(self.worker_class)(self.config)
+
+    @property
+    def num_workers(self) -> int:
+        return self.config.num_workers
 
     @property
     def devices(self) -> tuple[Device, int]:

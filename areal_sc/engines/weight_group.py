@@ -42,6 +42,14 @@ def layout_of(bucket: Sequence[NamedTensor]) -> BucketLayout:
     )
 
 
+def unfilled(layout: BucketLayout) -> list[NamedTensor]:
+    """The tensors of a bucket, without values."""
+    return [
+        (name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+        for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+    ]
+
+
 def split_into_buckets(
     named_tensors: Iterable[NamedTensor], bucket_bytes: int
 ) -> Iterator[list[NamedTensor]]:
@@ -61,6 +69,24 @@ def split_into_buckets(
 def in_byte_order(bucket: Iterable[NamedTensor]) -> list[NamedTensor]:
     """The widest types first, so that in flat bytes each tensor starts where its type may."""
     return sorted(bucket, key=lambda item: -item[1].element_size())
+
+
+def flat_share(bucket: Iterable[NamedTensor], rank: int, num_ranks: int) -> list[NamedTensor]:
+    """The part of a bucket's values that a rank publishes, as flat parts of its tensors.
+
+    All values in a row, tensor after tensor, are cut into as many ranges of one size. So a tensor
+    is the concatenation of what the ranks have of it, in rank order; most are of one rank alone.
+    """
+    tensors = [(name, tensor.reshape(-1)) for name, tensor in in_byte_order(bucket)]
+    total = sum(len(tensor) for _, tensor in tensors)
+    first, stop = total * rank // num_ranks, total * (rank + 1) // num_ranks
+    share = []
+    for name, tensor in tensors:
+        part = tensor[max(first, 0) : max(stop, 0)]
+        if len(part):
+            share.append((name, part))
+        first, stop = first - len(tensor), stop - len(tensor)
+    return share
 
 
 class WeightBroadcaster:

@@ -220,17 +220,27 @@ def _check_weight_update(config: GRPOConfig) -> None:
 def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> int:
     """Returns: number of CUDA devices; 0 where none is asked for."""
     roles = [
-        ("actor", make_actor(config.actor).devices[0], config.actor.num_workers),
-        ("rollout", make_generator(config.rollout).devices[0], config.rollout.num_workers),
+        (
+            "actor",
+            make_actor(config.actor).devices[0],
+            "parallel.data",
+            config.actor.parallel.num_ranks,
+        ),
+        (
+            "rollout",
+            make_generator(config.rollout).devices[0],
+            "num_workers",
+            config.rollout.num_workers,
+        ),
     ]
-    if all(device == Device.cpu for _, device, _ in roles):
+    if all(device == Device.cpu for _, device, _, _ in roles):
         return 0
     num_devices = count_devices()
-    for role, device, num_workers in roles:
+    for role, device, setting, num_workers in roles:
         kind = resolved_device(device, num_devices, f"{role}.device")
         if kind == Device.cuda and num_workers > num_devices:
             raise ConfigError(
-                f"{role}.num_workers: expected at most {num_devices} with "
+                f"{role}.{setting}: expected at most {num_devices} with "
                 f"{role}.device={device} (the CUDA devices of this machine), got "
                 f"{num_workers}; {role}.device=cpu needs none"
             )
@@ -322,11 +332,12 @@ def _step_warnings(config: GRPOConfig) -> Iterator[str]:
 
 
 def _rank_warnings(config: GRPOConfig) -> Iterator[str]:
-    rollout, ranks = config.rollout, config.actor.num_workers
+    rollout, ranks = config.rollout, config.actor.parallel.data
     rows = rollout.train_batch_groups * rollout.group_size // config.actor.ppo.num_minibatches
     if rows < ranks:
         yield (
-            f"actor.num_workers={ranks}: a minibatch has {rows} rows, so some ranks are idle in it"
+            f"actor.parallel.data={ranks}: a minibatch has {rows} rows, so some ranks are idle "
+            "in it"
         )
 
 

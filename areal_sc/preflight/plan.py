@@ -34,7 +34,7 @@ def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Pla
     ) -> list[WorkerPlan]:
         kind, count = handle.devices
         workers = []
-        for index in range(handle.config.num_workers):
+        for index in range(handle.num_workers):
             devices = ["cpu"]
             if resolved_device(kind, machine.num_cuda_devices) == Device.cuda:
                 devices = [f"cuda:{device}" for device in placement.place(role, index, count)]
@@ -50,7 +50,7 @@ def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Pla
     if not result.fits:
         way_out = generator.way_out(result) or (
             "smaller rollout.max_running_sequences, rollout.max_context_tokens or "
-            "rollout.store_bytes, or more actor.num_workers, need less on a device"
+            "rollout.store_bytes, or more actor.parallel.data, need less on a device"
         )
         raise ConfigError(
             f"the run does not fit into memory; {way_out}\n" + "\n".join(result.lines())

@@ -23,7 +23,7 @@ class LaunchRequest:
     """A worker that a controller wants.
 
     Attributes:
-        role: `train` or `rollout`.
+        role: `rollout`, or what its TrainController is called.
         index: number of the worker within its role.
         engine: name of the engine's handle.
         engine_config: the handle's config as a plain dict.

@@ -126,29 +126,25 @@ class Puller:
     async def pull_weights(
         self, weights: WeightsReference, *, max_bucket_bytes: int = 256 << 20
     ) -> AsyncIterator[tuple[str, list[torch.Tensor]]]:
-        """Each parameter's name and its flat parts, one of each rank, in order.
+        """Each parameter's name and its flat parts, of the ranks that hold one, in their order.
 
         Parameters come in buckets of at most `max_bucket_bytes` (or one larger parameter): whoever
         drops the parts before asking for the next needs no more memory than that. Parts on this
         node are views of the rank's shared memory and need none. What the caller does between two
         parts does not count against the deadline.
 
-        Raises: as `pull`; ProtocolError: the ranks' parts do not have the same names.
+        Raises: as `pull`.
         """
         loop, deadline = asyncio.get_running_loop(), self._deadline()
         ranks = await asyncio.gather(
             *(self._weights_pieces(*shard, deadline) for shard in weights.shards)
         )
-        names = list(ranks[0])
-        for shard, pieces in zip(weights.shards, ranks, strict=True):
-            if list(pieces) != names:
-                raise ProtocolError(
-                    f"weights of version {weights.version}: {shard[0]} holds other parameters "
-                    f"than {weights.shards[0][0]}"
-                )
-        for bucket in _buckets(names, ranks, max_bucket_bytes):
+        held: dict[str, list[Piece]] = {}
+        for name, piece in (item for pieces in ranks for item in pieces.items()):
+            held.setdefault(name, []).append(piece)
+        for bucket in _buckets(held, max_bucket_bytes):
             sources = {
-                (name, rank): pieces[name] for name in bucket for rank, pieces in enumerate(ranks)
+                (name, number): piece for name in bucket for number, piece in enumerate(held[name])
             }
             parts = await self._tensors(
                 {
@@ -160,7 +156,7 @@ class Puller:
             )
             handed_over = loop.time()
             for name in bucket:
-                yield name, [parts.pop((name, rank)) for rank in range(len(ranks))]
+                yield name, [parts.pop((name, number)) for number in range(len(held[name]))]
             deadline += loop.time() - handed_over
 
     async def close(self) -> None:
@@ -343,14 +339,12 @@ def _tensor(buffer: Bytes, start: int, wanted: _Wanted) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype, count=wanted.numel, offset=start)
 
 
-def _buckets(
-    names: Iterable[str], ranks: Sequence[Mapping[str, Piece]], max_bytes: int
-) -> Iterator[list[str]]:
+def _buckets(held: Mapping[str, Sequence[Piece]], max_bytes: int) -> Iterator[list[str]]:
     """Consecutive names whose parts on all ranks take `max_bytes` together, or one larger one."""
     bucket: list[str] = []
     num_bytes = 0
-    for name in names:
-        size = sum(pieces[name].num_bytes for pieces in ranks)
+    for name, pieces in held.items():
+        size = sum(piece.num_bytes for piece in pieces)
         if bucket and num_bytes + size > max_bytes:
             yield bucket
             bucket, num_bytes = [], 0

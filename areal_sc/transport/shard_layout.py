@@ -104,14 +104,12 @@ class ShardLayout:
         cls,
         tensors: Mapping[str, torch.Tensor],
         row_lengths: Mapping[str, Sequence[int]] | Sequence[int],
-        dtype: torch.dtype | None = None,
     ) -> ShardLayout:
         """The layout of a shard that will hold these tensors.
 
         Args:
             tensors: name -> [T], T = sum of the field's row lengths.
             row_lengths: of each field, or common to all.
-            dtype: that all of them are stored in; None: each in its own.
         Raises: MetadataError: a tensor is not 1-D, its size is not that of its rows, or its name is
             too long.
         """
@@ -125,7 +123,7 @@ class ShardLayout:
             else:
                 assert common is not None
                 lengths = common
-            stored = dtype_name(dtype or values.dtype)
+            stored = dtype_name(values.dtype)
             if values.dim() != 1 or min(lengths, default=0) < 0 or values.numel() != sum(lengths):
                 raise MetadataError(
                     f"field {name!r}: {len(lengths)} rows with {sum(lengths)} values need a "

@@ -21,7 +21,7 @@ import torch
 from areal_sc.errors import MetadataError, ShardGone, StoreFull
 from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
 from areal_sc.transport.shard_layout import SealedField, ShardLayout
-from areal_sc.transport.tensor_bytes import copy_to_bytes, dtype_named
+from areal_sc.transport.tensor_bytes import copy_to_bytes
 
 
 class StoreBlock(Protocol):
@@ -185,25 +185,26 @@ class TensorStore:
         fields: Mapping[str, torch.Tensor],
         row_lengths: Mapping[str, Sequence[int]] | Sequence[int],
         *,
-        dtype: torch.dtype | None = None,
+        values: Iterable[torch.Tensor] | None = None,
     ) -> str:
         """Copies the fields into a new shard, seals it and returns its id.
 
         Args:
             fields: name -> [T] tensor on any device, T = sum of the field's row lengths.
             row_lengths: of each field, or common to all.
-            dtype: that all of them are stored in, converted one by one; None: each in its own.
+            values: what is copied, in the order of the fields, one tensor at a time; the fields
+                themselves may then be on `meta`. None: the fields.
 
         Raises:
             MetadataError: a tensor is not 1-D, or its size is not that of its rows.
             StoreFull: the shard does not fit under `max_bytes`, or there is no memory for it.
         """
-        layout = ShardLayout.of(fields, row_lengths, dtype)
+        layout = ShardLayout.of(fields, row_lengths)
         self._reserve(layout.num_bytes)
         try:
             block = self._backend.allocate(layout.num_bytes)
             try:
-                _copy(fields.values(), layout, block.memory)
+                _copy(fields.values() if values is None else values, layout, block.memory)
                 sequence = self._seal(block, layout)
             except BaseException:
                 block.free()
@@ -365,4 +366,4 @@ class TensorStore:
 
 def _copy(tensors: Iterable[torch.Tensor], layout: ShardLayout, memory: memoryview) -> None:
     for values, field in zip(tensors, layout.fields.values(), strict=True):
-        copy_to_bytes(values.to(dtype_named(field.dtype)), memory[field.start : field.stop])
+        copy_to_bytes(values, memory[field.start : field.stop])

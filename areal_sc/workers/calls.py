@@ -14,6 +14,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from areal_sc.engines.base import RankPlace
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
@@ -174,7 +175,7 @@ class SentWeights(Struct, frozen=True, array_like=True):
 
 
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
-INITIALIZE_RANK = Method("initialize_rank", InitializeRank, NoneType)
+INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPlace)
 COMPUTE_LOGPROBS = Method("compute_logprobs", BatchMetadata, SealedShard)
 """Seals `proximal_logprobs` of the batch's rows."""
 PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)

@@ -12,7 +12,7 @@ import msgspec
 from areal_sc import open_files
 from areal_sc.errors import ArealError
 from areal_sc.log import setup_logging
-from areal_sc.workers.spec import WorkerSpec
+from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        worker = {"train": TrainWorker, "rollout": RolloutWorker}[spec.order.role](spec, agent)
+        kind = RolloutWorker if spec.order.role == ROLLOUT_ROLE else TrainWorker
+        worker = kind(spec, agent)
         asyncio.run(worker.serve())
     except ArealError as error:
         logger.error("worker ended: %s", error, exc_info=True)

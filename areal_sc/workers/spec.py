@@ -80,6 +80,11 @@ class WorkerOrder:
         return f"{self.role}/{self.index}"
 
 
+ROLLOUT_ROLE = "rollout"
+TRAIN_ROLE = "train"
+"""What a TrainController is called unless it is given a role."""
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """Everything a worker process needs to know before its first call.

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, loss_of
 from areal_sc.durable import partial_of
-from areal_sc.engines.base import TrainEngine
+from areal_sc.engines.base import RankPlace, TrainEngine
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
@@ -23,7 +24,7 @@ from areal_sc.weights import ShardReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
 from areal_sc.workers.operations import Operation, Operations, digest
-from areal_sc.workers.spec import WorkerSpec
+from areal_sc.workers.spec import TRAIN_ROLE, WorkerSpec
 from areal_sc.workers.weight_publication import WeightPublication
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,10 @@ class TrainWorker(Worker):
         self.engine: TrainEngine = self.handle.build()
         self.operations = Operations(spec.name)
         self._writes: dict[Operation, Future[None]] = {}
+        self._place = RankPlace(0, is_head=True)
         self._publication: WeightPublication | None = None
+        self._ppo_loss = loss_of(self.handle.config.ppo)
+        self._ppo_loss.load()  # a name that is wrong is noticed at the start
 
     def methods(self) -> list[Served]:
         return [
@@ -78,11 +82,11 @@ class TrainWorker(Worker):
         """Rank 0 hosts the ranks' meeting point on a port of the system's choice."""
         return await self.compute(lambda: self.engine.create_rendezvous(host_of(self.address)))
 
-    async def initialize(self, args: calls.InitializeRank) -> None:
-        """Joins the other ranks and builds the model."""
+    async def initialize(self, args: calls.InitializeRank) -> RankPlace:
+        """Joins the other ranks and builds the model; returns this rank's place among them."""
         torch.set_num_threads(self.handle.config.num_threads)
         self.operations.lineage = args.lineage
-        await self.compute(
+        self._place = await self.compute(
             lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)
         )
         self._publication = WeightPublication(
@@ -90,18 +94,20 @@ class TrainWorker(Worker):
             self.plane.store,
             self.handle.config.weight_update,
             self.compute,
-            is_root=args.rank == 0,
+            rank=args.rank,
+            world_size=args.world_size,
             host=host_of(self.address),
             node=self.node,
         )
+        return self._place
 
     async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
-        """Seals `proximal_logprobs` of the batch's rows."""
+        """Seals `proximal_logprobs` of the batch's rows, on the head of a model group."""
         rows = await self.plane.puller.pull(batch)
 
         def compute() -> str:
-            logprobs = self.engine.compute_logprobs(rows)
-            if not rows.num_rows:
+            logprobs = self.engine.forward(rows, "logprobs")
+            if not rows.num_rows or not self._place.is_head:
                 return ""
             return self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
 
@@ -115,8 +121,9 @@ class TrainWorker(Worker):
 
         async def update(minibatches: list[PackedRows]) -> dict[str, float]:
             return await self.compute(
-                lambda: self.engine.ppo_update(
+                lambda: self.engine.update(
                     minibatches,
+                    self._ppo_loss,
                     step=self.operations.version,
                     min_token_version=args.minibatches[0].min_token_version,
                 )
@@ -141,13 +148,13 @@ class TrainWorker(Worker):
 
         async def update(rows: PackedRows) -> dict[str, float]:
             step = operation.version
-            return await self.compute(lambda: self.engine.sft_update(rows, step=step))
+            return await self.compute(lambda: self.engine.update([rows], CROSS_ENTROPY, step=step))
 
         next_version = operation.version + 1
         return dict(await self.operations.join(operation, read, update, next_version=next_version))
 
     async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
-        """Seals this rank's part of every parameter."""
+        """Seals this rank's share of the parameters."""
 
         async def seal() -> calls.SealedShard:
             return self._sealed(await self.publication.seal())
@@ -173,14 +180,14 @@ class TrainWorker(Worker):
         """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
         operation = change.operation
         name = digest([operation.lineage, operation.version, operation.name])
-        folder = RunFolder(self.spec.run.run_dir).exports / name
+        folder = RunFolder(self.spec.run.run_dir).exports / self.spec.order.role / name
         await self._begin_write(operation, lambda: self.engine.begin_save_hf(folder))
         return str(folder)
 
     async def begin_snapshot(self, change: calls.Change) -> None:
         """Takes this rank's part of a snapshot that the controller completes."""
         operation = change.operation
-        folder = partial_of(self._snapshot_path(operation)) / "engine"
+        folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
         await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
 
     async def finish_write(self, change: calls.Change) -> None:
@@ -198,7 +205,7 @@ class TrainWorker(Worker):
     async def load_snapshot(self, change: calls.Change) -> None:
         """Goes back to the snapshot of the operation's version, in the operation's lineage."""
         operation = change.operation
-        folder = self._snapshot_path(operation) / "engine"
+        folder = self._snapshot_path(operation) / self._snapshot_name
 
         async def load() -> None:
             await self.compute(lambda: self.engine.load_snapshot(folder))
@@ -224,6 +231,11 @@ class TrainWorker(Worker):
             self._writes[operation] = write
 
         await self.operations.join(operation, take)
+
+    @property
+    def _snapshot_name(self) -> str:
+        """Within the folder of a step, which holds the models of all roles."""
+        return "engine" if self.spec.order.role == TRAIN_ROLE else f"engine-{self.spec.order.role}"
 
     def _snapshot_path(self, operation: Operation) -> Path:
         return RunFolder(self.spec.run.run_dir).snapshot_path(operation.version)

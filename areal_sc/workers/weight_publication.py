@@ -1,6 +1,6 @@
 """The trainer's side of a publication: one rank seals, writes or broadcasts its weights.
 
-    seal        a copy in this rank's store, to be pulled
+    seal        its share of each bucket of whole parameters in this rank's store, to be pulled
     save        a Hugging Face folder, written by all ranks; those of older versions go
     broadcast   whole parameters, gathered from all ranks, from rank 0 to the generating ranks
 
@@ -15,14 +15,24 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from areal_sc.config.schema import WeightUpdateConfig
 from areal_sc.engines.base import TrainEngine
-from areal_sc.engines.weight_group import GLOO, NCCL, Backend, WeightBroadcaster
+from areal_sc.engines.weight_group import (
+    GLOO,
+    NCCL,
+    Backend,
+    NamedTensor,
+    WeightBroadcaster,
+    flat_share,
+    unfilled,
+)
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall
 from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import BucketLayout, WeightGroup
@@ -38,7 +48,7 @@ class WeightPublication:
 
     Args:
         compute: runs a function in the engine's thread.
-        is_root: this is rank 0.
+        rank, world_size: of the trainer's ranks; rank 0 broadcasts.
         host: address of this machine that the generating ranks reach.
         node: token of this rank's node.
     """
@@ -50,7 +60,8 @@ class WeightPublication:
         config: WeightUpdateConfig,
         compute: Compute,
         *,
-        is_root: bool,
+        rank: int,
+        world_size: int,
         host: str,
         node: str,
     ) -> None:
@@ -59,7 +70,8 @@ class WeightPublication:
         self._config = config
         self._compute = compute
         self._root = Path(config.folder).absolute()
-        self._is_root = is_root
+        self._rank = rank
+        self._world_size = world_size
         self._host = host
         self._node = node
         self._broadcaster: WeightBroadcaster | None = None
@@ -67,16 +79,37 @@ class WeightPublication:
         self._cancelled = threading.Event()
 
     async def seal(self) -> str:
-        """Id of the shard that holds a copy of this rank's part of every parameter."""
+        """Id of the shard that holds a copy of this rank's share of each bucket: `flat_share`.
+
+        Raises: StoreFull: the other ranks are helped to the end, and this one raises.
+        """
+
+        def share(bucket: Iterable[NamedTensor]) -> list[NamedTensor]:
+            return flat_share(bucket, self._rank, self._world_size)
 
         def seal() -> str:
             # in the engine's thread: the event loop must not wait for gigabytes
-            shards = list(self._engine.export_weights())
-            return self._store.put(
-                {shard.name: shard.values for shard in shards},
-                {shard.name: [shard.values.numel()] for shard in shards},
-                dtype=shards[0].dtype,
-            )
+            bucket_bytes = self._config.bucket_bytes
+            layouts = self._engine.weight_layouts(bucket_bytes)
+            fields = dict(part for layout in layouts for part in share(unfilled(layout)))
+            buckets = self._engine.gather_weights(bucket_bytes)
+
+            def values() -> Iterator[torch.Tensor]:
+                for bucket in buckets:
+                    parts = share(bucket)
+                    bucket.clear()  # what others publish need not wait for the copies
+                    while parts:
+                        yield parts.pop(0)[1]
+
+            try:
+                return self._store.put(
+                    fields,
+                    {name: [len(part)] for name, part in fields.items()},
+                    values=values(),
+                )
+            finally:
+                for _ in buckets:  # all ranks go through all buckets
+                    pass
 
         shard_id: str = await self._compute(seal)
         return shard_id
@@ -90,7 +123,7 @@ class WeightPublication:
         """
         root = self._root
         folder = root / f"{_FOLDER_PREFIX}{version}"
-        if self._is_root:
+        if self._rank == 0:
             await asyncio.to_thread(_remove_before, root, oldest)
         await self._compute(lambda: self._engine.save_hf(folder))
         return str(folder)
@@ -133,7 +166,7 @@ class WeightPublication:
 
         A broadcast that fails ends the sending, and the other ranks gather to the end.
         """
-        broadcaster = self._require_group() if self._is_root else None
+        broadcaster = self._require_group() if self._rank == 0 else None
 
         def send() -> SentWeights:
             num_bytes, failure = 0, ""

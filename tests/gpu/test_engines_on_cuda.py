@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.schema import (
     ActorConfig,
     Device,
@@ -21,6 +22,7 @@ from areal_sc.config.schema import (
 )
 from areal_sc.engines.base import Completion
 from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -74,10 +76,8 @@ def random_rows(seed: int = 0) -> PackedRows:
 
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Copies of the float32 parameters, on the CPU."""
-    return {
-        s.name: s.values.detach().float().cpu().clone().view(s.shape)
-        for s in engine.export_weights()
-    }
+    parameters = engine._model.causal_lm.named_parameters()
+    return {name: local_part(p).detach().float().cpu().clone() for name, p in parameters}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -88,9 +88,9 @@ def test_training_agrees_with_the_cpu(
     found = []
     for place, used in ((Device.cpu, Dtype.float32), (device, dtype)):
         engine = build(place, used, activation_checkpointing=checkpointing)
-        before = engine.compute_logprobs(random_rows())
-        stats = engine.ppo_update([random_rows()], step=0, min_token_version=None)
-        after = engine.compute_logprobs(random_rows())
+        before = engine.forward(random_rows(), "logprobs")
+        stats = engine.update([random_rows()], loss_of(engine.config.ppo), step=0)
+        after = engine.forward(random_rows(), "logprobs")
         engine.close()
         found.append((before, after, stats["loss"]))
     for cpu, other in zip(found[0][:2], found[1][:2], strict=True):
@@ -105,11 +105,11 @@ def test_a_snapshot_goes_on_where_there_is_no_gpu(
     """Weights and both Adam moments come through: the next updates are the same, too."""
     engine = build(device, dtype)
     for step in range(2):
-        engine.ppo_update([random_rows(step)], step=step, min_token_version=None)
-    engine.save_snapshot(tmp_path / "snapshot")
+        engine.update([random_rows(step)], loss_of(engine.config.ppo), step=step)
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     at_snapshot = weights(engine)
     for step in (2, 3):
-        engine.ppo_update([random_rows(step)], step=step, min_token_version=None)
+        engine.update([random_rows(step)], loss_of(engine.config.ppo), step=step)
     later = weights(engine)
     engine.close()  # its process group would be the other's
 
@@ -119,7 +119,7 @@ def test_a_snapshot_goes_on_where_there_is_no_gpu(
     assert restored.keys() == at_snapshot.keys()
     assert [name for name in restored if not torch.equal(restored[name], at_snapshot[name])] == []
     for step in (2, 3):
-        other.ppo_update([random_rows(step)], step=step, min_token_version=None)
+        other.update([random_rows(step)], loss_of(other.config.ppo), step=step)
     differences = torch.cat([(values - later[n]).flatten() for n, values in weights(other).items()])
     way = torch.cat([(later[name] - at_snapshot[name]).flatten() for name in later])
     # lost moments would give differences of the size of the way, where Adam turns about
@@ -171,7 +171,7 @@ async def test_weights_replaced_from_a_folder(
     device: Device, build: Build, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     trainer = build(device, Dtype.float32)
-    trainer.ppo_update([random_rows()] * 4, step=0, min_token_version=None)
+    trainer.update([random_rows()] * 4, loss_of(trainer.config.ppo), step=0)
     trainer.save_hf(tmp_path / "trained")
     engine = local_engine(tiny_model_folder, device, Dtype.float32)
     await engine.start()

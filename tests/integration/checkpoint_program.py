@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from fsdp_program import RANK_TIMEOUT_S, actor_config, make_rows, wait_for_address
 
+from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.export import begin_export
+from areal_sc.engines.fsdp.model import gather_whole
+from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.errors import ArealError
 
 LENGTHS = (11, 6, 14, 3, 9, 20, 5, 8)
@@ -48,7 +51,7 @@ class Rank:
     def train(self, step: int) -> None:
         rows = make_rows(step, list(LENGTHS), VOCABULARY)
         mine = rows.take(list(range(self.rank, len(LENGTHS), self.world_size)))
-        self.engine.ppo_update([mine], step=step, min_token_version=None)
+        self.engine.update([mine], loss_of(self.engine.config.ppo), step=step)
 
     def begin_snapshot(self, path: str) -> None:
         self._written = self.engine.begin_snapshot(Path(path))
@@ -76,10 +79,9 @@ class Rank:
         self.engine.load_snapshot(Path(path))
 
     def weights(self, label: str) -> None:
-        self.recorded[label] = {
-            shard.name: (shard.shape, shard.values.clone())
-            for shard in self.engine.export_weights()
-        }
+        named = self.engine._model.causal_lm.named_parameters()
+        whole = gather_whole(((name, p.detach()) for name, p in named), torch.float32)
+        self.recorded[label] = {name: values.clone() for name, values in whole}
 
     def random(self, label: str) -> None:
         self.recorded[label] = torch.rand(4)
@@ -89,7 +91,9 @@ class Rank:
 
     def record_size(self, label: str) -> None:
         """Number of parameter values that this rank holds."""
-        self.recorded[label] = sum(s.values.numel() for s in self.engine.export_weights())
+        self.recorded[label] = sum(
+            local_part(parameter).numel() for parameter in self.engine._model.parameters()
+        )
 
     def hold_pwrite(self, rank: int) -> None:
         """From now on, this rank's disk takes no values until `release`."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.micro_batches import MicroBatch
@@ -70,6 +71,11 @@ class WeighedEngine(FSDPEngine):
         return super()._micro_batch(*args)
 
 
+def whole_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Copies, as every rank gathers them; in small buckets."""
+    return {name: v.clone() for bucket in engine.gather_weights(5000) for name, v in bucket}
+
+
 def count_tensor_bytes() -> int:
     """Memory of all tensors of this process that Python, or a parameter's gradient, refers to."""
     gc.collect()
@@ -118,7 +124,7 @@ def run_rank(
         if "load_snapshot" in scenario:
             engine.load_snapshot(Path(scenario["load_snapshot"]))
         rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[rank], 30)
-        result["logprobs"] = engine.compute_logprobs(rows)
+        result["logprobs"] = engine.forward(rows, "logprobs")
         for step in scenario["steps"]:
             minibatches = [
                 make_minibatch(step, index, minibatch).take(minibatch["rows"][rank])
@@ -126,21 +132,21 @@ def run_rank(
             ]
             before = count_tensor_bytes() if is_weighed else 0
             result["stats"].append(
-                engine.ppo_update(
-                    minibatches, step=step, min_token_version=scenario.get("min_token_version")
+                engine.update(
+                    minibatches,
+                    loss_of(engine.config.ppo),
+                    step=step,
+                    min_token_version=scenario.get("min_token_version"),
                 )
             )
             if isinstance(engine, WeighedEngine):
                 result["held_bytes"] = [count - before for count in engine.tensor_bytes]
                 engine.tensor_bytes.clear()
             if step == scenario.get("snapshot_after"):
-                engine.save_snapshot(Path(scenario["snapshot"]))
+                engine.begin_snapshot(Path(scenario["snapshot"])).result()
         if "save_hf" in scenario:
             engine.save_hf(Path(scenario["save_hf"]))
-        result["weights"] = {
-            shard.name: (shard.shape, shard.values.to(shard.dtype, copy=True))
-            for shard in engine.export_weights()
-        }
+        result["weights"] = whole_weights(engine)
     except (ArealError, ValueError) as error:
         result["error"] = f"{type(error).__name__}: {error}"
     torch.save(result, folder / f"{name}-{rank}.pt")

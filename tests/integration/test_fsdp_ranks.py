@@ -150,10 +150,12 @@ def results(
 
 
 def whole_weights(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.cat([rank["weights"][name][1] for rank in ranks]).view(shape)
-        for name, (shape, _) in ranks[0]["weights"].items()
-    }
+    """The same on every rank."""
+    first, *others = (rank["weights"] for rank in ranks)
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[name], values) for name, values in first.items())
+    return first
 
 
 def train_by_hand(

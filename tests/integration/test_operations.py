@@ -34,7 +34,7 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
 def test_a_step_is_trained_once(
     tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler, tmp_path: Path
 ) -> None:
-    config = tiny_config("actor.num_workers=2", "actor.optimizer.lr=1e-2")
+    config = tiny_config("actor.parallel.data=2", "actor.optimizer.lr=1e-2")
     with controllers(config, scheduler) as (actor, rollout):
         rows = actor.compute_advantages(rollout.rollout_batch(PROMPTS, WORKFLOW, 4))
         batch = actor.compute_proximal_logprobs(rows)

@@ -39,7 +39,7 @@ def test_a_rank_without_rows_takes_part(tmp_path: Path, tiny_model_folder: Path)
     with tiny_run(
         tmp_path / "run",
         tiny_model_folder,
-        *("total_steps=2", "actor.num_workers=2", "actor.ppo.num_minibatches=8"),
+        *("total_steps=2", "actor.parallel.data=2", "actor.ppo.num_minibatches=8"),
     ) as run:
         run.finish()
         assert run.summary()["num_rows_trained"] == 2 * 8

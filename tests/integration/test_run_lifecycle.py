@@ -249,7 +249,7 @@ def test_a_lost_worker_ends_the_run_and_is_named(
     with tiny_run(
         tmp_path / "run",
         tiny_model_folder,
-        *(ENDLESS, "actor.num_workers=2", "scheduler.heartbeat_interval_s=0.5"),
+        *(ENDLESS, "actor.parallel.data=2", "scheduler.heartbeat_interval_s=0.5"),
         f"task.num_free_episodes={num_free_steps * ROWS_A_STEP}",
     ) as run:
         run.wait_for_step(3)

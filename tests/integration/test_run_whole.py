@@ -49,7 +49,7 @@ def finished_run(
         tmp_path_factory.mktemp("whole") / "run",
         tiny_model_folder,
         "total_steps=4",
-        "actor.num_workers=2",
+        "actor.parallel.data=2",
         "rollout.num_workers=2",
         "rollout.train_batch_groups=8",
         "rollout.group_size=8",
@@ -63,7 +63,7 @@ def finished_run(
 
 def test_the_run_folder_is_complete(finished_run: RunProcess) -> None:
     folder = finished_run.run_dir
-    assert OmegaConf.load(folder / "config.yaml").actor.num_workers == 2
+    assert OmegaConf.load(folder / "config.yaml").actor.parallel.data == 2
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert logs >= {

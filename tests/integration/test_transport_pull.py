@@ -304,14 +304,26 @@ async def test_several_workers_pull_weights_and_a_late_one_gets_the_newest() -> 
                 await embedding(late, old)
 
 
-async def test_ranks_with_other_parameters_are_refused() -> None:
-    async with owners(2) as made, pulling() as puller:
-        reference = seal_weights(made, 0)
-        other = made[1].store.put({"w": torch.zeros(3)}, [3])
-        mixed = (reference.shards[0], ShardReference(made[1].node_id, made[1].address, other))
-        with pytest.raises(ProtocolError, match="rollout/1 holds other parameters than rollout/0"):
-            async for _ in puller.pull_weights(WeightsReference(0, mixed)):
-                pass
+async def test_ranks_may_hold_different_parameters() -> None:
+    """As shares of whole tensors do, which are cut where one rank's ends."""
+    whole = {name: torch.randn(size) for name, size in (("a", 9000), ("b", 40), ("c", 3000))}
+    shares = [
+        {"a": whole["a"][:6000]},
+        {"a": whole["a"][6000:], "b": whole["b"]},
+        {"c": whole["c"]},
+    ]
+    async with owners(3) as made, pulling(chunk_bytes=4096) as puller:
+        shards = []
+        for owner, share in zip(made, shares, strict=True):
+            shard_id = owner.store.put(share, {name: [len(v)] for name, v in share.items()})
+            shards.append(ShardReference(owner.node_id, owner.address, shard_id))
+        reference = WeightsReference(0, tuple(shards))
+        pulled = {
+            name: parts
+            async for name, parts in puller.pull_weights(reference, max_bucket_bytes=1 << 14)
+        }
+        assert {name: len(parts) for name, parts in pulled.items()} == {"a": 2, "b": 1, "c": 1}
+        assert all(torch.equal(torch.cat(pulled[name]), whole[name]) for name in whole)
 
 
 async def test_missing_shards_name_shard_and_owner() -> None:

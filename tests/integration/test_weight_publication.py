@@ -72,7 +72,7 @@ def test_generation_has_the_trainers_weights(
         f"weight_update.method={method}",
         f"weight_update.folder={tmp_path / 'weights'}",
         "weight_update.bucket_bytes=20000",
-        f"actor.num_workers={num_ranks}",
+        f"actor.parallel.data={num_ranks}",
         "rollout.num_workers=2",
         "actor.optimizer.lr=1e-2",
     )

@@ -108,7 +108,7 @@ class SimulatedCluster:
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
         """An agent starts a worker."""
         await self.spend(self.rng.random())
-        kind = self.train_class if order.role == "train" else self.rollout_class
+        kind = self.rollout_class if order.role == "rollout" else self.train_class
         worker = self.workers[order.name] = kind(self, order, node)
         return worker
 

@@ -28,6 +28,7 @@ from areal_sc.config.schema import (
     GenerationConfig,
     OptimizerConfig,
     OverBound,
+    ParallelConfig,
     PPOConfig,
     RolloutConfig,
     WeightUpdateConfig,
@@ -57,6 +58,7 @@ class Settings:
     group_size: int = 2
     num_rollout_workers: int = 2
     num_ranks: int = 1
+    model_size: int = 1
     num_minibatches: int = 2
     max_concurrent_groups: int = 64
     store_groups: int = 1000
@@ -356,11 +358,22 @@ class TrainingRun:
             self._evaluation = None
 
 
+@dataclass
+class SimulatedParallel(ParallelConfig):
+    """Ranks that hold a model together, too; neighbours are in one model group."""
+
+    model: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.model
+
+
 def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
     """The sections of a configuration, their `${...}` replaced."""
     actor = ActorConfig(
         path="/no/model",
-        num_workers=settings.num_ranks,
+        parallel=SimulatedParallel(settings.num_ranks // settings.model_size, settings.model_size),
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
         ppo=PPOConfig(num_minibatches=settings.num_minibatches),

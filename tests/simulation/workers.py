@@ -14,6 +14,7 @@ from simulation.behavior import Number
 
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.train import LOGPROB_FIELDS
+from areal_sc.engines.base import RankPlace
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -321,6 +322,8 @@ class SimulatedTrainWorker(SimulatedWorker):
     def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
         super().__init__(cluster, order, node)
         self.operations = Operations(self.name)
+        self.data_rank, model_rank = divmod(order.index, self.config["parallel"]["model"])
+        self.is_head = model_rank == 0
 
     def methods(self) -> list[Served]:
         return [
@@ -334,9 +337,10 @@ class SimulatedTrainWorker(SimulatedWorker):
             calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
         ]
 
-    async def initialize(self, rank: calls.InitializeRank) -> None:
+    async def initialize(self, rank: calls.InitializeRank) -> RankPlace:
         await self.cluster.spend(self.cluster.behavior.publication_s)
         self.operations.lineage = rank.lineage
+        return RankPlace(self.data_rank, self.is_head)
 
     async def create_rendezvous(self, _: None) -> str:
         return "sim://rendezvous"
@@ -344,7 +348,8 @@ class SimulatedTrainWorker(SimulatedWorker):
     async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
         assert batch.fields in (LOGPROB_FIELDS, ())
         await self.read_shards(batch, self.cluster.behavior.training_s)
-        return self.sealed(self.store.put(4 * batch.num_tokens) if batch.rows else "")
+        is_sealed = bool(batch.rows) and self.is_head
+        return self.sealed(self.store.put(4 * batch.num_tokens) if is_sealed else "")
 
     async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
         async def read() -> None:
@@ -353,7 +358,8 @@ class SimulatedTrainWorker(SimulatedWorker):
 
         async def update(_: None) -> dict[str, float]:
             for batch in args.minibatches:
-                self.cluster.note_trained(self.version, batch)
+                if self.is_head:
+                    self.cluster.note_trained(self.version, batch)
             await self.cluster.spend(self.cluster.behavior.training_s)
             return {"loss": 0.0}
 

@@ -66,6 +66,7 @@ TORCH_FREE = (
     "areal_sc.preflight.",
     "areal_sc.algorithms.packing",
     "areal_sc.algorithms.advantages",
+    "areal_sc.algorithms.named_loss",
     *(
         f"areal_sc.transport.{name}"
         for name in (

@@ -49,9 +49,9 @@ class SideGroup:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank = group.rank
-        self.world_size = group.world_size
+        self.world_size = group.size
         self._handle = (
-            dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if group.world_size > 1 else None
+            dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if group.size > 1 else None
         )
 
     def together(self, what: str, action: Callable[[], T]) -> list[T]:

@@ -11,34 +11,40 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from areal_sc.algorithms.losses import Metric, Metrics, decoupled_ppo_loss, sft_loss
-from areal_sc.config.schema import ActorConfig, ClipCenter
-from areal_sc.engines.base import WeightShard
+from areal_sc.algorithms.losses import LossTokens, Metric
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.base import RankPlace
 from areal_sc.engines.fsdp.background import BackgroundWriter
 from areal_sc.engines.fsdp.checkpoint import Snapshots
 from areal_sc.engines.fsdp.export import begin_export
 from areal_sc.engines.fsdp.micro_batches import (
     MicroBatch,
-    learning_tokens,
+    TokenFields,
     make_micro_batch,
     pack_rows,
-    require_field,
     rows_with_tokens,
     trained_tokens,
+    with_advantage,
+    with_token_advantages,
 )
-from areal_sc.engines.fsdp.model import compute_dtype, load_sharded_model, needs_sharding
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW, learning_rate, local_part
+from areal_sc.engines.fsdp.model import (
+    compute_dtype,
+    gather_whole,
+    load_sharded_model,
+    needs_sharding,
+)
+from areal_sc.engines.fsdp.optimizer import ShardedAdamW, learning_rate
 from areal_sc.engines.fsdp.packed_model import PackedModel
-from areal_sc.engines.fsdp.process_group import ProcessGroup, host_rendezvous, select_device
+from areal_sc.engines.fsdp.process_group import ProcessGroups, host_rendezvous, select_device
 from areal_sc.engines.fsdp.update_metrics import UpdateMetrics
 from areal_sc.engines.weight_group import (
     NamedTensor,
@@ -50,8 +56,8 @@ from areal_sc.weights import BucketLayout
 
 logger = logging.getLogger(__name__)
 
-LossOf = Callable[[PackedRows, MicroBatch, torch.Tensor, int], tuple[torch.Tensor, Metrics]]
-"""(rows, micro-batch, logprobs [N], global number of loss tokens) -> loss, metric sums."""
+OUTPUTS = ("logprobs", "entropy")
+"""What a forward gives of each asked token."""
 
 
 class FSDPEngine:
@@ -64,7 +70,7 @@ class FSDPEngine:
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self._hosted: TCPStore | None = None
-        self._group: ProcessGroup
+        self._groups: ProcessGroups
         self._model: PackedModel
         self._optimizer: ShardedAdamW
         self._writer: BackgroundWriter
@@ -80,8 +86,8 @@ class FSDPEngine:
         self._hosted, address = host_rendezvous(host)
         return address
 
-    def initialize(self, rank: int, world_size: int, init_method: str) -> None:
-        """Meets the other ranks and loads the model.
+    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPlace:
+        """Meets the other ranks and loads the model; returns this rank's place among them.
 
         Args:
             init_method: from `create_rendezvous`, or `tcp://host:port` that rank 0 will open, or
@@ -93,7 +99,7 @@ class FSDPEngine:
         if device.type == "cpu":
             torch.set_num_threads(self.config.num_threads)
         torch.manual_seed(self.config.seed)
-        self._group = ProcessGroup.join(
+        self._groups = ProcessGroups.join(
             rank,
             world_size,
             init_method,
@@ -101,11 +107,13 @@ class FSDPEngine:
             hosted=self._hosted,
             is_needed=needs_sharding(self.config, world_size),
         )
-        self._model = load_sharded_model(self.config, self._group)
+        self._model = load_sharded_model(self.config, self._groups.world)
         self._optimizer = ShardedAdamW(
-            dict(self._model.causal_lm.named_parameters()), self.config.optimizer, self._group
+            dict(self._model.causal_lm.named_parameters()),
+            self.config.optimizer,
+            self._groups.world,
         )
-        self._writer = BackgroundWriter(self._group)
+        self._writer = BackgroundWriter(self._groups.world)
         self._snapshots = Snapshots(self._model.causal_lm, self._optimizer, self._writer)
         logger.info(
             "engine_ready model=%s rank=%d world_size=%d device=%s dtype=%s abilities=%s",
@@ -116,83 +124,116 @@ class FSDPEngine:
             self.config.dtype,
             self._model.abilities,
         )
+        return self._groups.place
 
-    def compute_logprobs(self, rows: PackedRows) -> torch.Tensor:
-        """Log-probabilities of trained tokens under the current weights, at their own temperatures.
+    def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
+        """What the current weights say of trained tokens, at the tokens' own temperatures.
 
         Args:
-            rows: fields `input_ids`, `loss_mask` and `temperatures`. With advantages, rows of
-                advantage 0 are left out: nothing is trained on them.
-        Returns: [T] float32 on the CPU, nats: of each token in `loss_mask` given those before it
-            in its row; 0 at all others, at row starts, and in rows that were left out.
+            rows: fields `input_ids` and `loss_mask`; `temperatures`, else 1. Where advantages are
+                known, tokens of advantage 0 are left out: nothing is trained on them.
+            output: `logprobs` or `entropy`.
+        Returns: [T] float32 on the CPU, nats: at each token in `loss_mask`, given those before it
+            in its row; 0 at all others, at row starts, and at tokens that were left out.
+        Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
-        asked = learning_tokens(rows, trained_tokens(rows, None))
+        if output not in OUTPUTS:
+            raise ValueError(f"expected an output of {', '.join(OUTPUTS)}, got {output!r}")
+        column = OUTPUTS.index(output)
+        asked = with_advantage(with_token_advantages(rows), trained_tokens(rows, None))
         chosen = rows_with_tokens(rows, asked)
         (count,) = self._micro_batch_counts([rows], [chosen])
-        logprobs = torch.zeros(rows.num_tokens)
+        values = torch.zeros(rows.num_tokens)
         with torch.no_grad():
             for micro_rows in self._pack(rows, chosen, count):
                 micro_batch = self._micro_batch(rows, micro_rows, asked)
-                found, _ = self._forward(micro_batch, micro_batch.gather_temperatures(rows))
-                logprobs[micro_batch.source] = found.float().cpu()
+                values[micro_batch.source] = self._forward(micro_batch, rows)[column].float().cpu()
         if isinstance(self._model, FSDPModule):
             # The root stays whole after a forward without backward, and would go stale.
             self._model.reshard()
-        return logprobs
+        return values
 
-    def ppo_update(
-        self, minibatches: Sequence[PackedRows], *, step: int, min_token_version: int | None
+    def update(
+        self,
+        minibatches: Sequence[PackedRows],
+        loss: NamedLoss,
+        *,
+        step: int,
+        min_token_version: int | None = None,
     ) -> dict[str, float]:
-        """One optimizer update a minibatch, with decoupled PPO as `config.ppo` says.
+        """One optimizer update a minibatch.
 
         Args:
             minibatches: this rank's rows of each; equally many on every rank. Fields `input_ids`,
-                `loss_mask`, `behavior_logprobs`, `temperatures`, with the proximal clip centre
-                `proximal_logprobs`, with `min_token_version` `versions`; and advantages. The
-                first minibatch may do without `proximal_logprobs`: no weight has changed, so its
-                own forward is that of the proximal policy. Rows of advantage 0 have no gradient;
-                they count in the denominator and go through no forward.
+                `loss_mask`, with `min_token_version` `versions`, those that the loss reads, and
+                `temperatures`, else 1. The first minibatch may do without `proximal_logprobs`: no
+                weight has changed, so its own forward is that of the proximal policy.
+            loss: where it is zero without an advantage, tokens of advantage 0 go through no
+                forward; they count in the denominator all the same.
             step: training step, counted from 0; decides the learning rate.
             min_token_version: tokens sampled by older versions add nothing to the loss and its
                 denominator; None trains all.
         Returns: the same global numbers on every rank, see `UpdateMetrics.summary`.
         Raises: ValueError: a field or the advantages are missing, a row is over the micro-batch
-            limit, or the ranks have different numbers of minibatches.
+            limit, or the ranks have different numbers of minibatches. ConfigError: no such loss.
         """
-        if self.config.ppo.clip_center == ClipCenter.proximal:
-            for rows in minibatches[1:]:
-                if rows.num_rows:
-                    require_field(rows, "proximal_logprobs")
-        return self._update(minibatches, step, min_token_version, self._ppo_loss, is_sampled=True)
-
-    def sft_update(self, rows: PackedRows, *, step: int) -> dict[str, float]:
-        """One optimizer update on the cross entropy of the tokens in `loss_mask`."""
-        return self._update([rows], step, None, _sft_loss, is_sampled=False)
-
-    def export_weights(self) -> Iterator[WeightShard]:
-        """This rank's part of every parameter; tied ones once.
-
-        `values` may be the live parameter: copy it before the next update.
-        """
-        dtype = compute_dtype(self.config)
-        for name, parameter in self._model.causal_lm.named_parameters():
-            values = local_part(parameter.detach()).flatten()
-            yield WeightShard(name, tuple(parameter.shape), values, dtype)
+        compute_loss = loss.load()
+        minibatches = [with_token_advantages(rows) for rows in minibatches]
+        trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
+        learning = trained
+        if loss.is_zero_without_advantage:
+            learning = [with_advantage(*pair) for pair in zip(minibatches, trained, strict=True)]
+        chosen = [rows_with_tokens(*pair) for pair in zip(minibatches, learning, strict=True)]
+        micro_batch_counts = self._micro_batch_counts(minibatches, chosen)
+        own_counts = torch.tensor([int(mask.sum()) for mask in trained])
+        num_loss_tokens = self._groups.data.sum(own_counts).tolist()
+        metrics = UpdateMetrics()
+        for index, rows in enumerate(minibatches):
+            if num_loss_tokens[index] == 0:
+                logger.warning("minibatch=%d step=%d has no token to train on", index, step)
+                continue
+            packed = self._pack(rows, chosen[index], micro_batch_counts[index])
+            for micro_rows in packed:
+                micro_batch = self._micro_batch(rows, micro_rows, learning[index])
+                logprobs, entropy = self._forward(micro_batch, rows)
+                fields = TokenFields(micro_batch, rows)
+                if index == 0 and "proximal_logprobs" not in rows.fields:
+                    fields["proximal_logprobs"] = logprobs.detach()
+                tokens = LossTokens(logprobs, fields, num_loss_tokens[index])
+                value, of_loss = compute_loss(tokens)
+                # FSDP averages over the ranks, but the denominator is already the global one.
+                torch.autograd.backward(value * self._groups.data.size)
+                metrics.add(
+                    loss=Metric.sum(value),
+                    entropy=Metric.mean(entropy),
+                    num_effective_tokens=Metric.sum(torch.ones_like(entropy)),
+                    **of_loss,
+                )
+            norm = self._optimizer.update(step)
+            if not math.isfinite(norm):
+                logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
+            metrics.add_update(norm, len(packed))
+        return metrics.summary(
+            self._groups.data,
+            num_tokens=sum(rows.num_tokens for rows in minibatches),
+            num_loss_tokens=sum(num_loss_tokens),
+            lr=learning_rate(self.config.optimizer, step),
+        )
 
     @property
     def is_cuda(self) -> bool:
         """Whether this rank computes on a GPU."""
-        return self._group.device.type == "cuda"
+        return self._groups.world.device.type == "cuda"
 
     def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
         """Every whole parameter in the dtype of computation, tied ones once, in buckets.
 
         Parameters may be the live ones. All ranks must go through all buckets together.
         """
-        dtype = compute_dtype(self.config)
         parameters = dict(self._model.causal_lm.named_parameters())
         for bucket in split_into_buckets(self._unfilled_weights(), bucket_bytes):
-            yield [(name, _whole(parameters[name].detach().to(dtype))) for name, _ in bucket]
+            named = [(name, parameters[name].detach()) for name, _ in bucket]
+            yield gather_whole(named, compute_dtype(self.config))
 
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         """What `gather_weights` gives, without the values."""
@@ -244,13 +285,6 @@ class FSDPEngine:
         """
         return self._snapshots.begin(folder)
 
-    def save_snapshot(self, folder: Path) -> None:
-        """`begin_snapshot`, waited for.
-
-        Raises: CheckpointError: on every rank, when it could not be written.
-        """
-        self._writer.finish(self.begin_snapshot(folder))
-
     def load_snapshot(self, folder: Path) -> None:
         """Restores what `begin_snapshot` took, also with another number of ranks.
 
@@ -262,72 +296,9 @@ class FSDPEngine:
         """Waits for what is being written, and leaves the group. It cannot be used afterwards."""
         if hasattr(self, "_writer"):
             self._writer.close()
-        if hasattr(self, "_group"):
-            self._group.close()
+        if hasattr(self, "_groups"):
+            self._groups.close()
         self._hosted = None
-
-    def _update(
-        self,
-        minibatches: Sequence[PackedRows],
-        step: int,
-        min_token_version: int | None,
-        loss_of: LossOf,
-        *,
-        is_sampled: bool,
-    ) -> dict[str, float]:
-        trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
-        learning = [learning_tokens(*pair) for pair in zip(minibatches, trained, strict=True)]
-        chosen = [rows_with_tokens(*pair) for pair in zip(minibatches, learning, strict=True)]
-        micro_batch_counts = self._micro_batch_counts(minibatches, chosen)
-        own_counts = torch.tensor([int(mask.sum()) for mask in trained])
-        num_loss_tokens = self._group.all_reduce(own_counts, "sum").tolist()
-        metrics = UpdateMetrics()
-        for index, rows in enumerate(minibatches):
-            if num_loss_tokens[index] == 0:
-                logger.warning("minibatch=%d step=%d has no token to train on", index, step)
-                continue
-            packed = self._pack(rows, chosen[index], micro_batch_counts[index])
-            for micro_rows in packed:
-                micro_batch = self._micro_batch(rows, micro_rows, learning[index])
-                temperatures = micro_batch.gather_temperatures(rows) if is_sampled else None
-                logprobs, entropy = self._forward(micro_batch, temperatures)
-                loss, of_loss = loss_of(rows, micro_batch, logprobs, num_loss_tokens[index])
-                # FSDP averages over the ranks, but the denominator is already the global one.
-                torch.autograd.backward(loss * self._group.world_size)
-                metrics.add(loss=Metric.sum(loss), entropy=Metric.mean(entropy), **of_loss)
-            norm = self._optimizer.update(step)
-            if not math.isfinite(norm):
-                logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
-            metrics.add_update(norm, len(packed))
-        return metrics.summary(
-            self._group,
-            num_tokens=sum(rows.num_tokens for rows in minibatches),
-            num_loss_tokens=sum(num_loss_tokens),
-            lr=learning_rate(self.config.optimizer, step),
-        )
-
-    def _ppo_loss(
-        self, rows: PackedRows, batch: MicroBatch, logprobs: torch.Tensor, num_loss_tokens: int
-    ) -> tuple[torch.Tensor, Metrics]:
-        ppo = self.config.ppo
-        behavior = batch.gather(rows, "behavior_logprobs")
-        if ppo.clip_center == ClipCenter.behavior:
-            proximal = behavior
-        elif "proximal_logprobs" in rows.fields:
-            proximal = batch.gather(rows, "proximal_logprobs")
-        else:
-            proximal = logprobs.detach()
-        return decoupled_ppo_loss(
-            logprobs,
-            proximal,
-            behavior if ppo.use_behavior_weight else proximal,
-            batch.gather_advantages(rows),
-            torch.ones_like(logprobs, dtype=torch.bool),
-            clip_low=ppo.clip_low,
-            clip_high=ppo.clip_high,
-            behavior_weight_cap=ppo.behavior_weight_cap,
-            num_loss_tokens=num_loss_tokens,
-        )
 
     def _micro_batch_counts(
         self, batches: Sequence[PackedRows], chosen: Sequence[Sequence[int]]
@@ -343,7 +314,7 @@ class FSDPEngine:
         except ValueError as failure:
             error = failure
         # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
-        everyone = self._group.gather((wanted, str(error) if error else None))
+        everyone = self._groups.data.gather((wanted, str(error) if error else None))
         for rank, (_, message) in enumerate(everyone):
             if message is not None:
                 raise ValueError(f"train rank {rank}: {message}") from error
@@ -359,23 +330,15 @@ class FSDPEngine:
     def _micro_batch(
         self, rows: PackedRows, chosen: Sequence[int], asked: torch.Tensor
     ) -> MicroBatch:
-        return make_micro_batch(rows, chosen, asked, self._model, self._group.device)
+        return make_micro_batch(rows, chosen, asked, self._model, self._groups.world.device)
 
-    def _forward(
-        self, batch: MicroBatch, temperatures: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, batch: MicroBatch, rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N] `OUTPUTS` at the asked tokens."""
         logprobs, entropy = self._model(
-            batch.input_ids, batch.layout, batch.positions, batch.targets, temperatures
+            batch.input_ids,
+            batch.layout,
+            batch.positions,
+            batch.targets,
+            batch.gather_temperatures(rows),
         )
         return logprobs, entropy
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _sft_loss(
-    _rows: PackedRows, _batch: MicroBatch, logprobs: torch.Tensor, num_loss_tokens: int
-) -> tuple[torch.Tensor, Metrics]:
-    everything = torch.ones_like(logprobs, dtype=torch.bool)
-    return sft_loss(logprobs, everything, num_loss_tokens=num_loss_tokens)

@@ -27,7 +27,7 @@ class FSDPPPOActor(TrainHandle):
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
     ) -> list[WorkerPlan]:
         # each rank holds its part of float32 parameters, gradients and optimizer state
-        share = -(-(shape.num_parameters or 0) // self.config.num_workers)
+        share = -(-(shape.num_parameters or 0) // self.config.parallel.num_ranks)
         return [
             WorkerPlan(
                 role="train",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,6 @@ class MicroBatch:
         positions: [N] int64, packed index of the token *before* each asked one.
         targets: [N] int64, the asked tokens.
         source: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
-        rows: [N] int64 on the CPU, row of the asked tokens in the rows it was taken from.
     """
 
     input_ids: torch.Tensor
@@ -31,22 +30,15 @@ class MicroBatch:
     positions: torch.Tensor
     targets: torch.Tensor
     source: torch.Tensor
-    rows: torch.Tensor
-
-    def gather(self, rows: PackedRows, name: str) -> torch.Tensor:
-        """[N] the field's values at the asked tokens, on the device."""
-        if not len(self.source):
-            return torch.zeros(0, device=self.input_ids.device)
-        return require_field(rows, name)[self.source].to(self.input_ids.device)
 
     def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
         """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
 
         Raises: ValueError: one is not above 0.
         """
-        if not len(self.source):
+        if not len(self.source) or "temperatures" not in rows.fields:
             return None
-        temperatures = require_field(rows, "temperatures")[self.source]
+        temperatures = rows.fields["temperatures"][self.source]
         if not bool((temperatures > 0).all()):
             raise ValueError(
                 "temperatures of asked tokens must be above 0, got "
@@ -54,15 +46,34 @@ class MicroBatch:
             )
         return None if bool((temperatures == 1).all()) else temperatures.to(self.input_ids.device)
 
-    def gather_advantages(self, rows: PackedRows) -> torch.Tensor:
-        """[N] float32, each asked token's advantage: that of its row."""
-        if not len(self.source):
-            return torch.zeros(0, device=self.input_ids.device)
-        if rows.advantages is None:
-            raise ValueError("the rows of a PPO update need advantages; they have none")
-        return torch.tensor(rows.advantages, dtype=torch.float32)[self.rows].to(
-            self.input_ids.device
-        )
+
+class TokenFields(dict[str, torch.Tensor]):
+    """[N] values of a field at the asked tokens of a micro-batch, on its device, looked up by name.
+
+    Args:
+        rows: that the micro-batch was taken from.
+    """
+
+    def __init__(self, batch: MicroBatch, rows: PackedRows) -> None:
+        super().__init__()
+        self._batch = batch
+        self._rows = rows
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        """Raises: ValueError: the rows have no such field."""
+        batch = self._batch
+        if not len(batch.source):  # a rank without rows does not know their fields
+            return torch.zeros(0, device=batch.input_ids.device)
+        return require_field(self._rows, name)[batch.source].to(batch.input_ids.device)
+
+
+def with_token_advantages(rows: PackedRows) -> PackedRows:
+    """The rows with field `advantages`, [T] float32: that of its row for each token, if known."""
+    if rows.advantages is None or "advantages" in rows.fields:
+        return rows
+    advantages = torch.tensor(rows.advantages, dtype=torch.float32)
+    of_tokens = advantages.repeat_interleave(torch.tensor(rows.lengths, dtype=torch.int64))
+    return replace(rows, fields={**rows.fields, "advantages": of_tokens})
 
 
 def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Tensor:
@@ -80,16 +91,11 @@ def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Ten
     return mask
 
 
-def learning_tokens(rows: PackedRows, trained: torch.Tensor) -> torch.Tensor:
-    """[T] bool: the trained tokens that add to the gradient.
-
-    Those of a row whose advantage is 0 do not: a policy loss without a KL or entropy term is the
-    advantage times something.
-    """
-    if rows.advantages is None or not rows.num_rows:
-        return trained
-    has_gradient = torch.tensor([advantage != 0 for advantage in rows.advantages])
-    return trained & has_gradient.repeat_interleave(torch.tensor(rows.lengths))
+def with_advantage(rows: PackedRows, tokens: torch.Tensor) -> torch.Tensor:
+    """[T] bool: those of the tokens whose advantage is not 0; all of them where it is not known."""
+    if "advantages" not in rows.fields:
+        return tokens
+    return tokens & (rows.fields["advantages"] != 0)
 
 
 def require_field(rows: PackedRows, name: str) -> torch.Tensor:
@@ -140,7 +146,6 @@ def make_micro_batch(
             nothing.to(device),
             nothing.to(device),
             nothing,
-            nothing,
         )
     all_starts = torch.tensor(rows.starts)
     chosen_rows = torch.tensor(chosen)
@@ -158,5 +163,4 @@ def make_micro_batch(
         (places - 1).to(device),
         input_ids[places].to(device),
         token_index[places],
-        row_of_token[places],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
@@ -21,7 +22,11 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities
 from areal_sc.engines.fsdp.process_group import ProcessGroup
 from areal_sc.engines.rotary import DYNAMIC, length_dependent_rope
+from areal_sc.engines.weight_group import NamedTensor, split_into_buckets
 from areal_sc.errors import ModelError
+
+GATHERED_BYTES = 4 << 20
+"""Small parameters are gathered together, up to this size: each collective costs a round trip."""
 
 # Words in transformers' names of layers that pick the tokens with the highest scores.
 _SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed")
@@ -62,7 +67,7 @@ def load_sharded_model(config: ActorConfig, group: ProcessGroup) -> PackedModel:
     model.abilities = abilities
     if config.activation_checkpointing:
         _checkpoint_layers(model.causal_lm)
-    if not needs_sharding(config, group.world_size):
+    if not needs_sharding(config, group.size):
         return model.to(group.device)
     return _shard(model, compute_dtype(config), group)
 
@@ -153,7 +158,7 @@ def _shard(model: PackedModel, dtype: torch.dtype, group: ProcessGroup) -> Packe
     """Each decoder layer is a unit of FSDP; embeddings, norms and output layer are the root's."""
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())
-    mesh = init_device_mesh(group.device.type, (group.world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(group.device.type, (group.size,), mesh_dim_names=("data",))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(model.causal_lm):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -168,3 +173,34 @@ def _shard(model: PackedModel, dtype: torch.dtype, group: ProcessGroup) -> Packe
         received = group.broadcast(values.cpu() if group.rank == 0 else None)
         model.get_buffer(name).copy_(received)
     return model
+
+
+def gather_whole(parameters: Iterable[NamedTensor], dtype: torch.dtype) -> list[NamedTensor]:
+    """Whole tensors in `dtype`, on this rank's device, of parameters that may be sharded.
+
+    One that is whole already, and has this dtype, is itself returned. All ranks make the call.
+    """
+    whole: list[NamedTensor] = []
+    for few in split_into_buckets(parameters, GATHERED_BYTES):
+        names, tensors = zip(*few, strict=True)
+        if isinstance(tensors[0], DTensor):
+            whole += zip(names, _gather_together(tensors, dtype), strict=True)
+        else:
+            whole += [(name, tensor.to(dtype)) for name, tensor in few]
+    return whole
+
+
+def _gather_together(parameters: Sequence[DTensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each rank holds as many rows of a parameter as the ranks before it, or what is left."""
+    mesh = parameters[0].device_mesh
+    shares = [-(-len(p) // mesh.size()) * p.shape[1:].numel() for p in parameters]
+    own = torch.empty(sum(shares), dtype=dtype, device=parameters[0].device)
+    for parameter, room in zip(parameters, torch.split(own, shares), strict=True):
+        values = parameter.to_local().flatten()
+        room[: len(values)] = values
+    gathered = DTensor.from_local(own, mesh, [Shard(0)], run_check=False).full_tensor()
+    of_ranks = torch.split(gathered.view(mesh.size(), -1), shares, dim=1)
+    return [
+        parts.flatten()[: parameter.numel()].view(parameter.shape)
+        for parameter, parts in zip(parameters, of_ranks, strict=True)
+    ]

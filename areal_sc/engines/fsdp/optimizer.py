@@ -115,7 +115,7 @@ class ShardedAdamW:
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients))
             squares = norms.double().square().sum()
-        norm = math.sqrt(float(self._group.all_reduce(squares, "sum")))
+        norm = math.sqrt(float(self._group.sum(squares)))
         limit = self.config.max_grad_norm
         if limit > 0 and norm > limit and math.isfinite(norm):
             torch._foreach_mul_(gradients, limit / norm)

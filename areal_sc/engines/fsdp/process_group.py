@@ -1,11 +1,16 @@
-"""The ranks of one engine: how they find each other, agree, and fail together."""
+"""The ranks of one engine: how they find each other, agree, and fail together.
+
+world    all ranks
+data     ranks that hold the same part of the model, and compute different rows
+model    ranks that hold one model together, and get the same rows
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -14,6 +19,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from areal_sc.config.machine import resolved_device
 from areal_sc.config.schema import Device
+from areal_sc.engines.base import RankPlace
 from areal_sc.engines.weight_group import listening_store
 from areal_sc.errors import WorkerStartError
 
@@ -33,18 +39,71 @@ def host_rendezvous(host: str) -> tuple[TCPStore, str]:
     return store, f"tcp://{host}:{store.port}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProcessGroup:
-    """This rank's view of the group. One rank alone needs no group and may do without.
+    """Some ranks of an engine, as one of them sees them. One rank alone may do without torch's.
+
+    Attributes:
+        rank: this one's number within the group.
+        size: number of ranks.
+        device: this rank's.
+        handle: torch's group; None for that of all ranks.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    handle: dist.ProcessGroup | None = None
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the ranks, in the values' dtype and on their device."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """As `sum`."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.size == 1:
+            return values
+        on_device = values.to(self.device)
+        dist.all_reduce(on_device, op, group=self.handle)
+        return on_device.to(values.device)
+
+    def broadcast(self, value: Any) -> Any:
+        """The object of the group's rank 0, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.handle, group_src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object, on every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The groups that this rank is in. FSDP knows data parallelism alone: `data` is `world`.
 
     Attributes:
         is_owner: this object initialised `torch.distributed` and ends it on `close`.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
+    world: ProcessGroup
+    data: ProcessGroup
+    model: ProcessGroup
     is_owner: bool
+
+    @property
+    def place(self) -> RankPlace:
+        """What the controller goes by."""
+        return RankPlace(data_rank=self.data.rank, is_head=self.model.rank == 0)
 
     @classmethod
     def join(
@@ -56,7 +115,7 @@ class ProcessGroup:
         *,
         hosted: TCPStore | None,
         is_needed: bool,
-    ) -> ProcessGroup:
+    ) -> ProcessGroups:
         """Meets the other ranks; gloo on the CPU, NCCL on CUDA.
 
         Args:
@@ -72,9 +131,9 @@ class ProcessGroup:
                     f"torch.distributed runs as rank {found[0]} of {found[1]}, "
                     f"expected rank {rank} of {world_size}"
                 )
-            return cls(rank, world_size, device, is_owner=False)
+            return cls._of(rank, world_size, device, is_owner=False)
         if world_size == 1 and not is_needed:
-            return cls(rank, world_size, device, is_owner=False)
+            return cls._of(rank, world_size, device, is_owner=False)
         arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
         try:
             if world_size == 1:
@@ -94,31 +153,14 @@ class ProcessGroup:
                 f"rank {rank} of {world_size} did not meet the others at {init_method!r} within "
                 f"{RENDEZVOUS_TIMEOUT.total_seconds():.0f} s: {error}"
             ) from error
-        return cls(rank, world_size, device, is_owner=True)
+        return cls._of(rank, world_size, device, is_owner=True)
 
-    def all_reduce(self, values: torch.Tensor, operation: Literal["sum", "max"]) -> torch.Tensor:
-        """In place over all ranks, in the values' dtype; returns them on their own device."""
-        if self.world_size == 1:
-            return values
-        on_device = values.to(self.device)
-        dist.all_reduce(on_device, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
-        return on_device.to(values.device)
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's object, on every rank."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's object, on every rank, in rank order."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+    @classmethod
+    def _of(
+        cls, rank: int, world_size: int, device: torch.device, *, is_owner: bool
+    ) -> ProcessGroups:
+        world = ProcessGroup(rank, world_size, device)
+        return cls(world, data=world, model=ProcessGroup(0, 1, device), is_owner=is_owner)
 
     def close(self) -> None:
         if self.is_owner and dist.is_initialized():

@@ -60,7 +60,7 @@ class UpdateMetrics:
         """
         combined = self._combined(group)
         loss = combined.pop("loss", 0.0) / max(1, self.num_updates + self.num_skipped)
-        all_tokens = group.all_reduce(torch.tensor(num_tokens, dtype=torch.float64), "sum")
+        all_tokens = group.sum(torch.tensor(num_tokens, dtype=torch.float64))
         return {
             "loss": loss,
             "grad_norm": sum(self.gradient_norms) / max(1, self.num_updates),
@@ -81,8 +81,8 @@ class UpdateMetrics:
         metrics = self.metrics.values()
         values = torch.stack([metric.value for metric in metrics]).double().cpu()
         weights = torch.tensor([metric.weight for metric in metrics], dtype=torch.float64)
-        largest = group.all_reduce(values.clone(), "max").tolist()
-        totals, weights = group.all_reduce(torch.stack([values, weights]), "sum")
+        largest = group.max(values.clone()).tolist()
+        totals, weights = group.sum(torch.stack([values, weights]))
         means = (totals / weights).tolist()  # 0 / 0 is NaN
         found = {"max": largest, "sum": totals.tolist(), "mean": means}
         return {name: found[m.combine][i] for i, (name, m) in enumerate(self.metrics.items())}

@@ -161,13 +161,13 @@ def test_a_dry_run_does_not_pass_what_the_run_would_refuse(
 
 
 def test_ranks_and_devices(load: Load) -> None:
-    load("actor.device=cuda", "actor.num_workers=2", num_devices=2)
-    load("actor.num_workers=3", "rollout.num_workers=3", num_devices=0)  # auto: on the CPU
+    load("actor.device=cuda", "actor.parallel.data=2", num_devices=2)
+    load("actor.parallel.data=3", "rollout.num_workers=3", num_devices=0)  # auto: on the CPU
     with pytest.raises(
         ConfigError,
-        match=r"actor\.num_workers: expected at most 2 with actor\.device=cuda .*, got 3",
+        match=r"actor\.parallel\.data: expected at most 2 with actor\.device=cuda .*, got 3",
     ):
-        load("actor.device=cuda", "actor.num_workers=3", num_devices=2)
+        load("actor.device=cuda", "actor.parallel.data=3", num_devices=2)
     with pytest.raises(
         ConfigError, match=r"rollout\.num_workers: expected at most 1 with rollout\.device=auto"
     ):
@@ -239,8 +239,8 @@ def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
         ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),
         (
-            "actor.num_workers=2 rollout.train_batch_groups=1 rollout.group_size=4",
-            "actor.num_workers=2: a minibatch has 1 rows, so some ranks are idle in it",
+            "actor.parallel.data=2 rollout.train_batch_groups=1 rollout.group_size=4",
+            "actor.parallel.data=2: a minibatch has 1 rows, so some ranks are idle in it",
         ),
     ],
 )

@@ -35,7 +35,12 @@ WriteYaml = Callable[..., Path]
         (
             "rolout.num_workers=2",
             "override rolout.num_workers=2: unknown setting rolout.num_workers; "
-            "did you mean rollout.num_workers or actor.num_workers?",
+            "did you mean rollout.num_workers?",
+        ),
+        (
+            "actor.num_workers=2",
+            "override actor.num_workers=2: unknown setting actor.num_workers; "
+            "it is called actor.parallel.data now",
         ),
         (
             "+actor.zzz=2",

@@ -144,7 +144,7 @@ def test_flags_stand_for_settings(load: Load) -> None:
 def test_dry_run_shows_workers_memory_and_run_folder(
     write_yaml: WriteYaml, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--config", str(write_yaml()), "--dry-run", "actor.num_workers=2"]
+    argv = ["--config", str(write_yaml()), "--dry-run", "actor.parallel.data=2"]
     with pytest.raises(SystemExit) as ended:
         load_config(argv, GRPOConfig, makes_model=True, count_devices=lambda: 0)
     assert ended.value.code == 0

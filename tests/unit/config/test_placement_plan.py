@@ -98,7 +98,7 @@ def test_ranks_share_parameters_and_devices_in_turn(load: Load, model: Path) -> 
     config = load(
         f"actor.path={model}",
         *SIZES,
-        "actor.num_workers=2",
+        "actor.parallel.data=2",
         "rollout.num_workers=2",
         "actor.dtype=bfloat16",
         num_devices=3,

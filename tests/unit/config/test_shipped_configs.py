@@ -45,7 +45,7 @@ def test_letter_sort() -> None:
 
 def test_variants_change_only_what_they_are_for() -> None:
     two_ranks = load_shipped("letter_sort_two_ranks.yaml")
-    assert (two_ranks.actor.num_workers, two_ranks.rollout.num_workers) == (2, 2)
+    assert (two_ranks.actor.parallel.data, two_ranks.rollout.num_workers) == (2, 2)
     sync = load_shipped("letter_sort_sync.yaml")
     assert sync.rollout.max_staleness == 0
     gpu = load_shipped("letter_sort_gpu.yaml")

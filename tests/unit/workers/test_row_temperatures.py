@@ -70,7 +70,7 @@ async def test_the_trainer_finds_the_log_probabilities_of_the_sampler(
     rows = await play(tiny_model_folder, [Turns(*temperatures) for temperatures in turns])
     trainer = FSDPEngine(ActorConfig(path=str(tiny_model_folder), device=Device.cpu, seed=0))
     trainer.initialize(0, 1, "")
-    found = trainer.compute_logprobs(rows)
+    found = trainer.forward(rows, "logprobs")
     trainer.close()
     mask = rows.fields["loss_mask"]
     assert mask.sum() > 20

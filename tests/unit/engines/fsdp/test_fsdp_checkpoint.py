@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from small_disk import small_disk
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY
 from areal_sc.config.schema import ActorConfig, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.storage import FORMAT, SnapshotReader, _checksum
@@ -69,11 +70,11 @@ def rows(seed: int) -> PackedRows:
 
 
 def train(engine: FSDPEngine, step: int) -> None:
-    engine.sft_update(rows(step), step=step)
+    engine.update([rows(step)], CROSS_ENTROPY, step=step)
 
 
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {s.name: s.values.clone().view(s.shape) for s in engine.export_weights()}
+    return {n: v.clone() for bucket in engine.gather_weights(1000) for n, v in bucket}
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -177,7 +178,7 @@ def test_a_failed_write_is_in_its_future_and_in_the_log(
 
 def test_a_full_disk_leaves_the_former_snapshot(build: Build, tmp_path: Path) -> None:
     engine = build()
-    engine.save_snapshot(tmp_path / "snapshot")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     before = weights(engine)
     train(engine, 0)
     with small_disk():
@@ -193,18 +194,18 @@ def test_a_full_disk_leaves_the_former_snapshot(build: Build, tmp_path: Path) ->
 def test_an_interrupted_replacement_is_made_good(build: Build, tmp_path: Path) -> None:
     """The only moment at which the folder has no content under its name."""
     engine = build()
-    engine.save_snapshot(tmp_path / "snapshot")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     (tmp_path / "snapshot").rename(tmp_path / ".snapshot.former")
     (tmp_path / ".snapshot.partial").mkdir()
     engine.load_snapshot(tmp_path / "snapshot")
-    engine.save_snapshot(tmp_path / "snapshot")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]
 
 
 def test_the_model_must_be_the_same(
     build: Build, random_model: Callable[..., Any], tmp_path: Path
 ) -> None:
-    build().save_snapshot(tmp_path / "snapshot")
+    build().begin_snapshot(tmp_path / "snapshot").result()
     random_model(vocab_size=31, num_hidden_layers=3, tie_word_embeddings=False).save_pretrained(
         tmp_path / "other"
     )
@@ -280,7 +281,7 @@ def test_damage_is_found_before_anything_changes(
     name: str, damage: Callable[[Path], None], message: str, build: Build, tmp_path: Path
 ) -> None:
     engine = build()
-    engine.save_snapshot(tmp_path / "snapshot")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     train(engine, 0)
     before = weights(engine)
     damage(tmp_path / "snapshot" / name)
@@ -293,7 +294,7 @@ def test_no_flipped_bit_is_loaded(build: Build, tmp_path: Path) -> None:
     """Any bit of any file: it is refused, and the engine stays as it is."""
     engine = build()
     train(engine, 0)
-    engine.save_snapshot(tmp_path / "snapshot")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     stored = weights(engine)
     train(engine, 1)
     before = weights(engine)
@@ -320,7 +321,7 @@ def test_nothing_is_unpickled(
         raise AssertionError("a snapshot was unpickled")
 
     engine = build()
-    engine.save_snapshot(tmp_path / "snapshot")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     for module, name in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
         monkeypatch.setattr(module, name, refuse)
     engine.load_snapshot(tmp_path / "snapshot")
@@ -332,7 +333,7 @@ def test_nothing_is_unpickled(
 def test_distributed_checkpoints_of_torch_read_a_snapshot(build: Build, tmp_path: Path) -> None:
     engine = build()
     train(engine, 0)
-    engine.save_snapshot(tmp_path / "snapshot")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     state = {f"parameter.{name}": torch.zeros_like(v) for name, v in weights(engine).items()}
     state["step.model.norm.weight"] = torch.zeros(())
     load_distributed(state, storage_reader=SnapshotReader(tmp_path / "snapshot"))
@@ -342,7 +343,7 @@ def test_distributed_checkpoints_of_torch_read_a_snapshot(build: Build, tmp_path
 
 
 def test_a_snapshot_without_updates_has_empty_moments(build: Build, tmp_path: Path) -> None:
-    build().save_snapshot(tmp_path / "snapshot")
+    build().begin_snapshot(tmp_path / "snapshot").result()
     stored = load_file(tmp_path / "snapshot" / "rank-0.safetensors")
     moments = [values for name, values in stored.items() if name.startswith(("exp_", "step"))]
     assert moments

@@ -14,6 +14,8 @@ import torch
 from small_disk import small_disk
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from areal_sc.algorithms.losses import LossTokens
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.config.schema import ActorConfig, ClipCenter, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.errors import CheckpointError, ConfigError, ModelError, WorkerStartError
@@ -80,8 +82,14 @@ def make_rows(seed: int = 0) -> PackedRows:
     return PackedRows(fields, LENGTHS, tuple(advantages))
 
 
+def ppo_update(
+    engine: FSDPEngine, minibatches: list[PackedRows], **options: Any
+) -> dict[str, float]:
+    return engine.update(minibatches, loss_of(engine.config.ppo), **options)
+
+
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {s.name: s.values.clone().view(s.shape) for s in engine.export_weights()}
+    return {n: v.clone() for bucket in engine.gather_weights(1000) for n, v in bucket}
 
 
 def plain_logprobs(model: Any, rows: PackedRows) -> list[torch.Tensor]:
@@ -106,16 +114,30 @@ def test_logprobs_of_trained_tokens(engine: FSDPEngine, model_folder: Path) -> N
     rows = replace(make_rows(), advantages=None)
     expected = torch.cat(plain_logprobs(reference_model(model_folder), rows))
     expected = expected.masked_fill(~rows.fields["loss_mask"], 0)
-    found = engine.compute_logprobs(rows)
+    found = engine.forward(rows, "logprobs")
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), expected, atol=1e-5)
     # what is known to be left out of the update needs none
     known = replace(rows, advantages=(1.0, 0.5, 0.0, -1.0, 0.0, 2.0))
     is_left_out = torch.zeros(sum(LENGTHS), dtype=torch.bool)
     is_left_out[9:21] = is_left_out[26:35] = True
-    found = engine.compute_logprobs(known)
+    found = engine.forward(known, "logprobs")
     assert torch.allclose(found.double(), expected.masked_fill(is_left_out, 0), atol=1e-5)
-    assert engine.compute_logprobs(rows.take([])).shape == (0,)
+    assert engine.forward(rows.take([]), "logprobs").shape == (0,)
+
+
+def test_entropy_of_trained_tokens(engine: FSDPEngine, model_folder: Path) -> None:
+    rows = replace(make_rows(), advantages=None)
+    model, expected = reference_model(model_folder), []
+    for index in range(rows.num_rows):
+        row = rows.take([index]).fields
+        logits = model(row["input_ids"].long()[None]).logits[0, :-1]
+        logprobs = (logits / row["temperatures"][1:, None].double()).log_softmax(-1)
+        expected += [torch.zeros(1), -(logprobs.exp() * logprobs).sum(-1)]
+    whole = torch.cat(expected).masked_fill(~rows.fields["loss_mask"], 0)
+    assert torch.allclose(engine.forward(rows, "entropy").double(), whole, atol=1e-5)
+    with pytest.raises(ValueError, match="logprobs, entropy, got 'values'"):
+        engine.forward(rows, "values")
 
 
 def test_prompts_and_rows_of_advantage_zero_cost_nothing_they_need_not(
@@ -131,19 +153,17 @@ def test_prompts_and_rows_of_advantage_zero_cost_nothing_they_need_not(
     monkeypatch.setattr(engine, "_forward", counting)
     rows = make_rows()
     num_trained = int(rows.fields["loss_mask"].sum())
-    engine.compute_logprobs(replace(rows, advantages=None))
+    engine.forward(replace(rows, advantages=None), "logprobs")
     # rows of 2 and 1 tokens have no trained one
     assert [sum(counts) for counts in zip(*seen, strict=True)] == [33, num_trained]
 
     seen.clear()
     rows = replace(rows, advantages=(1.0, 0.5, 0.0, -1.0, 0.0, 2.0))
-    stats = engine.ppo_update([rows], step=0, min_token_version=None)
+    stats = ppo_update(engine, [rows], step=0)
     assert [sum(counts) for counts in zip(*seen, strict=True)] == [7 + 5, 5 + 3]
     assert (stats["num_loss_tokens"], stats["num_effective_tokens"]) == (num_trained, 5 + 3)
 
-    stats = engine.ppo_update(
-        [replace(rows, advantages=(0.0,) * 6)], step=0, min_token_version=None
-    )
+    stats = ppo_update(engine, [replace(rows, advantages=(0.0,) * 6)], step=0)
     assert (stats["num_updates"], stats["num_effective_tokens"], stats["loss"]) == (1, 0, 0)
     assert math.isnan(stats["entropy"])
 
@@ -175,7 +195,7 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     if proximal_name != "proximal_logprobs":
         kept = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
         given = replace(rows, fields=kept)
-    stats = engine.ppo_update([given], step=0, min_token_version=min_token_version)
+    stats = ppo_update(engine, [given], step=0, min_token_version=min_token_version)
 
     model = reference_model(model_folder)
     logprobs = torch.cat(plain_logprobs(model, rows))
@@ -204,6 +224,51 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     engine.close()
 
 
+def test_advantages_of_tokens(engine: FSDPEngine) -> None:
+    """A field of one number a token takes the place of one number a row; 0 costs no forward."""
+    rows = make_rows()
+    per_row = torch.tensor(rows.advantages).repeat_interleave(torch.tensor(LENGTHS))
+    as_field = replace(rows, fields={**rows.fields, "advantages": per_row}, advantages=None)
+    engine.config.optimizer.lr = 0.0
+    expected = ppo_update(engine, [rows], step=0)
+    assert ppo_update(engine, [as_field], step=0) == expected
+
+    is_late = torch.cat([torch.arange(length) >= 5 for length in LENGTHS])
+    late = replace(as_field, fields={**rows.fields, "advantages": per_row.where(is_late, 0.0)})
+    stats = ppo_update(engine, [late], step=0)
+    is_trained = rows.fields["loss_mask"]
+    assert stats["num_loss_tokens"] == int(is_trained.sum())
+    assert stats["num_effective_tokens"] == int((is_trained & is_late).sum()) > 5
+    masked = replace(rows, fields={**rows.fields, "loss_mask": is_trained & is_late})
+    share = stats["num_effective_tokens"] / stats["num_loss_tokens"]
+    expected_loss = ppo_update(engine, [masked], step=0)["loss"] * share
+    assert stats["loss"] == pytest.approx(expected_loss, rel=1e-5)
+
+
+def pull_to_behavior(
+    tokens: LossTokens, *, strength: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss of a user's own, which has a gradient where the advantage is 0."""
+    distance = (tokens.logprobs - tokens.fields["behavior_logprobs"]).square()
+    loss = strength * distance.sum() / tokens.num_loss_tokens
+    return loss, {"num_tokens": torch.ones_like(distance).sum().detach()}
+
+
+def test_a_loss_by_import_path_sees_all_trained_tokens(
+    engine: FSDPEngine, model_folder: Path
+) -> None:
+    rows = replace(make_rows(), advantages=(0.0,) * len(LENGTHS))
+    loss = NamedLoss(f"{__name__}:pull_to_behavior", {"strength": 0.5})
+    logprobs = torch.cat(plain_logprobs(reference_model(model_folder), rows))
+    mask = rows.fields["loss_mask"]
+    expected = 0.5 * (logprobs - rows.fields["behavior_logprobs"])[mask].square().mean()
+    stats = engine.update([rows], loss, step=0)
+    assert stats["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert stats["num_effective_tokens"] == mask.sum()
+    later = [engine.update([rows], loss, step=step)["loss"] for step in range(1, 4)]
+    assert later[-1] < 0.5 * stats["loss"]
+
+
 def test_sft_trains_the_masked_tokens_at_temperature_one(
     engine: FSDPEngine, model_folder: Path
 ) -> None:
@@ -216,7 +281,7 @@ def test_sft_trains_the_masked_tokens_at_temperature_one(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        stats = engine.sft_update(rows, step=step)
+        stats = engine.update([rows], CROSS_ENTROPY, step=step)
         assert stats["loss"] == pytest.approx(loss.item(), abs=1e-4)
         assert stats["logprob"] == pytest.approx(-loss.item(), abs=1e-4)
         assert stats["num_updates"] == 1
@@ -231,7 +296,7 @@ def test_every_minibatch_is_one_update_at_the_learning_rate_of_the_step(
     engine = FSDPEngine(config)
     engine.initialize(0, 1, "")
     minibatches = [make_rows(seed) for seed in range(3)]
-    stats = engine.ppo_update(minibatches, step=1, min_token_version=None)
+    stats = ppo_update(engine, minibatches, step=1)
     assert stats["num_updates"] == 3
     assert stats["lr"] == 0.5
     # 35 tokens with something to train in at most 16 a micro-batch
@@ -242,7 +307,7 @@ def test_every_minibatch_is_one_update_at_the_learning_rate_of_the_step(
 
 def test_nothing_to_train_on_changes_nothing(engine: FSDPEngine) -> None:
     before = weights(engine)
-    stats = engine.ppo_update([make_rows()], step=0, min_token_version=99)
+    stats = ppo_update(engine, [make_rows()], step=0, min_token_version=99)
     assert stats["num_updates"] == 0
     assert stats["num_loss_tokens"] == 0
     after = weights(engine)
@@ -254,7 +319,7 @@ def test_values_that_are_not_finite_skip_the_update(
 ) -> None:
     before = weights(engine)
     rows = replace(make_rows(), advantages=(math.inf,) * len(LENGTHS))
-    stats = engine.ppo_update([rows], step=0, min_token_version=None)
+    stats = ppo_update(engine, [rows], step=0)
     assert (stats["num_updates"], stats["num_skipped_updates"]) == (0, 1)
     assert "skipped: gradient_norm=" in caplog.text
     assert all(torch.equal(before[name], value) for name, value in weights(engine).items())
@@ -262,27 +327,24 @@ def test_values_that_are_not_finite_skip_the_update(
 
 def test_what_rows_must_have(engine: FSDPEngine) -> None:
     rows = make_rows()
-    with pytest.raises(ValueError, match="need advantages"):
-        engine.ppo_update([replace(rows, advantages=None)], step=0, min_token_version=None)
+    with pytest.raises(ValueError, match="not 'advantages'"):
+        ppo_update(engine, [replace(rows, advantages=None)], step=0)
     fields = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
     with pytest.raises(ValueError, match="not 'proximal_logprobs'"):
-        engine.ppo_update([rows, replace(rows, fields=fields)], step=0, min_token_version=None)
+        ppo_update(engine, [rows, replace(rows, fields=fields)], step=0)
     unmasked = replace(rows, advantages=None)
     greedy = {**rows.fields, "temperatures": torch.zeros(sum(LENGTHS))}
     with pytest.raises(ValueError, match="temperatures of asked tokens must be above 0, got 0"):
-        engine.compute_logprobs(replace(unmasked, fields=greedy))
-    untold = {k: v for k, v in rows.fields.items() if k != "temperatures"}
-    with pytest.raises(ValueError, match="not 'temperatures'"):
-        engine.compute_logprobs(replace(unmasked, fields=untold))
+        engine.forward(replace(unmasked, fields=greedy), "logprobs")
     long_row = PackedRows(
         {"input_ids": torch.zeros(17, dtype=torch.int32), "loss_mask": torch.ones(17).bool()}, (17,)
     )
     with pytest.raises(ValueError, match=r"rank 0: row 0 has 17 tokens.* at most 16"):
-        engine.sft_update(long_row, step=0)
+        engine.update([long_row], CROSS_ENTROPY, step=0)
 
 
 def test_tied_weights_are_exported_once(engine: FSDPEngine, model_folder: Path) -> None:
-    names = [shard.name for shard in engine.export_weights()]
+    names = [name for bucket in engine.gather_weights(1000) for name, _ in bucket]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
     assert names == [name for name, _ in reference_model(model_folder).named_parameters()]
@@ -291,7 +353,7 @@ def test_tied_weights_are_exported_once(engine: FSDPEngine, model_folder: Path) 
 def test_a_saved_folder_holds_the_model_and_its_companions(
     engine: FSDPEngine, tmp_path: Path
 ) -> None:
-    engine.sft_update(make_rows(), step=0)
+    engine.update([make_rows()], CROSS_ENTROPY, step=0)
     folder = tmp_path / "deep" / "final"
     for _ in range(2):  # the second one replaces the first
         engine.save_hf(folder)
@@ -305,33 +367,33 @@ def test_a_saved_folder_holds_the_model_and_its_companions(
 def test_training_goes_on_from_a_snapshot_bit_for_bit(
     engine: FSDPEngine, model_folder: Path, tmp_path: Path
 ) -> None:
-    engine.ppo_update([make_rows(0)], step=0, min_token_version=None)
-    engine.save_snapshot(tmp_path / "snapshot")
+    ppo_update(engine, [make_rows(0)], step=0)
+    engine.begin_snapshot(tmp_path / "snapshot").result()
     random_after_saving = torch.rand(3)
-    engine.ppo_update([make_rows(1)], step=1, min_token_version=None)
+    ppo_update(engine, [make_rows(1)], step=1)
     expected = weights(engine)
 
     other = FSDPEngine(actor_config(model_folder))
     other.initialize(0, 1, "")
-    other.compute_logprobs(make_rows())
+    other.forward(make_rows(), "logprobs")
     other.load_snapshot(tmp_path / "snapshot")
     assert torch.equal(torch.rand(3), random_after_saving)
-    other.ppo_update([make_rows(1)], step=1, min_token_version=None)
+    ppo_update(other, [make_rows(1)], step=1)
     assert all(torch.equal(expected[name], value) for name, value in weights(other).items())
     other.close()
 
 
-@pytest.mark.parametrize("kind", ["save_hf", "save_snapshot"])
+@pytest.mark.parametrize("kind", ["begin_save_hf", "begin_snapshot"])
 def test_a_failed_write_names_its_cause_and_leaves_the_former(
     kind: str, engine: FSDPEngine, tmp_path: Path
 ) -> None:
     folder = tmp_path / "target"
-    getattr(engine, kind)(folder)
+    getattr(engine, kind)(folder).result()
     former = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    engine.sft_update(make_rows(), step=0)
+    engine.update([make_rows()], CROSS_ENTROPY, step=0)
     refused = pytest.raises(CheckpointError, match=rf"cannot write {folder}.*File too large")
     with refused, small_disk():
-        getattr(engine, kind)(folder)
+        getattr(engine, kind)(folder).result()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == former
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 

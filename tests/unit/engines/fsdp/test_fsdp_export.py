@@ -25,7 +25,7 @@ Export = Callable[..., Path]
 
 @pytest.fixture
 def writer() -> Iterator[BackgroundWriter]:
-    writer = BackgroundWriter(ProcessGroup(0, 1, torch.device("cpu"), is_owner=False))
+    writer = BackgroundWriter(ProcessGroup(0, 1, torch.device("cpu")))
     yield writer
     writer.close()
 

@@ -10,7 +10,7 @@ from areal_sc.engines.fsdp.optimizer import ShardedAdamW, learning_rate
 from areal_sc.engines.fsdp.process_group import ProcessGroup
 from areal_sc.errors import ConfigError
 
-ALONE = ProcessGroup(rank=0, world_size=1, device=torch.device("cpu"), is_owner=False)
+ALONE = ProcessGroup(rank=0, size=1, device=torch.device("cpu"))
 
 
 def rates(schedule: LrSchedule, steps: list[int], **settings: float) -> list[float]:

@@ -64,7 +64,7 @@ def test_rows_beyond_every_limit_of_any_family(family: str, tmp_path: Path) -> N
 def load(folder: Path, config: Any, **settings: Any) -> PackedModel:
     """As the engine loads a model, its weights drawn."""
     config.save_pretrained(folder)
-    group = ProcessGroup.join(0, 1, "", torch.device("cpu"), hosted=None, is_needed=False)
+    group = ProcessGroup(0, 1, torch.device("cpu"))
     return load_sharded_model(
         ActorConfig(path=str(folder), random_init=True, seed=0, **settings), group
     )
