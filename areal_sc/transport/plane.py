@@ -7,6 +7,7 @@ without            shards lie in the process's own memory; everybody pulls over 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Final
 
 from areal_sc.config.schema import TransportConfig
@@ -14,9 +15,8 @@ from areal_sc.transport.arena.backend import ArenaBackend
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.arena.map import ArenaMap
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.jobs import BulkOptions
+from areal_sc.transport.bulk.grant import BulkOptions
 from areal_sc.transport.bulk.server import BulkServer
-from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc.transport import Handler, Transport
@@ -24,6 +24,42 @@ from areal_sc.transport.tensor_store import TensorStore
 
 ROOM_SHARE: Final = 0.8
 """Of the free shared memory; published weights and other programs live there, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneStats:
+    """What a data plane holds, and what it has done since its start.
+
+    Attributes:
+        store_bytes, store_shards: held now.
+        sealed_shards: put into the store.
+        swept_shards, swept_bytes: forgotten.
+        mapped_retired_bytes: of the forgotten ones; still read by others, and so still held.
+        pulled_bytes: asked of owners elsewhere.
+        mapped_bytes: found in other workers' memory on this node.
+        local_bytes: copied out of the own store.
+        pull_connecting_s, pull_queueing_s, pull_wire_s, pull_copying_s: see `PullSeconds`; pulls
+            overlap, so together they may be more than the time that has passed.
+        served_bytes: sent in answer to `bulk_requests`.
+        bulk_refused: callers, requests and replies that are no member's.
+    """
+
+    store_bytes: int
+    store_shards: int
+    sealed_shards: int
+    swept_shards: int
+    swept_bytes: int
+    mapped_retired_bytes: int
+    pulled_bytes: int
+    mapped_bytes: int
+    local_bytes: int
+    pull_connecting_s: float
+    pull_queueing_s: float
+    pull_wire_s: float
+    pull_copying_s: float
+    served_bytes: int
+    bulk_requests: int
+    bulk_refused: int
 
 
 class DataPlane:
@@ -60,14 +96,11 @@ class DataPlane:
         backend = None if arenas is None else ArenaBackend(arenas, node_id, incarnation)
         self.room_bytes = 0 if arenas is None else _room_bytes(arenas)
         self.store = TensorStore(node_id, incarnation, max_bytes=store_bytes, backend=backend)
-        turns = Turns()
         self._server = BulkServer(
             self.store,
             interface=interface or Interface.of(config.bind),
             is_encrypted=config.encrypt,
-            frame_bytes=config.chunk_bytes,
             reply_timeout_s=config.stalled_peer_timeout_s,
-            turns=turns,
         )
         self._bulk = BulkClient(
             transport,
@@ -78,7 +111,6 @@ class DataPlane:
                 is_encrypted=config.encrypt,
                 stalled_timeout_s=config.stalled_peer_timeout_s,
             ),
-            turns,
         )
         self._arena_map = None if arenas is None else ArenaMap(arenas)
         self.puller = Puller(
@@ -98,29 +130,27 @@ class DataPlane:
         await self._server.start()
         return self._server.handlers()
 
-    def stats(self) -> dict[str, float]:
-        """What is held now, and counters since the start.
-
-        `store_bytes` and `store_shards` are held; `swept_...` were forgotten, and of their bytes
-        `mapped_retired_bytes` are still read by others, and so still held; `pulled_bytes` came
-        from elsewhere, `mapped_bytes` from other workers' memory on this node, `local_bytes` from
-        the own store; `served_bytes` went out in answer to `bulk_requests`; `bulk_refused` counts
-        frames that no member of the run sent.
-        """
-        return {
-            "store_bytes": self.store.num_bytes,
-            "store_shards": self.store.num_shards,
-            "sealed_shards": self.store.num_sealed,
-            "swept_shards": self.store.num_swept,
-            "swept_bytes": self.store.swept_bytes,
-            "mapped_retired_bytes": self.store.mapped_retired_bytes,
-            "pulled_bytes": self.puller.pulled_bytes,
-            "mapped_bytes": self.puller.mapped_bytes,
-            "local_bytes": self.puller.local_bytes,
-            "served_bytes": self._server.sent_bytes,
-            "bulk_requests": self._server.num_reads,
-            "bulk_refused": self._server.num_refused + self._bulk.num_refused,
-        }
+    def stats(self) -> PlaneStats:
+        """What is held now, and counters since the start."""
+        store, puller, seconds = self.store, self.puller, self._bulk.seconds
+        return PlaneStats(
+            store_bytes=store.num_bytes,
+            store_shards=store.num_shards,
+            sealed_shards=store.num_sealed,
+            swept_shards=store.num_swept,
+            swept_bytes=store.swept_bytes,
+            mapped_retired_bytes=store.mapped_retired_bytes,
+            pulled_bytes=puller.pulled_bytes,
+            mapped_bytes=puller.mapped_bytes,
+            local_bytes=puller.local_bytes,
+            pull_connecting_s=seconds.connecting,
+            pull_queueing_s=seconds.queueing,
+            pull_wire_s=seconds.wire,
+            pull_copying_s=seconds.copying,
+            served_bytes=self._server.sent_bytes,
+            bulk_requests=self._server.num_reads,
+            bulk_refused=self._server.num_refused + self._bulk.num_refused,
+        )
 
     async def close(self) -> None:
         """Ends pulls and serving; the worker's shards go with it."""

@@ -142,7 +142,7 @@ class Worker:
         return {"last_sequence": self.plane.store.last_sequence}
 
     async def stats(self, args: dict[str, Any]) -> dict[str, float]:
-        """Counters of both planes; see `DataPlane.stats`.
+        """Counters of both planes; see `PlaneStats`.
 
         `control_refused` counts connections without the run's keys, and messages that no member
         of the run sends, on the control and heartbeat sockets.
@@ -150,7 +150,7 @@ class Worker:
         refused = self._control_guard.num_refused + self._beats_guard.num_refused
         if self._server is not None:
             refused += self._server.num_malformed
-        return {**self.plane.stats(), "control_refused": refused}
+        return {**asdict(self.plane.stats()), "control_refused": refused}
 
     async def shutdown(self, args: dict[str, Any]) -> None:
         """Ends the worker after the reply."""

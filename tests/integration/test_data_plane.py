@@ -103,7 +103,7 @@ async def test_rows_that_lie_together_are_views(folder: ArenaFolder) -> None:
         start = whole.fields["input_ids"].data_ptr()
         assert part.fields["input_ids"].data_ptr() == start + 400
         assert puller.plane.puller.mapped_bytes == 427 * 8 + 27 * 4
-        assert puller.plane.stats()["pulled_bytes"] == owner.plane.stats()["bulk_requests"] == 0
+        assert puller.plane.stats().pulled_bytes == owner.plane.stats().bulk_requests == 0
 
 
 async def test_rows_that_lie_apart_are_copied_together(folder: ArenaFolder) -> None:
@@ -123,7 +123,7 @@ async def test_rows_that_lie_apart_are_copied_together(folder: ArenaFolder) -> N
             *range(5),
         ]
         turned.fields["input_ids"] += 1  # a copy is the puller's own
-        assert puller.plane.stats()["pulled_bytes"] == 0
+        assert puller.plane.stats().pulled_bytes == 0
         # a worker's own rows come from its own store
         mixed = await second.plane.puller.pull(batch)
         assert mixed.fields["input_ids"].tolist() == expected
@@ -180,8 +180,8 @@ async def test_weights_are_views_of_the_ranks_memory(folder: ArenaFolder) -> Non
         pulled = {name: parts async for name, parts in puller.plane.puller.pull_weights(weights)}
         assert [part.unique().tolist() for part in pulled["a"]] == [[0.0], [1.0]]
         assert [part.numel() for part in pulled["b"]] == [0, 0]
-        assert puller.plane.stats()["pulled_bytes"] == 0
-        assert puller.plane.stats()["mapped_bytes"] == 2 * 50_000 * 4
+        assert puller.plane.stats().pulled_bytes == 0
+        assert puller.plane.stats().mapped_bytes == 2 * 50_000 * 4
 
 
 async def test_without_shared_memory_everything_travels() -> None:
@@ -189,9 +189,9 @@ async def test_without_shared_memory_everything_travels() -> None:
         batch = owner.put([100, 20])
         pulled = await puller.plane.puller.pull(batch)
         assert pulled.fields["input_ids"].tolist() == list(range(120))
-        assert puller.plane.stats()["mapped_bytes"] == 0
-        assert puller.plane.stats()["pulled_bytes"] == 960
-        assert owner.plane.stats()["served_bytes"] > 960
+        assert puller.plane.stats().mapped_bytes == 0
+        assert puller.plane.stats().pulled_bytes == 960
+        assert owner.plane.stats().served_bytes > 960
 
 
 async def test_an_owner_elsewhere_is_reached_over_its_socket(
@@ -204,7 +204,7 @@ async def test_an_owner_elsewhere_is_reached_over_its_socket(
         (puller,) = made
         pulled = await puller.plane.puller.pull(batch)
         assert pulled.fields["input_ids"].tolist() == list(range(100))
-        assert puller.plane.stats()["pulled_bytes"] == 800
+        assert puller.plane.stats().pulled_bytes == 800
     other_node.remove()
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from areal_sc.errors import PeerSilent, ProtocolError, RpcTimeout
-from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.wire import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.pull_plan import Owner
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
@@ -21,39 +20,51 @@ OPEN_SESSION: Final = "bulk.open"
 
 
 @dataclass(frozen=True, slots=True)
+class BulkOptions:
+    """How a puller asks.
+
+    Attributes:
+        puller: name of this side, for the owners' messages.
+        chunk_bytes: payload of one request; no frame is larger.
+        max_inflight_chunks: requests outstanding at one owner, over all pulls.
+        is_encrypted: as the owners are configured; another one is refused.
+        stalled_timeout_s: how long an owner that gives no sign of life may take to answer its
+            control socket.
+    """
+
+    puller: str
+    chunk_bytes: int = 1 << 20
+    max_inflight_chunks: int = 16
+    is_encrypted: bool = False
+    stalled_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
 class SessionGrant:
     """What a puller gets from an owner's control socket.
 
     Attributes:
         address: the owner's bulk socket.
         session_id: [16] names the session.
-        password: [16] admits one connection to the bulk socket, once.
         request_key, reply_key: [32] AES-256 keys, one for each direction.
         is_encrypted: payload and bodies are encrypted, not only authenticated.
     """
 
     address: str
     session_id: bytes
-    password: bytes = field(repr=False)
     request_key: bytes = field(repr=False)
     reply_key: bytes = field(repr=False)
     is_encrypted: bool
 
     @classmethod
     def create(cls, address: str, is_encrypted: bool) -> SessionGrant:
-        names = os.urandom(SESSION_ID_BYTES), os.urandom(SESSION_ID_BYTES)
-        return cls(address, *names, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES), is_encrypted)
-
-    @property
-    def ticket(self) -> tuple[str, str]:
-        """Name and password to connect with."""
-        return self.session_id.hex(), self.password.hex()
+        keys = os.urandom(KEY_BYTES), os.urandom(KEY_BYTES)
+        return cls(address, os.urandom(SESSION_ID_BYTES), *keys, is_encrypted)
 
     def to_wire(self) -> list[Any]:
         return [
             self.address,
             self.session_id,
-            self.password,
             self.request_key,
             self.reply_key,
             self.is_encrypted,
@@ -66,16 +77,15 @@ class SessionGrant:
             case [
                 str(address),
                 bytes(session_id),
-                bytes(password),
                 bytes(request_key),
                 bytes(reply_key),
                 bool(is_encrypted),
             ] if (
-                len(session_id) == len(password) == SESSION_ID_BYTES
+                len(session_id) == SESSION_ID_BYTES
                 and len(request_key) == KEY_BYTES
                 and len(reply_key) == KEY_BYTES
             ):
-                return cls(address, session_id, password, request_key, reply_key, is_encrypted)
+                return cls(address, session_id, request_key, reply_key, is_encrypted)
         raise ProtocolError("expected the grant of a pull session")
 
 
