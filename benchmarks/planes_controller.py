@@ -21,7 +21,7 @@ from typing import Any
 
 import planes_ours as ours
 from planes_role import Handlers, process_cpu_s, resident_bytes, serve_async, tcp_bytes
-from planes_statistics import percentiles
+from planes_samples import percentiles
 
 from areal_sc.batch_wire import batch_from_wire, batch_to_wire
 from areal_sc.ids import random_id
