@@ -231,8 +231,8 @@ class TransportConfig:
     bind: str = "127.0.0.1"  # IPv4 address or name of an interface to listen on; 0.0.0.0: all
     encrypt: bool = False  # payload too; everything is authenticated and headers of RPC encrypted
     shared_memory: str = "auto"  # auto: /dev/shm if it is large enough; off; or a folder's path
-    chunk_bytes: int = 1 << 20  # payload under one authentication tag
-    max_inflight_chunks: int = 16  # receiver credits: asked of one owner and not yet here
+    chunk_bytes: int = 4 << 20  # payload of one request, under one authentication tag
+    max_inflight_chunks: int = 4  # receiver credits: asked of one owner and not yet here
     call_timeout_s: float = 600.0  # deadline of a control call, a training step included
     pull_timeout_s: float = 300.0
     stalled_peer_timeout_s: float = (

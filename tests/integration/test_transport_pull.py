@@ -536,7 +536,9 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
         serve = owner.bulk.answer
 
         def answer(body: Any) -> Any:
-            waiting.append(len(puller._bulk._links[next(iter(puller._bulk._links))]._inflight))
+            waiting.append(
+                len(puller._bulk._links[next(iter(puller._bulk._links))]._session.inflight)
+            )
             return serve(body)
 
         owner.bulk.answer = answer  # type: ignore[method-assign]
@@ -571,7 +573,7 @@ async def test_a_request_that_was_changed_on_its_way_costs_one_session() -> None
         for number in range(6):  # more than there are credits
             await puller.pull(batch)
             [link] = puller._bulk._links.values()
-            stream = link._stream
+            stream = link._session.stream  # type: ignore[union-attr]
             assert stream is not None
             send = stream.send
 
@@ -620,7 +622,7 @@ async def test_a_puller_that_paused_opens_its_session_again() -> None:
         await until(lambda: puller._bulk.received_bytes > values.nbytes / 4)
         [link] = puller._bulk._links.values()
         [paused] = owner.bulk._pullers
-        with unread(link._stream):
+        with unread(link._session and link._session.stream):
             await until(lambda: owner.bulk.num_dropped > 0)
         assert torch.equal((await pull).fields["x"], values)
         assert paused not in owner.bulk._pullers
@@ -657,16 +659,17 @@ async def test_an_owner_is_asked_for_a_new_session_when_nothing_moves() -> None:
         pull = asyncio.create_task(puller.pull(batch))
         await until(lambda: owner.bulk.num_reads > 0)
         [link] = puller._bulk._links.values()
-        stream = link._stream
-        assert stream is not None
+        session = link._session
+        assert session is not None
+        stream = session.stream
         for _ in range(10):  # it is slow, but it moves
-            before = stream.moved_bytes
-            await until(lambda before=before: stream.moved_bytes > before)
+            before = stream.received_bytes
+            await until(lambda before=before: stream.received_bytes > before)
             link._look()
             link._look()
-            assert link._stream is stream
+            assert link._session is session
         link._look()
-        assert link._stream is None
+        assert link._session is None
         assert rows_of(await pull, "input_ids") == [token_values(0, 1_000_000)]
 
 
@@ -716,7 +719,12 @@ async def test_a_client_that_closes_leaves_no_session(monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(_Puller, "on_message", lambda self: None)
             waiting = asyncio.create_task(puller.pull(batch))
-            await until(lambda: any(link._inflight for link in puller._bulk._links.values()))
+            await until(
+                lambda: any(
+                    link._session and link._session.inflight
+                    for link in puller._bulk._links.values()
+                )
+            )
             [session] = owner.bulk._pullers
             owner.bulk.drop(session, "a test")  # the client would ask again
             await puller.close()
@@ -735,7 +743,7 @@ async def test_a_connection_that_ended_in_silence_loses_no_shard(has_time: bool)
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
         await puller.pull(batch)
         [link] = puller._bulk._links.values()
-        link._stream._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        link._session.stream._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
         if has_time:
             await asyncio.sleep(0)
         assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]

@@ -25,18 +25,23 @@ class BulkOptions:
 
     Attributes:
         puller: name of this side, for the owners' messages.
-        chunk_bytes: payload of one request; no frame is larger.
-        max_inflight_chunks: requests outstanding at one owner, over all pulls.
+        chunk_bytes: payload of one request, at most; it has one tag.
+        max_inflight_chunks: so much is asked for and not yet here, of one owner, over all pulls.
         is_encrypted: as the owners are configured; another one is refused.
         stalled_timeout_s: how long an owner that gives no sign of life may take to answer its
             control socket.
     """
 
     puller: str
-    chunk_bytes: int = 1 << 20
-    max_inflight_chunks: int = 16
+    chunk_bytes: int = 4 << 20
+    max_inflight_chunks: int = 4
     is_encrypted: bool = False
     stalled_timeout_s: float = 30.0
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Payload asked for and not yet here, at most."""
+        return self.chunk_bytes * self.max_inflight_chunks
 
 
 @dataclass(frozen=True, slots=True)

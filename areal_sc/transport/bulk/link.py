@@ -1,7 +1,7 @@
 """The session of a puller with one owner, and what waits for it.
 
 consumes     the segments of pulls; replies of the owner's bulk socket
-waits for    credit: at most `max_inflight_chunks` requests are outstanding, so nothing is queued
+waits for    credit: at most `max_inflight_chunks` chunks are outstanding, so nothing is queued
              anywhere that was not asked for
 unblocked by the owner's replies, or the end of its connection
 
@@ -13,12 +13,9 @@ more) or silent (it does not answer in time).
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Final
 
 from areal_sc.errors import (
@@ -34,21 +31,16 @@ from areal_sc.errors import (
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.grant import BulkOptions, request_grant
 from areal_sc.transport.bulk.request_queue import Asked, DescribeJob, FetchJob, RequestQueue
-from areal_sc.transport.bulk.stream import MessageStream, connect, framed
+from areal_sc.transport.bulk.session import Session
+from areal_sc.transport.bulk.stream import connect
 from areal_sc.transport.bulk.wire import (
-    MAX_REPLY_BYTES,
-    MAX_REPLY_HEADER_BYTES,
     Describe,
     Description,
     Failure,
     Found,
-    Hello,
     Read,
     Reply,
     Request,
-    Sealer,
-    decoded_reply,
-    parse_head,
 )
 from areal_sc.transport.pull_plan import Owner
 from areal_sc.transport.refusals import Refusals
@@ -69,28 +61,8 @@ look alone may come just after a pause of this process, before what has arrived 
 _UNNAMED_ERRORS: Final = (PeerSilent, ProtocolError, RpcTimeout, TransportError)
 
 
-@dataclass(eq=False, slots=True)
-class _Arrival:
-    """A reply that is being received.
-
-    Attributes:
-        asked: what it answers.
-        error: what is wrong with it.
-        places: where its payload goes, in turn.
-        buffer: where it is received, if it must not go there as it is.
-    """
-
-    sequence: int
-    header: memoryview
-    asked: Asked | DescribeJob
-    reply: Reply | None = None
-    error: ProtocolError | None = None
-    places: Sequence[memoryview] = ()
-    buffer: memoryview | None = None
-
-
 class OwnerLink:
-    """Begins to open the session at once. A `MessageSink`.
+    """Begins to open the session at once. A `ReplyTaker`.
 
     Args:
         owner: whose shards are asked for.
@@ -121,19 +93,13 @@ class OwnerLink:
         self._loop = asyncio.get_running_loop()
         self._queue = RequestQueue(options.chunk_bytes)
         self._descriptions: deque[DescribeJob] = deque()
-        self._inflight: dict[int, Asked | DescribeJob] = {}
-        self._sequence = itertools.count(1)
         self._is_pump_scheduled = False
-        self._stream: MessageStream | None = None
-        self._session_id = b""
-        self._requests: Sealer | None = None
-        self._replies: Sealer | None = None
-        self._reply: _Arrival | None = None  # that is being received
+        self._session: Session | None = None
         self._ended_bytes = 0
         self._num_openings = 0  # since the last reply
         self._last_loss = ""
         self._watch: asyncio.TimerHandle | None = None
-        self._seen: tuple[MessageStream | None, int] = None, 0
+        self._seen_bytes = -1
         self._num_silent_looks = 0
         self._connecting_s = 0.0
         self._connecting_since_s: float | None = None
@@ -143,7 +109,7 @@ class OwnerLink:
     @property
     def received_bytes(self) -> int:
         """Bytes of all replies."""
-        return self._ended_bytes + (self._stream.received_bytes if self._stream else 0)
+        return self._ended_bytes + (self._session.stream.received_bytes if self._session else 0)
 
     @property
     def connecting_s(self) -> float:
@@ -177,73 +143,30 @@ class OwnerLink:
         self._end("the connection was closed here")
         await asyncio.gather(self._opening, return_exceptions=True)
 
-    def on_header(self, header: memoryview, payload_bytes: int) -> Sequence[memoryview]:
-        """Finds what a reply answers, and where its payload goes.
-
-        A faulty reply is read to its end, too: its request fails, and the session goes on.
-        """
-        if payload_bytes > MAX_REPLY_BYTES:
-            raise ProtocolError(f"a payload of {payload_bytes} bytes: more than can be asked for")
-        assert self._replies is not None
+    def on_reply(self, asked: Asked | DescribeJob, reply: Reply) -> None:
+        """Raises: ProtocolError: it does not answer what was asked."""
         self._num_openings, self._last_loss = 0, ""
-        try:
-            session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)
-            if session_id != self._session_id:
-                raise ProtocolError("a reply of another session")
-            if sequence not in self._inflight:
-                raise ProtocolError(f"reply {sequence} answers nothing that was asked")
-        except ProtocolError as error:
-            self._refused.add(error)
-            self._fail_all(error)  # one of them was answered so: nobody knows which
-            self._end(str(error))
-            return ()
-        asked = self._inflight.pop(sequence)
-        arrival = self._reply = _Arrival(sequence, header, asked)
-        try:
-            arrival.reply = decoded_reply(self._replies.open(header, sequence))
-            if isinstance(arrival.reply, Found) and not isinstance(asked, DescribeJob):
-                arrival.places = [place for _, part in asked for place in part.destinations]
-            num_bytes = sum(map(len, arrival.places))
-            if num_bytes != payload_bytes:
-                raise ProtocolError(f"expected {num_bytes} bytes of payload, got {payload_bytes}")
-        except ProtocolError as error:
-            arrival.error = error
-        if arrival.error is None and not (self._replies.is_encrypted and arrival.places):
-            return arrival.places
-        arrival.buffer = self._pool.take(payload_bytes).data
-        return [arrival.buffer]
-
-    def on_message(self) -> None:
-        """All of a reply has arrived; only if all of it is verified it counts."""
-        arrival, self._reply = self._reply, None
-        assert arrival is not None
-        assert self._replies is not None
-        asked, begun_s = arrival.asked, time.perf_counter()
-        try:
-            if arrival.error is not None:
-                raise arrival.error
-            where = arrival.header, arrival.sequence
-            if arrival.buffer is not None:
-                self._replies.decrypt_payload(*where, arrival.buffer, arrival.places)
-            elif arrival.places:
-                self._replies.check_payload(*where, arrival.places)
-            if isinstance(asked, DescribeJob):
-                self._on_description(asked, arrival.reply)
-            else:
-                copying_s = time.perf_counter() - begun_s
-                for job, _ in asked:
-                    job.copying_s += copying_s / len(asked)
-                self._on_rows(asked, arrival.reply)
-        except ProtocolError as error:
-            self._refused.add(error)
-            self._fail_asked(asked, error)
+        if isinstance(asked, DescribeJob):
+            self._on_description(asked, reply)
+        else:
+            self._on_rows(asked, reply)
         self._pump_soon()
 
-    def on_lost(self, reason: Exception) -> None:
-        """Nothing more comes over this connection."""
-        self._open_again(str(reason) or repr(reason))
+    def on_fault(self, asked: Asked | DescribeJob | None, error: ProtocolError) -> None:
+        """What it answers fails; all that waits, where nobody knows what that is."""
+        self._refused.add(error)
+        if asked is not None:
+            self._fail_asked(asked, error)
+            self._pump_soon()
+        else:
+            self._fail_all(error)
+            self._end(str(error))
 
-    def _on_description(self, asked: DescribeJob, reply: Reply | None) -> None:
+    def on_lost(self, reason: str) -> None:
+        """The connection ended."""
+        self._open_again(reason)
+
+    def _on_description(self, asked: DescribeJob, reply: Reply) -> None:
         match reply:
             case Description():
                 if not asked.done.done():
@@ -253,7 +176,7 @@ class OwnerLink:
             case _:
                 raise ProtocolError("expected the description of a shard, got its rows")
 
-    def _on_rows(self, asked: Asked, reply: Reply | None) -> None:
+    def _on_rows(self, asked: Asked, reply: Reply) -> None:
         """The payload is in its place; what the owner says of its rows has to fit the metadata."""
         match reply:
             case Found() if len(reply.parts) == len(asked):
@@ -273,10 +196,7 @@ class OwnerLink:
     def _open_again(self, reason: str) -> None:
         """What was not answered is asked for once more, in a new session, if somebody waits."""
         self._last_loss = reason
-        self._disconnect()
-        lost = list(self._inflight.values())
-        self._inflight.clear()
-        for asked in lost:
+        for asked in self._disconnect():
             if isinstance(asked, DescribeJob):
                 self._descriptions.append(asked)
             else:
@@ -316,17 +236,7 @@ class OwnerLink:
             self._loop.call_soon(self._open_again, str(error))
             return
         self._connecting_s, self._connecting_since_s = self.connecting_s, None
-        self._session_id = grant.session_id
-        self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
-        self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted, self._pool)
-        self._stream = MessageStream(
-            connection,
-            self,
-            max_header_bytes=MAX_REPLY_HEADER_BYTES,
-            window_bytes=self._options.chunk_bytes * self._options.max_inflight_chunks,
-        )
-        hello, _ = self._requests.seal(next(self._sequence), Hello())
-        self._stream.send(lambda: framed(hello))
+        self._session = Session(connection, grant, self._options, self._pool, self)
         self._pump_soon()
 
     def _on_opened(self, opening: asyncio.Task[None]) -> None:
@@ -343,19 +253,20 @@ class OwnerLink:
     def _look(self) -> None:
         """An owner that lives answers; whether one that does not is gone, its control tells."""
         self._watch = None
-        if self._stream is None or not self._inflight:
+        if self._session is None or not self._session.inflight:
             return
-        seen = self._stream, self._stream.moved_bytes
-        self._num_silent_looks = self._num_silent_looks + 1 if seen == self._seen else 0
-        self._seen = seen
+        is_silent = self.received_bytes == self._seen_bytes
+        self._num_silent_looks = self._num_silent_looks + 1 if is_silent else 0
+        self._seen_bytes = self.received_bytes
         if self._num_silent_looks < SILENT_LOOKS:
             self._watch_owner()
         else:
+            self._num_silent_looks = 0
             self._open_again("it was silent")
 
     def _pump_soon(self) -> None:
         """Once a turn: what several pulls submit in one turn shares requests."""
-        if self._stream is not None and not self._is_pump_scheduled:
+        if self._session is not None and not self._is_pump_scheduled:
             self._is_pump_scheduled = True
             self._loop.call_soon(self._pump)
 
@@ -365,34 +276,29 @@ class OwnerLink:
             while self._descriptions and self._has_credit:
                 job = self._descriptions.popleft()
                 if not job.done.done():
-                    self._send(Describe(job.shard_id), job)
+                    self._ask(Describe(job.shard_id), job)
             while self._queue and self._has_credit:
                 if asked := self._queue.next_request():
-                    self._send(Read([part.asked for _, part in asked]), asked)
+                    self._ask(Read([part.asked for _, part in asked]), asked)
         except Exception as error:  # the boundary of the event loop: nobody may wait for ever
             logger.exception("no more requests to %s", self.owner.node_id)
             self._end(repr(error))
 
     @property
     def _has_credit(self) -> bool:
-        return self._stream is not None and len(self._inflight) < self._options.max_inflight_chunks
+        return self._session is not None and self._session.has_credit
 
-    def _send(self, request: Request, asked: Asked | DescribeJob) -> None:
-        assert self._stream is not None
-        assert self._requests is not None
-        sequence = next(self._sequence)
+    def _ask(self, request: Request, asked: Asked | DescribeJob) -> None:
+        assert self._session is not None
         try:
-            sealed, _ = self._requests.seal(sequence, request)
+            self._session.ask(request, asked)
         except ProtocolError as error:  # its metadata holds what no message can
             self._fail_asked(asked, error)
             return
-        self._inflight[sequence] = asked
         if not isinstance(asked, DescribeJob):
-            now_s = self._loop.time()
             for job, _ in asked:
-                job.sent_s = job.sent_s or now_s
+                job.sent_s = job.sent_s or self._loop.time()
         self._watch_owner()
-        self._stream.send(lambda: framed(sealed))
 
     def _fail_asked(self, asked: Asked | DescribeJob, error: ArealError) -> None:
         jobs = [asked] if isinstance(asked, DescribeJob) else [job for job, _ in asked]
@@ -402,13 +308,12 @@ class OwnerLink:
     def _take_waiting(self) -> list[FetchJob | DescribeJob]:
         """All that waits for this owner; it waits no more."""
         waiting: list[FetchJob | DescribeJob] = [*self._descriptions, *self._queue.drain()]
-        for asked in self._inflight.values():
+        self._descriptions.clear()
+        for asked in self._disconnect():
             if isinstance(asked, DescribeJob):
                 waiting.append(asked)
             else:
                 waiting += [job for job, _ in asked]
-        self._inflight.clear()
-        self._descriptions.clear()
         return waiting
 
     def _fail_all(self, error: ArealError) -> None:
@@ -418,7 +323,6 @@ class OwnerLink:
     def _end(self, reason: str) -> None:
         """Nothing more comes from this owner; what waits fails, each naming its own shard."""
         self._on_ended(self)
-        self._disconnect()
         if self._watch is not None:
             self._watch.cancel()
         if self._opening is not asyncio.current_task():
@@ -430,11 +334,16 @@ class OwnerLink:
                 )
             )
 
-    def _disconnect(self) -> None:
-        if self._stream is not None:
-            self._ended_bytes = self.received_bytes
-            self._stream.close()
-            self._stream = None
+    def _disconnect(self) -> list[Asked | DescribeJob]:
+        """Ends the session, if there is one; returns what it has not answered."""
+        session, self._session = self._session, None
+        if session is None:
+            return []
+        session.stream.close()
+        self._ended_bytes += session.stream.received_bytes
+        unanswered = list(session.inflight.values())
+        session.inflight.clear()  # whoever still knows the session keeps no pull's memory
+        return unanswered
 
     def _named(self, error: ArealError, shard_id: str) -> ArealError:
         """The error with the shard and the owner, where it does not name them yet."""
