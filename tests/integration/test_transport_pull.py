@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import struct
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -554,6 +555,22 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
             token_values(i, 100) for i in range(40)
         ]
         assert owner.bulk.num_reads - before == 4
+
+
+async def test_a_pull_tells_where_its_time_went() -> None:
+    async with owners(1) as [owner], pulling() as puller:
+        batch = await spread_batch([owner], [[1_000_000]])
+        begun_s = time.perf_counter()
+        await puller.pull(batch)
+        passed_s = time.perf_counter() - begun_s
+        seconds = puller._bulk.seconds
+        phases = seconds.connecting, seconds.queueing, seconds.wire, seconds.copying
+        assert all(phase >= 0 for phase in phases)
+        assert min(seconds.connecting, seconds.wire, seconds.copying) > 0
+        assert sum(phases) <= passed_s
+        connected_s = seconds.connecting
+        await puller.pull(batch)
+        assert puller._bulk.seconds.connecting == connected_s  # the connection was there
 
 
 async def test_a_session_that_its_owner_gave_up_is_renewed() -> None:
