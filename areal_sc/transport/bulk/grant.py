@@ -7,8 +7,10 @@ nobody else sees its keys.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
 
 from areal_sc.errors import PeerSilent, ProtocolError, RpcTimeout
 from areal_sc.transport.bulk.wire import KEY_BYTES, SESSION_ID_BYTES
@@ -44,21 +46,26 @@ class BulkOptions:
         return self.chunk_bytes * self.max_inflight_chunks
 
 
-@dataclass(frozen=True, slots=True)
-class SessionGrant:
+_SessionId = Annotated[
+    bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)
+]
+_Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+class SessionGrant(msgspec.Struct, array_like=True, frozen=True):
     """What a puller gets from an owner's control socket.
 
     Attributes:
         address: the owner's bulk socket.
-        session_id: [16] names the session.
-        request_key, reply_key: [32] AES-256 keys, one for each direction.
+        session_id: names the session.
+        request_key, reply_key: AES-256 keys, one for each direction.
         is_encrypted: payload and bodies are encrypted, not only authenticated.
     """
 
     address: str
-    session_id: bytes
-    request_key: bytes = field(repr=False)
-    reply_key: bytes = field(repr=False)
+    session_id: _SessionId
+    request_key: _Key
+    reply_key: _Key
     is_encrypted: bool
 
     @classmethod
@@ -66,32 +73,19 @@ class SessionGrant:
         keys = os.urandom(KEY_BYTES), os.urandom(KEY_BYTES)
         return cls(address, os.urandom(SESSION_ID_BYTES), *keys, is_encrypted)
 
-    def to_wire(self) -> list[Any]:
-        return [
-            self.address,
-            self.session_id,
-            self.request_key,
-            self.reply_key,
-            self.is_encrypted,
-        ]
+    def __repr__(self) -> str:
+        return f"SessionGrant(address={self.address!r})"  # its keys belong in no log
+
+    def to_wire(self) -> Any:
+        return msgspec.to_builtins(self, builtin_types=(bytes,))
 
     @classmethod
     def from_wire(cls, wire: Any) -> SessionGrant:
         """Inverse of `to_wire`. Raises: ProtocolError: it is something else."""
-        match wire:
-            case [
-                str(address),
-                bytes(session_id),
-                bytes(request_key),
-                bytes(reply_key),
-                bool(is_encrypted),
-            ] if (
-                len(session_id) == SESSION_ID_BYTES
-                and len(request_key) == KEY_BYTES
-                and len(reply_key) == KEY_BYTES
-            ):
-                return cls(address, session_id, request_key, reply_key, is_encrypted)
-        raise ProtocolError("expected the grant of a pull session")
+        try:
+            return msgspec.convert(wire, cls)
+        except msgspec.ValidationError:
+            raise ProtocolError("expected the grant of a pull session") from None
 
 
 async def request_grant(transport: Transport, owner: Owner, options: BulkOptions) -> SessionGrant:

@@ -221,7 +221,7 @@ class BulkServer:
     def handlers(self) -> dict[str, Handler]:
         """The RPC method by which members of the run get a session."""
 
-        def open_session(args: dict[str, Any]) -> list[Any]:
+        def open_session(args: dict[str, Any]) -> Any:
             return self.open_session(str(args.get("puller"))).to_wire()
 
         return {OPEN_SESSION: open_session}

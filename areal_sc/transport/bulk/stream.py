@@ -36,7 +36,9 @@ from areal_sc.transport.socket import Buffer
 logger = logging.getLogger(__name__)
 
 _READS_PER_TURN: Final = 4
-"""Of a message and its neighbours, before other connections and timers have their turn."""
+_TURN_BYTES: Final = 1 << 20
+"""Of one connection, received or sent before other connections and timers have their turn: with
+tens of them on one event loop RPCs would wait for hundreds of milliseconds."""
 
 _STAGING_BYTES: Final = 16 << 10
 """At most this many bytes of a payload are copied twice: those that come with its header."""
@@ -169,9 +171,10 @@ class MessageStream:
         """Reads once; tells whether there may be more now."""
         if self._missing:
             if len(self._places) == 1:
-                num_bytes = self._received(self._socket.recv_into(self._places[0]))
+                place = self._places[0][:_TURN_BYTES]
+                num_bytes = self._received(self._socket.recv_into(place))
             else:
-                places = islice(self._places, _MAX_PLACES)
+                places = _first(self._places, _TURN_BYTES)
                 num_bytes = self._received(self._socket.recvmsg_into(places)[0])
             self._advance(num_bytes)
             return not self._missing
@@ -240,7 +243,7 @@ class MessageStream:
                 parts = [memoryview(part) for part in self._outbox.popleft()() if len(part)]
                 self._unsent.extend(parts)
                 num_bytes += sum(map(len, parts))
-            sent = self._socket.sendmsg(islice(self._unsent, _MAX_PLACES))
+            sent = self._socket.sendmsg(_first(self._unsent, _TURN_BYTES))
             self.sent_bytes += sent
             _advance(self._unsent, sent)
         except BlockingIOError:
@@ -305,6 +308,17 @@ def configure(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNSENT_TIMEOUT_MS)
+
+
+def _first(views: Iterable[memoryview], num_bytes: int) -> list[memoryview]:
+    """So many bytes, or fewer, from the beginning."""
+    found = []
+    for view in islice(views, _MAX_PLACES):
+        found.append(view[:num_bytes])
+        num_bytes -= len(found[-1])
+        if not num_bytes:
+            break
+    return found
 
 
 def _advance(views: deque[memoryview], num_bytes: int) -> None:
