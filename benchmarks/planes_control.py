@@ -25,7 +25,7 @@ CALL = "No-op call, one at a time: us; bare without authentication"
 FAN_OUT = "Fan-out and gather of a no-op, by number of workers: ms of the controller"
 BEATS = "Heartbeats of all workers, 8 a node: CPU % of a core, ms that a 2 ms timer is late"
 STEP = "A training step's messages without tensors, 2 ranks, 4 minibatches, by tokens x rows"
-LABELS = {"zmq": "bare pyzmq", "rpc": "RPC"}
+LABELS = {"rpc": "RPC"}
 
 _SCRIPT = Path(__file__).parent / "planes_controller.py"
 
