@@ -32,39 +32,47 @@ import planes_ours
 import planes_peers
 import report
 from planes_data import DataSides
+from planes_samples import Metrics, Samples
 
 PARTS = ("data", "rows", "control", "peers")
+PEER_ROUNDS = 5
 
 
-def measure(parts: list[str], *, quick: bool) -> dict[str, tuple[float, str]]:
+FIRST = ("first", "one_row", "1mib")
+"""In the names of what is shown first: rows are pulled once, and are small."""
+
+
+def measure(parts: list[str], *, quick: bool) -> Metrics:
     """Runs the parts, prints their tables, and returns the metrics of all."""
     rounds, count, watch_s = (1, 50, 1.0) if quick else (9, 2000, 20.0)
     sizes = ("64 KiB", "16 MiB") if quick else tuple(planes_data.SIZES)
     fan_outs = planes_control.QUICK_FAN_OUTS if quick else planes_control.FAN_OUTS
-    metrics: dict[str, tuple[float, str]] = {}
+    samples = Samples()
+    labels = planes_data.LABELS | planes_control.LABELS
+    metrics: Metrics = {}
     with planes_ours.run() as folder, ExitStack() as stack:
         data = DataSides(folder, stack)
         if "data" in parts:
-            throughput = planes_data.measure_throughput(data, rounds, sizes)
-            planes_data.print_throughput(throughput, rounds)
-            metrics |= planes_data.throughput_metrics(throughput)
+            planes_data.measure_throughput(data, samples, rounds, sizes)
+            metrics |= planes_data.throughput_metrics(samples)
         if "rows" in parts:
-            rows = planes_data.measure_rows(data, rounds, count)
-            planes_data.print_rows(rows, rounds)
-            metrics |= planes_data.row_metrics(rows)
+            planes_data.measure_rows(data, samples, rounds, count)
+            metrics |= planes_data.row_metrics(samples)
         if "control" in parts:
             zmq_puller = data.limits["zmq"]
-            calls = planes_control.measure_calls(
-                zmq_puller, folder, rounds, count, watch_s, fan_outs
+            planes_control.measure_calls(
+                zmq_puller, samples, folder, rounds, count, watch_s, fan_outs
             )
-            steps = planes_control.measure_steps(folder, quick=quick)
-            planes_control.print_tables(calls, steps, rounds, watch_s)
-            metrics |= planes_control.metrics(calls, steps)
+            planes_control.measure_steps(samples, folder, quick=quick)
+            metrics |= planes_control.metrics(samples)
         if "peers" in parts:
-            compared = planes_peers.compare(data, 5)
-            planes_peers.print_tables(compared, 5)
-            metrics |= planes_peers.metrics(compared)
-    return metrics
+            labels |= planes_peers.measure(data, samples, PEER_ROUNDS)
+            metrics |= planes_peers.metrics(samples)
+    settings = {"rounds": rounds, "of peers": PEER_ROUNDS, "values": "medians"}
+    for title, columns, rows in samples.tables(labels):
+        report.print_table(title, settings, columns, rows)
+    is_later = {name: not any(part in name for part in FIRST) for name in metrics}
+    return {name: metrics[name] for name in sorted(metrics, key=is_later.__getitem__)}
 
 
 def _end(*_: Any) -> NoReturn:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import report
 from planes_role import Role
-from planes_statistics import ratio
+from planes_samples import Metrics, Samples
 
 NUM_HOSTS = 8
 FAN_OUTS = (16, 64, 256, 1024, 4096)
@@ -25,47 +21,25 @@ NUM_STEPS = 3
 MIN_FAN_OUT_ROUNDS = 5
 NUM_BUSY_FAN_OUTS = 10
 
+CALL = "No-op call, one at a time: us; bare without authentication"
+FAN_OUT = "Fan-out and gather of a no-op, by number of workers: ms of the controller"
+BEATS = "Heartbeats of all workers, 8 a node: CPU % of a core, ms that a 2 ms timer is late"
+STEP = "A training step's messages without tensors, 2 ranks, 4 minibatches, by tokens x rows"
+LABELS = {"rpc": "RPC"}
+
 _SCRIPT = Path(__file__).parent / "planes_controller.py"
-
-
-@dataclass
-class Calls:
-    """What the rounds gave; sides `zmq` and `rpc`.
-
-    Attributes:
-        p50_s, p99_s: of no-op calls, one at a time, with no other worker.
-        fan_out_cpu_s, fan_out_wall_s: number of workers -> of every round; to all that there are.
-        some_of_all_cpu_s: of fan-outs to the second largest number of the largest.
-        steady, busy: heartbeats of all workers coming in; nothing else, or fan-outs beside them.
-    """
-
-    p50_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    p99_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    fan_out_cpu_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    fan_out_wall_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    some_of_all_cpu_s: list[float] = field(default_factory=list)
-    steady: dict[str, float] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Steps:
-    """(rows of a batch, tokens of a row) -> what training steps cost a controller of its own."""
-
-    bytes_per_row: dict[tuple[int, int], float] = field(default_factory=dict)
-    resident_bytes: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 def measure_calls(
     zmq_puller: Role,
+    samples: Samples,
     folder: Path,
     rounds: int,
     count: int,
     watch_s: float,
     fan_outs: tuple[int, ...],
-) -> Calls:
+) -> None:
     """No-op calls of one worker, then a controller of many of them in a few processes."""
-    found = Calls()
     with ExitStack() as stack:
         controller, host = _role(stack, folder, "controller"), _role(stack, folder, "host")
         controller.call("connect", workers=host.call("start", first=0, count=1))
@@ -74,8 +48,8 @@ def measure_calls(
                 ("zmq", zmq_puller.call("latencies", num_bytes=PING_BYTES, count=count)),
                 ("rpc", controller.call("latencies", count=count)),
             ):
-                found.p50_s[side].append(latencies["p50_s"])
-                found.p99_s[side].append(latencies["p99_s"])
+                samples.add(CALL, "p50", side, 1e6 * latencies["p50_s"])
+                samples.add(CALL, "p99", side, 1e6 * latencies["p99_s"])
     with ExitStack() as stack:
         controller = _role(stack, folder, "controller")
         hosts = [_role(stack, folder, "host") for _ in range(NUM_HOSTS)]
@@ -87,133 +61,70 @@ def measure_calls(
         for num_workers in fan_outs:
             controller.call("connect", workers=workers[num_connected:num_workers])
             num_connected = num_workers
-            for _ in range(max(rounds, MIN_FAN_OUT_ROUNDS)):
-                spent = controller.call("fan_out", num_workers=num_workers)
-                found.fan_out_cpu_s[num_workers].append(spent["cpu_s"])
-                found.fan_out_wall_s[num_workers].append(spent["wall_s"])
-        for _ in range(max(rounds, MIN_FAN_OUT_ROUNDS)):
-            spent = controller.call("fan_out", num_workers=fan_outs[-2])
-            found.some_of_all_cpu_s.append(spent["cpu_s"])
-        found.steady = controller.call("watch", seconds=watch_s, num_fan_outs=0)
-        found.busy = controller.call("watch", seconds=watch_s / 2, num_fan_outs=NUM_BUSY_FAN_OUTS)
-    return found
+            _fan_outs(controller, samples, rounds, num_workers, str(num_workers))
+        some, every = fan_outs[-2:]
+        _fan_outs(controller, samples, rounds, some, f"{some}_of_{every}")
+        for beside, seconds, num_fan_outs in (
+            ("nothing", watch_s, 0),
+            ("fan-outs to all", watch_s / 2, NUM_BUSY_FAN_OUTS),
+        ):
+            watched = controller.call("watch", seconds=seconds, num_fan_outs=num_fan_outs)
+            samples.add(BEATS, "CPU %", beside, 100 * watched["cpu_share"])
+            for late in ("p50", "p99", "max"):
+                samples.add(BEATS, late, beside, 1e3 * watched[f"{late}_s"])
 
 
-def measure_steps(folder: Path, *, quick: bool) -> Steps:
+def _fan_outs(controller: Role, samples: Samples, rounds: int, num_workers: int, case: str) -> None:
+    for _ in range(max(rounds, MIN_FAN_OUT_ROUNDS)):
+        spent = controller.call("fan_out", num_workers=num_workers)
+        samples.add(FAN_OUT, case, "CPU", 1e3 * spent["cpu_s"])
+        samples.add(FAN_OUT, case, "wall", 1e3 * spent["wall_s"])
+
+
+def measure_steps(samples: Samples, folder: Path, *, quick: bool) -> None:
     """A controller of its own for each case: memory that one has used says nothing of the next."""
-    found = Steps()
     lengths = (min(STEP_LENGTHS), max(STEP_LENGTHS)) if quick else STEP_LENGTHS
-    cases = [(USUAL_ROWS, length) for length in lengths]
-    cases += [(rows, USUAL_LENGTH) for rows in STEP_ROWS]
+    cases = [(length, USUAL_ROWS) for length in lengths]
+    cases += [(USUAL_LENGTH, rows) for rows in STEP_ROWS]
     with ExitStack() as stack:
         host = _role(stack, folder, "host")
         workers = host.call("start", first=0, count=3)
-        for rows, length in cases:
+        for length, rows in cases:
             with ExitStack() as alone:
                 controller = _role(alone, folder, "controller")
                 controller.call("connect", workers=workers)
                 spent = controller.call("steps", num_rows=rows, length=length, count=NUM_STEPS)
-            found.bytes_per_row[rows, length] = spent["bytes_per_row"]
-            found.resident_bytes[rows, length] = spent["resident_bytes"]
+            for what in ("bytes_per_row", "resident_bytes"):
+                samples.add(STEP, _case(length, rows), what, spent[what])
+
+
+def metrics(samples: Samples) -> Metrics:
+    def resident(length: int, rows: int) -> float:
+        return samples.median(STEP, _case(length, rows), "resident_bytes")
+
+    fewest, most = STEP_ROWS
+    growth = resident(USUAL_LENGTH, most) - resident(USUAL_LENGTH, fewest)
+    longest = resident(max(STEP_LENGTHS), USUAL_ROWS) / resident(min(STEP_LENGTHS), USUAL_ROWS)
+    bytes_per_row = [samples.median(STEP, case, "bytes_per_row") for case in samples.cases(STEP)]
+    *fan_outs, _ = samples.cases(FAN_OUT)
+    found: Metrics = {
+        "noop_rpc_vs_bare": (samples.ratio(CALL, "p50", "rpc", "zmq"), "ratio"),
+        "noop_rpc_p99_vs_bare": (samples.ratio(CALL, "p99", "rpc", "zmq"), "ratio"),
+        "noop_rpc_p50_us": (samples.median(CALL, "p50", "rpc"), "us"),
+        f"heartbeat_{fan_outs[-1]}_cpu_percent": (samples.median(BEATS, "CPU %", "nothing"), "%"),
+        "loop_lag_p99_ms": (samples.median(BEATS, "p99", "nothing"), "ms"),
+        "loop_lag_fanout_p99_ms": (samples.median(BEATS, "p99", "fan-outs to all"), "ms"),
+        "controller_bytes_per_row": (max(bytes_per_row), "B"),
+        "controller_memory_longest_vs_shortest": (longest, "ratio"),
+        "controller_resident_bytes_per_row": (growth / (most - fewest), "B"),
+    }
+    for case in samples.cases(FAN_OUT):
+        found[f"fanout_{case}_cpu_ms"] = samples.median(FAN_OUT, case, "CPU"), "ms"
     return found
 
 
-def metrics(calls: Calls, steps: Steps) -> dict[str, tuple[float, str]]:
-    by_length = {
-        length: size for (rows, length), size in steps.resident_bytes.items() if rows == USUAL_ROWS
-    }
-    by_rows = {
-        rows: size
-        for (rows, length), size in steps.resident_bytes.items()
-        if length == USUAL_LENGTH
-    }
-    fewest, most = min(by_rows), max(by_rows)
-    *_, some, all_workers = sorted(calls.fan_out_cpu_s)
-    found = {
-        "noop_rpc_vs_bare": (ratio(calls.p50_s, "rpc", "zmq"), "ratio"),
-        "noop_rpc_p99_vs_bare": (ratio(calls.p99_s, "rpc", "zmq"), "ratio"),
-        "noop_rpc_p50_us": (1e6 * statistics.median(calls.p50_s["rpc"]), "us"),
-        f"heartbeat_{all_workers}_cpu_percent": (100 * calls.steady["cpu_share"], "%"),
-        "loop_lag_p99_ms": (1e3 * calls.steady["p99_s"], "ms"),
-        "loop_lag_fanout_p99_ms": (1e3 * calls.busy["p99_s"], "ms"),
-        "controller_bytes_per_row": (max(steps.bytes_per_row.values()), "B"),
-        "controller_memory_longest_vs_shortest": (
-            by_length[max(by_length)] / by_length[min(by_length)],
-            "ratio",
-        ),
-    }
-    found["controller_resident_bytes_per_row"] = (
-        (by_rows[most] - by_rows[fewest]) / (most - fewest),
-        "B",
-    )
-    for num_workers, seconds in calls.fan_out_cpu_s.items():
-        found[f"fanout_{num_workers}_cpu_ms"] = (1e3 * statistics.median(seconds), "ms")
-    found[f"fanout_{some}_of_{all_workers}_cpu_ms"] = (
-        1e3 * statistics.median(calls.some_of_all_cpu_s),
-        "ms",
-    )
-    return found
-
-
-def print_tables(calls: Calls, steps: Steps, rounds: int, watch_s: float) -> None:
-    *_, some, all_workers = sorted(calls.fan_out_cpu_s)
-    report.print_table(
-        "No-op call, one at a time",
-        {"rounds": rounds, "bare": "no authentication", "RPC": "CurveZMQ, allow-list"},
-        ["side", "p50 us", "p99 us"],
-        [
-            [
-                label,
-                1e6 * statistics.median(calls.p50_s[side]),
-                1e6 * statistics.median(calls.p99_s[side]),
-            ]
-            for side, label in (("zmq", "bare pyzmq ping-pong"), ("rpc", "RPC"))
-        ],
-    )
-    report.print_table(
-        "Fan-out and gather of a no-op",
-        {"rounds": rounds, "workers": f"in {NUM_HOSTS} processes on the same cores"},
-        ["workers", "controller CPU ms", "wall ms"],
-        [
-            [
-                num_workers,
-                1e3 * statistics.median(seconds),
-                1e3 * statistics.median(calls.fan_out_wall_s[num_workers]),
-            ]
-            for num_workers, seconds in calls.fan_out_cpu_s.items()
-        ]
-        + [
-            [
-                f"{some} of {all_workers}",
-                1e3 * statistics.median(calls.some_of_all_cpu_s),
-                "-",
-            ]
-        ],
-    )
-    report.print_table(
-        f"Heartbeats of {all_workers:,} workers, 8 a node",
-        {"seconds": watch_s, "timer": "2 ms"},
-        ["beside them", "CPU % of a core", "timer late p50 ms", "p99 ms", "max ms"],
-        [
-            [
-                label,
-                100 * watched["cpu_share"] if label == "nothing" else "-",
-                1e3 * watched["p50_s"],
-                1e3 * watched["p99_s"],
-                1e3 * watched["max_s"],
-            ]
-            for label, watched in (("nothing", calls.steady), ("fan-outs to all", calls.busy))
-        ],
-    )
-    report.print_table(
-        "A training step's messages, without tensors",
-        {"steps": NUM_STEPS, "ranks": 2, "minibatches": 4, "group": 8},
-        ["rows", "tokens a row", "bytes a row", "resident MB"],
-        [
-            [rows, length, steps.bytes_per_row[rows, length], resident / 1e6]
-            for (rows, length), resident in steps.resident_bytes.items()
-        ],
-    )
+def _case(length: int, rows: int) -> str:
+    return f"{length} x {rows}"
 
 
 def _role(stack: ExitStack, folder: Path, name: str) -> Role:

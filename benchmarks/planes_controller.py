@@ -20,7 +20,7 @@ from pathlib import Path
 import planes_ours as ours
 from msgspec.structs import replace
 from planes_role import Handlers, process_cpu_s, resident_bytes, serve_async, tcp_bytes
-from planes_statistics import percentiles
+from planes_samples import percentiles
 
 from areal_sc.ids import random_id
 from areal_sc.metadata import (

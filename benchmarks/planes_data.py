@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import report
 from planes_payloads import ROW_BYTES
 from planes_role import Role
-from planes_statistics import ratio
+from planes_samples import Metrics, Samples
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "256 MiB": 256 << 20}
 LARGE = ("16 MiB", "256 MiB")
@@ -37,6 +33,12 @@ LABELS = {
     "map": "same host, copied out",
     PUT: "put into the store",
 }
+
+FIRST = "First pull of a shard on the same host, ms: mapped, and copied out"
+RATE = "Data plane: GB/s by shard size, one shard after the other"
+CPU = "Data plane: CPU seconds per GB, both processes"
+WIRE = "Data plane: bytes on TCP connections for each byte of payload"
+ROW = "One row of 8 KiB a request: us, and requests/s of 64 in flight"
 
 _HERE = Path(__file__).parent
 _LIMITS, _WORKERS = _HERE / "planes_limits.py", _HERE / "planes_workers.py"
@@ -85,52 +87,27 @@ class DataSides:
         return float(self.limits[side].call("pull", num_bytes=SIZES[size], count=count))
 
 
-@dataclass
-class Throughput:
-    """What the rounds gave, by shard size and side.
-
-    Attributes:
-        rates: GB/s of every round.
-        cpu_s_per_gb: of every round, both ends together, user and system.
-        wire_bytes: on the puller's TCP connections, for each byte of payload.
-        first_pull_s: of shards in shared memory that were never pulled before.
-        first_copy_s: of copying those out.
-    """
-
-    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    cpu_s_per_gb: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    wire_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
-    first_pull_s: dict[str, list[float]] = field(default_factory=dict)
-    first_copy_s: dict[str, list[float]] = field(default_factory=dict)
-
-
-def measure_throughput(sides: DataSides, rounds: int, sizes: Sequence[str]) -> Throughput:
+def measure_throughput(
+    sides: DataSides, samples: Samples, rounds: int, sizes: Sequence[str]
+) -> None:
     """All sides move shards of a size in turn, `rounds` times; then the next size."""
-    found = Throughput()
     for size in sizes:
         num_bytes = SIZES[size]
         count = min(max(REPETITION_BYTES // num_bytes, 1), MAX_PULLS)
         sealed = _seal(sides, size)
-        found.wire_bytes[size] = {
-            side: _wire_bytes(sides, side, size) for side in ("zmq", "tcp", "tcp-encrypted")
-        }
-        found.rates[size], found.cpu_s_per_gb[size] = defaultdict(list), defaultdict(list)
+        _first_pulls(sides, samples, size)
+        for side in ("zmq", "tcp", "tcp-encrypted"):
+            samples.add(WIRE, size, side, _wire_bytes(sides, side, size))
         for _ in range(rounds):
             for side in (*LIMITS, *PULLERS, PUT):
                 ends = sides.ends_of(side)
                 before = sum(end.cpu_s() for end in ends)
                 gigabytes = num_bytes * count / 1e9
-                found.rates[size][side].append(gigabytes / sides.move(side, size, count))
+                samples.add(RATE, size, side, gigabytes / sides.move(side, size, count))
                 used = sum(end.cpu_s() for end in ends) - before
-                found.cpu_s_per_gb[size][side].append(used / gigabytes)
-        found.first_pull_s[size], found.first_copy_s[size] = _first_pulls(sides, num_bytes)
+                samples.add(CPU, size, side, used / gigabytes)
         for owner, wires in sealed:
             owner.call("drop", wires=wires)
-    return found
-
-
-def _large(throughput: Throughput) -> list[str]:
-    return [size for size in LARGE if size in throughput.rates]
 
 
 def _seal(sides: DataSides, size: str) -> list[tuple[Role, list[Any]]]:
@@ -155,33 +132,21 @@ def _wire_bytes(sides: DataSides, side: str, size: str) -> float:
     return float(sum(puller.call("tcp_bytes")) - before) / (count * SIZES[size])
 
 
-def _first_pulls(sides: DataSides, num_bytes: int) -> tuple[list[float], list[float]]:
+def _first_pulls(sides: DataSides, samples: Samples, size: str) -> None:
+    """Shards that were never pulled before."""
     owner = sides.owner_of("map")
-    wires = owner.call("seal_shards", num_bytes=num_bytes, count=NUM_FIRST_PULLS)
-    measured = sides.pullers["map"].call("first_pulls", wires=wires)
-    owner.call("drop", wires=wires)
-    return [pull for pull, _ in measured], [copy for _, copy in measured]
+    for _ in range(NUM_FIRST_PULLS):
+        wires = owner.call("seal_shards", num_bytes=SIZES[size], count=1)
+        [(mapped_s, copied_s)] = sides.pullers["map"].call("first_pulls", wires=wires)
+        owner.call("drop", wires=wires)
+        samples.add(FIRST, size, "mapped", 1e3 * mapped_s)
+        samples.add(FIRST, size, "copied out", 1e3 * (mapped_s + copied_s))
 
 
-@dataclass
-class SingleRows:
-    """What the rounds gave for rows of 8 KiB; sides `zmq` and `tcp`.
-
-    Attributes:
-        p50_s, p99_s: of requests one at a time.
-        per_s: with `MAX_INFLIGHT_ROWS` in flight.
-    """
-
-    p50_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    p99_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    per_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-
-def measure_rows(sides: DataSides, rounds: int, count: int) -> SingleRows:
+def measure_rows(sides: DataSides, samples: Samples, rounds: int, count: int) -> None:
     """`count` requests of one row: first one at a time, then pipelined; sides in turn."""
     sealed = sides.owner_of("tcp").call("put_payload", payload="rows")
     sides.pullers["tcp"].call("know", name="rows", wire=sealed["wire"], payload="rows")
-    found = SingleRows()
     ends: dict[str, tuple[Role, dict[str, Any]]] = {
         "zmq": (sides.limits["zmq"], {"num_bytes": ROW_BYTES}),
         "tcp": (sides.pullers["tcp"], {"name": "rows"}),
@@ -189,133 +154,68 @@ def measure_rows(sides: DataSides, rounds: int, count: int) -> SingleRows:
     for _ in range(rounds):
         for side, (puller, what) in ends.items():
             latencies = puller.call("latencies", count=count, **what)
-            found.p50_s[side].append(latencies["p50_s"])
-            found.p99_s[side].append(latencies["p99_s"])
+            samples.add(ROW, "p50", side, 1e6 * latencies["p50_s"])
+            samples.add(ROW, "p99", side, 1e6 * latencies["p99_s"])
             seconds = puller.call(
                 "pipelined", count=2 * count, max_inflight=MAX_INFLIGHT_ROWS, **what
             )
-            found.per_s[side].append(2 * count / seconds)
-    return found
+            samples.add(ROW, "per s", side, 2 * count / seconds)
 
 
-def throughput_metrics(throughput: Throughput) -> dict[str, tuple[float, str]]:
+def throughput_metrics(samples: Samples) -> Metrics:
     """Where a metric is of large shards, it is that of the least favourable size."""
+    sizes = samples.cases(RATE)
+    large = [size for size in LARGE if size in sizes]
 
     def worst(one: str, other: str) -> tuple[float, str]:
-        return min(
-            ratio(throughput.rates[size], one, other) for size in _large(throughput)
-        ), "ratio"
+        return min(samples.ratio(RATE, size, one, other) for size in large), "ratio"
 
     def cpu(side: str) -> tuple[float, str]:
-        of_sizes = [
-            statistics.median(throughput.cpu_s_per_gb[size][side]) for size in _large(throughput)
-        ]
-        return max(of_sizes), "s/GB"
+        return max(samples.median(CPU, size, side) for size in large), "s/GB"
 
-    map_s = [statistics.median(seconds) for seconds in throughput.first_pull_s.values()]
-    found = {
+    first = {
+        size: SIZES[size]
+        / 1e6
+        / samples.median(FIRST, size, "copied out")
+        / samples.median(RATE, size, "memcpy")
+        for size in sizes
+    }
+    found: Metrics = {"same_host_first_vs_memcpy": (min(first[size] for size in large), "ratio")}
+    for size, value in first.items():
+        found[f"same_host_first_{_in_name(size)}_vs_memcpy"] = value, "ratio"
+    for size in sizes:
+        value = samples.ratio(RATE, size, "tcp", "socket")
+        found[f"tcp_{_in_name(size)}_vs_recv_into"] = value, "ratio"
+    found |= {
         "tcp_vs_bare_pyzmq": worst("tcp", "zmq"),
         "tcp_vs_tuned_pyzmq": worst("tcp", "zmq-tuned"),
         "tcp_fresh_vs_bare_pyzmq": worst("tcp-fresh", "zmq"),
         "tcp_encrypted_vs_bare_pyzmq": worst("tcp-encrypted", "zmq"),
         "tcp_vs_recv_into": worst("tcp", "socket"),
         "same_host_vs_memcpy": worst("map", "memcpy"),
-        "same_host_first_vs_memcpy": (
-            min(_first_rate(throughput, size) for size in _large(throughput)),
-            "ratio",
-        ),
-        "same_host_map_ms": (1e3 * max(map_s), "ms"),
+        "same_host_map_ms": (max(samples.median(FIRST, size, "mapped") for size in sizes), "ms"),
         "put_vs_memcpy": worst(PUT, "memcpy"),
         "tcp_cpu_s_per_gb": cpu("tcp"),
         "bare_pyzmq_cpu_s_per_gb": cpu("zmq"),
         "tcp_wire_bytes_per_byte": (
-            max(throughput.wire_bytes[size]["tcp"] for size in _large(throughput)),
+            max(samples.median(WIRE, size, "tcp") for size in large),
             "ratio",
         ),
     }
     for side in ("tcp", "map", PUT):
-        for size in throughput.rates:
-            name = f"{side}_{size.replace(' ', '').lower()}_gb_per_s"
-            found[name] = (statistics.median(throughput.rates[size][side]), "GB/s")
+        for size in sizes:
+            found[f"{side}_{_in_name(size)}_gb_per_s"] = samples.median(RATE, size, side), "GB/s"
     return found
 
 
-def _first_rate(throughput: Throughput, size: str) -> float:
-    """Rate of pulling a shard for the first time and copying it out, over memcpy's."""
-    pulls, copies = throughput.first_pull_s[size], throughput.first_copy_s[size]
-    seconds = statistics.median(map(sum, zip(pulls, copies, strict=True)))
-    return SIZES[size] / 1e9 / seconds / statistics.median(throughput.rates[size]["memcpy"])
-
-
-def row_metrics(rows: SingleRows) -> dict[str, tuple[float, str]]:
+def row_metrics(samples: Samples) -> Metrics:
     return {
-        "one_row_pulls_per_s": (statistics.median(rows.per_s["tcp"]), "1/s"),
-        "one_row_rate_vs_bare": (ratio(rows.per_s, "tcp", "zmq"), "ratio"),
-        "one_row_p50_vs_bare": (ratio(rows.p50_s, "tcp", "zmq"), "ratio"),
-        "one_row_p99_vs_bare": (ratio(rows.p99_s, "tcp", "zmq"), "ratio"),
+        "one_row_pulls_per_s": (samples.median(ROW, "per s", "tcp"), "1/s"),
+        "one_row_rate_vs_bare": (samples.ratio(ROW, "per s", "tcp", "zmq"), "ratio"),
+        "one_row_p50_vs_bare": (samples.ratio(ROW, "p50", "tcp", "zmq"), "ratio"),
+        "one_row_p99_vs_bare": (samples.ratio(ROW, "p99", "tcp", "zmq"), "ratio"),
     }
 
 
-def print_throughput(throughput: Throughput, rounds: int) -> None:
-    settings = {
-        "rounds": rounds,
-        "a repetition": f"{REPETITION_BYTES >> 20} MiB, at most {MAX_PULLS} shards",
-        "destinations": "warm unless fresh",
-    }
-    for title, values in (
-        ("Data plane: GB/s by shard size, one shard after the other", throughput.rates),
-        ("Data plane: CPU seconds per GB, both processes", throughput.cpu_s_per_gb),
-    ):
-        report.print_table(
-            title,
-            settings,
-            ["side", *throughput.rates],
-            [
-                [
-                    LABELS[side],
-                    *(statistics.median(values[size][side]) for size in throughput.rates),
-                ]
-                for side in (*LIMITS, *PULLERS, PUT)
-            ],
-        )
-    report.print_table(
-        "Data plane: bytes on TCP connections for each byte of payload",
-        {"counted by": "the kernel, both directions, without TCP/IP headers"},
-        ["side", *throughput.rates],
-        [
-            [
-                LABELS[side],
-                *(f"{throughput.wire_bytes[size][side]:.5f}" for size in throughput.rates),
-            ]
-            for side in ("zmq", "tcp", "tcp-encrypted")
-        ],
-    )
-    report.print_table(
-        "Same host: the first pull of a shard, median ms",
-        {"shards": NUM_FIRST_PULLS},
-        ["what", *throughput.rates],
-        [
-            [label, *(1e3 * statistics.median(seconds[size]) for size in throughput.rates)]
-            for label, seconds in (
-                ("mapped", throughput.first_pull_s),
-                ("copied out, beyond that", throughput.first_copy_s),
-            )
-        ],
-    )
-
-
-def print_rows(rows: SingleRows, rounds: int) -> None:
-    report.print_table(
-        "One row of 8 KiB a request",
-        {"rounds": rounds, "in flight for the rate": MAX_INFLIGHT_ROWS},
-        ["side", "p50 us", "p99 us", "requests/s"],
-        [
-            [
-                LABELS[side],
-                1e6 * statistics.median(rows.p50_s[side]),
-                1e6 * statistics.median(rows.p99_s[side]),
-                statistics.median(rows.per_s[side]),
-            ]
-            for side in ("zmq", "tcp")
-        ],
-    )
+def _in_name(size: str) -> str:
+    return size.replace(" ", "").lower()

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 import zmq
 from planes_role import Handlers, serve
-from planes_statistics import percentiles
+from planes_samples import percentiles
 
 MAX_SHARD_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20

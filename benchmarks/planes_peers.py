@@ -8,23 +8,26 @@ reason; nothing takes its place.
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import report
 from planes_data import DataSides
 from planes_payloads import PAYLOADS
 from planes_role import Role, RoleFailed
-from planes_statistics import ratio
+from planes_samples import Metrics, Samples
 
 MEASURED = ("large", "long", "jagged")
 NUM_ROWS = 200
 PEER_TIMEOUT_S = 300.0
+
+GET = "Peers: GB/s of getting a payload once that was put anew"
+PUT = "Peers: GB/s of putting it, where that copies"
+ROWS = "Peers: single rows of 8 KiB, one after the other"
+VIEWS = "Peers: all shards of the large payload as views on one host, nothing copied"
+WIRE = "Peers: bytes sent for each byte of the large payload"
 
 PYTHON = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
 _PEERS = Path(__file__).parent / "peers"
@@ -49,74 +52,39 @@ class Side:
     wire_bytes: Callable[[], float] | None = None
 
 
-@dataclass
-class Comparison:
-    """What the rounds gave.
+def measure(data: DataSides, samples: Samples, rounds: int) -> dict[str, str]:
+    """All sides hand each payload over in turn, `rounds` times after a first one to warm up.
 
-    Attributes:
-        labels: side -> how it is shown.
-        get_rates, put_rates: payload -> side -> GB/s of every round.
-        rows_per_s: side -> of every round.
-        map_s: side -> of every round.
-        wire_bytes: side -> bytes on the wire for each byte of payload.
-        missing: peer -> why it was not measured.
+    Returns: how each side is shown.
     """
-
-    labels: dict[str, str] = field(default_factory=dict)
-    get_rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    put_rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    rows_per_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    map_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    wire_bytes: dict[str, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-
-def compare(data: DataSides, rounds: int) -> Comparison:
-    """All sides hand each payload over in turn, `rounds` times after a first one to warm up."""
-    found = Comparison()
     with ExitStack() as stack:
         sides = _our_sides(data) | {"fresh": _fresh_memory(data)}
         for name, start in (("areal", _areal), ("transferqueue", _transferqueue), ("ray", _ray)):
             try:
                 sides |= start(stack)
             except RoleFailed as error:
-                found.missing[name] = str(error)
-        found.labels = {name: side.label for name, side in sides.items()}
+                print(f"\n{name} was not measured: {error}")
         for payload in MEASURED:
-            _measure_payload(found, sides, payload, rounds)
-        _measure_rest(found, sides, rounds)
-    return found
-
-
-def _measure_payload(
-    found: Comparison, sides: Mapping[str, Side], payload: str, rounds: int
-) -> None:
-    gigabytes = PAYLOADS[payload]().num_bytes / 1e9
-    get_rates = found.get_rates[payload] = defaultdict(list)
-    put_rates = found.put_rates[payload] = defaultdict(list)
-    for number in range(rounds + 1):
+            gigabytes = PAYLOADS[payload]().num_bytes / 1e9
+            for number in range(rounds + 1):
+                for name, side in sides.items():
+                    seconds = side.cycle(payload)
+                    if number:
+                        samples.add(GET, payload, name, gigabytes / seconds["get_s"])
+                    if number and "put_s" in seconds:
+                        samples.add(PUT, payload, name, gigabytes / seconds["put_s"])
+        for number in range(rounds + 1):
+            for name, side in sides.items():
+                rate = NUM_ROWS / side.one_row(NUM_ROWS) if side.one_row else None
+                views_s = side.map_large() if side.map_large else None
+                if number and rate is not None:
+                    samples.add(ROWS, "requests/s", name, rate)
+                if number and views_s is not None:
+                    samples.add(VIEWS, "ms", name, 1e3 * views_s)
         for name, side in sides.items():
-            seconds = side.cycle(payload)
-            if number:
-                get_rates[name].append(gigabytes / seconds["get_s"])
-                if "put_s" in seconds:
-                    put_rates[name].append(gigabytes / seconds["put_s"])
-
-
-def _measure_rest(found: Comparison, sides: Mapping[str, Side], rounds: int) -> None:
-    for number in range(rounds + 1):
-        for name, side in sides.items():
-            if side.one_row is not None:
-                rate = NUM_ROWS / side.one_row(NUM_ROWS)
-                if number:
-                    found.rows_per_s[name].append(rate)
-            if side.map_large is not None:
-                seconds = side.map_large()
-                if number:
-                    found.map_s[name].append(seconds)
-    for name, side in sides.items():
-        if side.wire_bytes is not None:
-            found.wire_bytes[name] = side.wire_bytes()
+            if side.wire_bytes is not None:
+                samples.add(WIRE, "bytes", name, side.wire_bytes())
+        return {name: side.label for name, side in sides.items()}
 
 
 def _our_sides(data: DataSides) -> dict[str, Side]:
@@ -234,64 +202,30 @@ def _call(role: Role, method: str, **args: Any) -> Any:
     return role.call(method, timeout_s=PEER_TIMEOUT_S, **args)
 
 
-def metrics(found: Comparison) -> dict[str, tuple[float, str]]:
+def metrics(samples: Samples) -> Metrics:
     """The ratio to a peer is that of the less favourable payload, with destinations alike.
 
     Except `tcp_pooled_...`: there only ours are used again, as they are by default.
     """
-    measured: dict[str, tuple[float, str]] = {}
-    for name, peer, ours, what, rates in (
-        ("tcp_vs_areal", "areal", "tcp-fresh", MEASURED, found.get_rates),
-        ("tcp_vs_transferqueue", "transferqueue", "tcp-fresh", MEASURED, found.get_rates),
-        ("tcp_pooled_vs_areal", "areal", "tcp", MEASURED, found.get_rates),
-        ("tcp_pooled_vs_transferqueue", "transferqueue", "tcp", MEASURED, found.get_rates),
-        ("same_host_vs_ray", "ray", "map", MEASURED, found.get_rates),
-        ("put_vs_transferqueue", "transferqueue", "map", MEASURED, found.put_rates),
-        ("put_vs_ray", "ray", "map", MEASURED, found.put_rates),
+    measured: Metrics = {}
+    for name, peer, ours, table in (
+        ("tcp_vs_areal", "areal", "tcp-fresh", GET),
+        ("tcp_vs_transferqueue", "transferqueue", "tcp-fresh", GET),
+        ("tcp_pooled_vs_areal", "areal", "tcp", GET),
+        ("tcp_pooled_vs_transferqueue", "transferqueue", "tcp", GET),
+        ("same_host_vs_ray", "ray", "map", GET),
+        ("put_vs_transferqueue", "transferqueue", "map", PUT),
+        ("put_vs_ray", "ray", "map", PUT),
     ):
-        if peer not in found.missing:
-            of_payload = {payload: ratio(rates[payload], ours, peer) for payload in what}
-            measured[name] = (min(of_payload.values()), "ratio")
-            for payload, value in of_payload.items():
-                measured[f"{name}_{payload}"] = (value, "ratio")
+        if samples.has(table, MEASURED[0], peer):
+            ratios = {payload: samples.ratio(table, payload, ours, peer) for payload in MEASURED}
+            measured[name] = min(ratios.values()), "ratio"
+            for payload, value in ratios.items():
+                measured[f"{name}_{payload}"] = value, "ratio"
     for peer, ours in (("areal", "tcp"), ("transferqueue", "tcp"), ("ray", "map")):
-        if peer not in found.missing:
-            measured[f"one_row_vs_{peer}"] = (ratio(found.rows_per_s, ours, peer), "ratio")
-    if "ray" in found.map_s:
-        measured["same_host_map_vs_ray"] = (ratio(found.map_s, "ray", "map"), "ratio")
+        if samples.has(ROWS, "requests/s", peer):
+            value = samples.ratio(ROWS, "requests/s", ours, peer)
+            measured[f"one_row_vs_{peer}"] = value, "ratio"
+    if samples.has(VIEWS, "ms", "ray"):
+        measured["same_host_map_vs_ray"] = samples.ratio(VIEWS, "ms", "ray", "map"), "ratio"
     return measured
-
-
-def print_tables(found: Comparison, rounds: int) -> None:
-    for name, reason in found.missing.items():
-        print(f"\n{name} was not measured: {reason}")
-    columns = [*((found.get_rates[p], f"{p} get") for p in MEASURED)]
-    columns += [*((found.put_rates[p], f"{p} put") for p in MEASURED)]
-    columns.append((found.rows_per_s, "one-row requests/s"))
-    report.print_table(
-        "Peers: GB/s on the same payloads, each put anew and got once",
-        {
-            "rounds": rounds,
-            **{name: PAYLOADS[name].__doc__.rstrip(".") for name in MEASURED},
-        },
-        ["side", *(title for _, title in columns)],
-        [
-            [label, *(_median(values.get(side)) for values, _ in columns)]
-            for side, label in found.labels.items()
-        ],
-    )
-    report.print_table(
-        "Same host: all shards of the large payload as views, nothing copied",
-        {"rounds": rounds},
-        ["side", "ms"],
-        [
-            [{"map": "pull of each", "ray": "ray.get of all"}[side], 1e3 * _median(seconds)]
-            for side, seconds in found.map_s.items()
-        ],
-    )
-    for side, wire_bytes in found.wire_bytes.items():
-        print(f"\n{found.labels[side]}: {wire_bytes:.3f} bytes sent for each byte of payload.")
-
-
-def _median(values: list[float] | None) -> Any:
-    return statistics.median(values) if values else "-"

@@ -1,11 +1,10 @@
-"""Processes that take part in a benchmark, one side each, driven by calls over pipes.
+"""Processes that take part in a benchmark, one side each, driven by calls over a pipe.
 
-    benchmark ── {"call": name, "args": {...}} ──► role        one JSON line each
-              ◄─ {"value": ...} | {"error": text} ──
+    benchmark ── (method, arguments) ──► role
+              ◄── (value, error text) ──
 
-A role ends when its standard input does, so none outlives a benchmark that is killed. Answers come
-through a pipe of their own; what a role prints goes to its log. Standard library only: roles also
-run under the peers' environment.
+A role ends when its pipe does, so none outlives a benchmark that is killed; what it prints goes to
+its log. Standard library only: roles also run under the peers' environment.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import os
-import select
 import signal
 import socket
 import struct
@@ -25,13 +22,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 CALL_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 15.0
 _LOG_TAIL_BYTES = 4_000
-_ANSWERS_FD = "PLANES_ANSWERS_FD"
+_PIPE_FD = "PLANES_PIPE_FD"
 
 
 class RoleFailed(Exception):
@@ -53,24 +51,23 @@ class Role:
     ) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed in close()
-        self._unread = b""
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
-        self._answers, answers = os.pipe()
+        self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
             [str(python or sys.executable), str(script), *arguments],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            pass_fds=[answers],
+            pass_fds=[theirs.fileno()],
             start_new_session=True,
             env={
                 **os.environ,
                 "PYTHONPATH": path,
                 "OMP_NUM_THREADS": "1",
-                _ANSWERS_FD: str(answers),
+                _PIPE_FD: str(theirs.fileno()),
             },
         )
-        os.close(answers)
+        theirs.close()
 
     def call(self, method: str, *, timeout_s: float = CALL_TIMEOUT_S, **args: Any) -> Any:
         """The method's value.
@@ -82,19 +79,24 @@ class Role:
 
     def begin(self, method: str, **args: Any) -> None:
         """Sends a call whose value `finish` gives, so that several roles can work at once."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"call": method, "args": args}).encode() + b"\n")
-            self._process.stdin.flush()
+            self._pipe.send((method, args))
         except BrokenPipeError:
             raise RoleFailed(f"{self.name} has ended; its log:\n{self._log_tail()}") from None
 
     def finish(self, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Value of the call that was begun; raises as `call` does."""
-        answer = json.loads(self._read_line(time.monotonic() + timeout_s, timeout_s))
-        if "error" in answer:
-            raise RoleFailed(f"{self.name} failed:\n{answer['error']}")
-        return answer["value"]
+        if not self._pipe.poll(timeout_s):
+            raise RoleFailed(
+                f"{self.name} gave no answer within {timeout_s:g} s; its log:\n{self._log_tail()}"
+            )
+        try:
+            value, error = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise RoleFailed(f"{self.name} has ended; its log:\n{self._log_tail()}") from None
+        if error is not None:
+            raise RoleFailed(f"{self.name} failed:\n{error}")
+        return value
 
     def cpu_s(self) -> float:
         """CPU seconds so far, user and system, all threads."""
@@ -102,15 +104,12 @@ class Role:
 
     def close(self) -> None:
         """Lets the process end by itself for a bounded time, then ends it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._pipe.close()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        os.close(self._answers)
         self._log.close()
 
     def __enter__(self) -> Role:
@@ -118,23 +117,6 @@ class Role:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _read_line(self, deadline: float, timeout_s: float) -> bytes:
-        while b"\n" not in self._unread:
-            readable, _, _ = select.select(
-                [self._answers], [], [], max(deadline - time.monotonic(), 0.0)
-            )
-            if not readable:
-                raise RoleFailed(
-                    f"{self.name} gave no answer within {timeout_s:g} s; its log:\n"
-                    f"{self._log_tail()}"
-                )
-            received = os.read(self._answers, 1 << 16)
-            if not received:
-                raise RoleFailed(f"{self.name} has ended; its log:\n{self._log_tail()}")
-            self._unread += received
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
 
     def _log_tail(self) -> str:
         size = self._log.seek(0, os.SEEK_END)
@@ -146,23 +128,40 @@ Handlers = Mapping[str, Callable[..., Any]]
 
 
 def serve(handlers: Handlers) -> None:
-    """Answers calls until standard input ends."""
-    answers = _open_answers()
-    for line in sys.stdin.buffer:
-        answers.write(_answer(handlers, line))
-        answers.flush()
+    """Answers calls until the pipe ends."""
+    pipe = _open_pipe()
+    with contextlib.suppress(EOFError):
+        while True:
+            call = pipe.recv()
+            try:
+                answer = _call(handlers, *call), None
+            except Exception:  # the boundary of the role: whatever is raised goes to its caller
+                answer = None, traceback.format_exc()
+            pipe.send(answer)
 
 
 async def serve_async(handlers: Handlers) -> None:
     """The same beside a running event loop; handlers may be coroutine functions."""
-    answers = _open_answers()
-    reader = asyncio.StreamReader(limit=1 << 26)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
-    while line := await reader.readline():
-        answers.write(await _answer_async(handlers, line))
-        answers.flush()
+    pipe = _open_pipe()
+    with contextlib.suppress(EOFError):
+        while True:
+            call = await asyncio.to_thread(pipe.recv)
+            try:
+                value = _call(handlers, *call)
+                answer = (await value if inspect.isawaitable(value) else value), None
+            except Exception:  # as above
+                answer = None, traceback.format_exc()
+            pipe.send(answer)
+
+
+def _open_pipe() -> Connection:
+    fd = int(os.environ.pop(_PIPE_FD))
+    os.set_inheritable(fd, False)
+    return Connection(fd)
+
+
+def _call(handlers: Handlers, method: str, args: Mapping[str, Any]) -> Any:
+    return {**_COMMON, **handlers}[method](**args)
 
 
 def process_cpu_s() -> float:
@@ -204,34 +203,3 @@ _COMMON: Handlers = {
     "resident_bytes": resident_bytes,
     "tcp_bytes": tcp_bytes,
 }
-
-
-def _open_answers() -> BinaryIO:
-    fd = int(os.environ.pop(_ANSWERS_FD))
-    os.set_inheritable(fd, False)
-    return os.fdopen(fd, "wb")
-
-
-def _answer(handlers: Handlers, line: bytes) -> bytes:
-    try:
-        return _line(value=_call(handlers, line))
-    except Exception:  # the boundary of the role: whatever a method raises goes to its caller
-        return _line(error=traceback.format_exc())
-
-
-async def _answer_async(handlers: Handlers, line: bytes) -> bytes:
-    try:
-        value = _call(handlers, line)
-        return _line(value=await value if inspect.isawaitable(value) else value)
-    except Exception:  # the boundary of the role: whatever a method raises goes to its caller
-        return _line(error=traceback.format_exc())
-
-
-def _line(**answer: Any) -> bytes:
-    return json.dumps(answer).encode() + b"\n"
-
-
-def _call(handlers: Handlers, line: bytes) -> Any:
-    request = json.loads(line)
-    method = {**_COMMON, **handlers}[request["call"]]
-    return method(**request["args"])

@@ -21,7 +21,7 @@ from planes_limits import MAX_SHARD_BYTES, pattern
 from planes_ours import Worker, worker
 from planes_payloads import PAYLOADS
 from planes_role import Handlers, serve_async
-from planes_statistics import percentiles
+from planes_samples import percentiles
 
 from areal_sc.metadata import BatchMetadata
 

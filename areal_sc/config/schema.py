@@ -301,8 +301,10 @@ class TransportConfig:
         False, "payload too; everything is authenticated and headers of RPC encrypted"
     )
     shared_memory: str = setting("auto", "auto (/dev/shm if it is large enough), off, or a folder")
-    chunk_bytes: int = setting(1 << 20, "payload under one authentication tag", ge=1024, le=4 << 20)
-    max_inflight_chunks: int = setting(16, "chunks asked of one owner and not yet here", ge=1)
+    chunk_bytes: int = setting(
+        4 << 20, "payload of one request, under one authentication tag", ge=1024, le=4 << 20
+    )
+    max_inflight_chunks: int = setting(4, "chunks asked of one owner and not yet here", ge=1)
     call_timeout_s: float = setting(600.0, "deadline of a call; a training step is one", gt=0)
     pull_timeout_s: float = setting(300.0, "deadline of a pull", gt=0)
     stalled_peer_timeout_s: float = setting(30.0, "drop a peer that is silent for so long", gt=0)

@@ -14,9 +14,8 @@ from areal_sc.transport.arena.backend import ArenaBackend
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.arena.map import ArenaMap
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.jobs import BulkOptions
+from areal_sc.transport.bulk.grant import BulkOptions
 from areal_sc.transport.bulk.server import BulkServer
-from areal_sc.transport.bulk.turns import Turns
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.pull import Puller
@@ -62,14 +61,11 @@ class DataPlane:
         backend = None if arenas is None else ArenaBackend(arenas, node_id, incarnation)
         self.room_bytes = 0 if arenas is None else _room_bytes(arenas)
         self.store = TensorStore(node_id, incarnation, max_bytes=store_bytes, backend=backend)
-        turns = Turns()
         self._server = BulkServer(
             self.store,
             interface=interface or Interface.of(config.bind),
             is_encrypted=config.encrypt,
-            frame_bytes=config.chunk_bytes,
             reply_timeout_s=config.stalled_peer_timeout_s,
-            turns=turns,
         )
         self._bulk = BulkClient(
             transport,
@@ -80,7 +76,6 @@ class DataPlane:
                 is_encrypted=config.encrypt,
                 stalled_timeout_s=config.stalled_peer_timeout_s,
             ),
-            turns,
         )
         self._arena_map = None if arenas is None else ArenaMap(arenas)
         self.puller = Puller(
@@ -102,16 +97,21 @@ class DataPlane:
 
     def stats(self) -> PlaneStats:
         """What is held now, and counters since the start."""
+        store, puller, seconds = self.store, self.puller, self._bulk.seconds
         return PlaneStats(
-            store_bytes=self.store.num_bytes,
-            store_shards=self.store.num_shards,
-            sealed_shards=self.store.num_sealed,
-            swept_shards=self.store.num_swept,
-            swept_bytes=self.store.swept_bytes,
-            mapped_retired_bytes=self.store.mapped_retired_bytes,
-            pulled_bytes=self.puller.pulled_bytes,
-            mapped_bytes=self.puller.mapped_bytes,
-            local_bytes=self.puller.local_bytes,
+            store_bytes=store.num_bytes,
+            store_shards=store.num_shards,
+            sealed_shards=store.num_sealed,
+            swept_shards=store.num_swept,
+            swept_bytes=store.swept_bytes,
+            mapped_retired_bytes=store.mapped_retired_bytes,
+            pulled_bytes=puller.pulled_bytes,
+            mapped_bytes=puller.mapped_bytes,
+            local_bytes=puller.local_bytes,
+            pull_connecting_s=seconds.connecting,
+            pull_queueing_s=seconds.queueing,
+            pull_wire_s=seconds.wire,
+            pull_copying_s=seconds.copying,
             served_bytes=self._server.sent_bytes,
             bulk_requests=self._server.num_reads,
             bulk_refused=self._server.num_refused + self._bulk.num_refused,

@@ -18,6 +18,8 @@ class PlaneStats(Struct, frozen=True):
         pulled_bytes: came from elsewhere.
         mapped_bytes: came from other workers' memory on this node.
         local_bytes: came from the own store.
+        pull_connecting_s, pull_queueing_s, pull_wire_s, pull_copying_s: see `PullSeconds`; pulls
+            overlap, so together they may be more than the time that has passed.
         served_bytes: went out in answer to `bulk_requests`.
         bulk_requests: answered.
         bulk_refused: frames that no member of the run sent.
@@ -32,6 +34,10 @@ class PlaneStats(Struct, frozen=True):
     pulled_bytes: int = 0
     mapped_bytes: int = 0
     local_bytes: int = 0
+    pull_connecting_s: float = 0.0
+    pull_queueing_s: float = 0.0
+    pull_wire_s: float = 0.0
+    pull_copying_s: float = 0.0
     served_bytes: int = 0
     bulk_requests: int = 0
     bulk_refused: int = 0

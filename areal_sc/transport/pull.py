@@ -12,14 +12,15 @@ Whatever is copied is copied once, to its final place in one pooled buffer.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 
-from areal_sc.errors import ProtocolError, ShardGone
+from areal_sc.errors import ShardGone
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.arena.map import ArenaMap, MappedShard
 from areal_sc.transport.bulk.buffer_pool import BufferPool, Bytes
@@ -226,7 +227,7 @@ class Puller:
         """Fills all destinations or raises the first failure; the rest is then cancelled."""
         copies: list[Copy] = []
         fetches = []
-        slices = Slices()
+        slices, begun_s = Slices(), time.perf_counter()
         for owner, wanted in segments.items():
             if self._is_own(owner) or self._is_mapped(owner):
                 for shard_id, of_shard in _by_shard(wanted):
@@ -235,7 +236,9 @@ class Puller:
             else:
                 fetches.append((owner, wanted))
                 self.pulled_bytes += sum(segment.num_bytes for segment in wanted)
-        await run_copies(copies)
+        if copies:
+            await run_copies(copies)
+            self._bulk.seconds.copying += time.perf_counter() - begun_s
         if len(fetches) == 1:
             await self._bulk.fetch(*fetches[0], deadline)
         elif fetches:
@@ -288,7 +291,7 @@ class Puller:
             ]
         else:
             answer = await self._bulk.describe(owner, shard_id, deadline)
-            described = [_checked_description(entry, shard_id, node_id) for entry in answer]
+            described = [(field.name, field.dtype, field.row_lengths) for field in answer]
         return {
             name: Piece(owner, shard_id, {name: dtype}, range(len(lengths)), lengths)
             for name, dtype, lengths in described
@@ -352,15 +355,3 @@ def _buckets(held: Mapping[str, Sequence[Piece]], max_bytes: int) -> Iterator[li
         num_bytes += size
     if bucket:
         yield bucket
-
-
-def _checked_description(entry: Any, shard_id: str, node_id: str) -> tuple[str, str, list[int]]:
-    match entry:
-        case [str(name), str(dtype), [*lengths]] if all(
-            isinstance(length, int) and length >= 0 for length in lengths
-        ):
-            return name, dtype, lengths
-    raise ProtocolError(
-        f"shard {shard_id} on {node_id}: expected name, dtype and row lengths of a field, "
-        f"got {entry!r:.200}"
-    )

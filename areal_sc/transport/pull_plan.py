@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from areal_sc.errors import ProtocolError
 from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, Run
+from areal_sc.transport.bulk.wire import AskedPart
 from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.transport.tensor_bytes import dtype_named
 
@@ -67,7 +68,7 @@ class Piece:
     def num_bytes(self) -> int:
         return self.num_values * sum(dtype_named(dtype).itemsize for dtype in self.fields.values())
 
-    def check(self, field: str, dtype: Any, lengths: Any, first: int = 0) -> None:
+    def check(self, field: str, dtype: str, lengths: Sequence[int], first: int = 0) -> None:
         """Compares what the owner holds, from row `first` on, with what the metadata promised.
 
         Raises: ProtocolError: they differ.
@@ -139,36 +140,35 @@ class Part:
         """Rows of all fields together."""
         return (self.stop - self.first) * len(self.fields)
 
-    def to_wire(self) -> list[Any]:
-        """[shard id, fields, skip, number of bytes, rows]; consecutive ones as first and count."""
+    @property
+    def asked(self) -> AskedPart:
+        """What the owner is asked for."""
         piece = self.segment.piece
-        wire: list[Any] = [piece.shard_id, list(self.fields), self.skip, self.num_bytes]
         rows = piece.rows[self.first : self.stop]
         first, count = rows[0], len(rows)
-        if count > 1 and all(row == first + i for i, row in enumerate(rows)):
-            return [*wire, first, count]
-        return [*wire, list(rows)]
+        wanted = piece.shard_id, list(self.fields), self.skip, self.num_bytes
+        if all(row == first + i for i, row in enumerate(rows)):
+            return AskedPart(*wanted, first, count)
+        return AskedPart(*wanted, rows=list(rows))
 
-    def check(self, held: Any) -> None:
+    def check(self, dtypes: Sequence[str], lengths: Sequence[int]) -> None:
         """Compares what the owner says of the rows with the metadata.
 
         Args:
-            held: [dtype name of each field, lengths of the rows].
+            dtypes: names of each field's dtype.
+            lengths: values in each of the rows.
 
         Raises: ProtocolError: they differ.
         """
         piece = self.segment.piece
-        match held:
-            case [[*dtypes], [*lengths]] if (
-                len(dtypes) == len(self.fields) and len(lengths) == self.stop - self.first
-            ):
-                for name, dtype in zip(self.fields, dtypes, strict=True):
-                    piece.check(name, dtype, lengths, self.first)
-            case _:
-                raise ProtocolError(
-                    f"shard {piece.shard_id} on {piece.owner.node_id}, fields {self.fields}: "
-                    f"expected their dtypes and row lengths, got {held!r:.200}"
-                )
+        if len(dtypes) != len(self.fields) or len(lengths) != self.stop - self.first:
+            raise ProtocolError(
+                f"shard {piece.shard_id} on {piece.owner.node_id}, fields {self.fields}: expected "
+                f"{len(self.fields)} dtypes and {self.stop - self.first} row lengths, "
+                f"got {len(dtypes)} and {len(lengths)}"
+            )
+        for name, dtype in zip(self.fields, dtypes, strict=True):
+            piece.check(name, dtype, lengths, self.first)
 
 
 class SegmentCursor:

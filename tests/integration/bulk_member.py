@@ -1,71 +1,84 @@
-"""A member of the run that asks an owner for what it likes, with ZMQ's own hands.
-
-The package reads bulk replies itself (`FrameStream`); here libzmq does, so that both are known to
-speak the same protocol.
-"""
+"""A member of the run that asks an owner for what it likes, over a plain socket."""
 
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
-import zmq
+import msgspec
 
-from areal_sc.transport.bulk.arrival import Arrival
-from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.grant import SessionGrant
-from areal_sc.transport.bulk.wire import TAG_BYTES, Sealer
+from areal_sc.transport.bulk.stream import framed
+from areal_sc.transport.bulk.wire import Hello, Sealer
 
-TIMEOUT_MS = 20_000
+TIMEOUT_S = 20
+HELLO = 0
+"""Sequence number of the first request."""
 
 
 class BulkMember:
-    """A DEALER that shows the grant's ticket, or another one."""
+    """Shows the grant's session at once, or sends what a test wants it to send first."""
 
-    def __init__(self, grant: SessionGrant, ticket: tuple[str, str] | None = None) -> None:
+    def __init__(self, grant: SessionGrant, first: bytes | None = None) -> None:
         self.requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
         self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
-        name, password = ticket or grant.ticket
-        self._context = zmq.Context()
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.plain_username, self._dealer.plain_password = name.encode(), password.encode()
-        self._dealer.setsockopt(zmq.LINGER, 0)
-        self._dealer.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
-        self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-        self._life = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._dealer.connect(grant.address)
+        host, _, port = grant.address.removeprefix("tcp://").rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        self.send(self.sealed(HELLO, Hello()) if first is None else first)
 
     @property
     def has_reply(self) -> bool:
-        return bool(self._dealer.poll(0))
+        return self._peeked() not in (None, b"")
 
     @property
     def is_lost(self) -> bool:
-        """The owner has ended the connection; true until the next look."""
-        return bool(self._life.poll(0))
+        """The owner has ended the connection."""
+        return self._peeked() == b""
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        self._dealer.send_multipart(frames)
+    def sealed(self, sequence: int, body: Any) -> bytes:
+        """The header of a request; the body may be anything that msgpack can hold."""
+        return self.requests.seal(sequence, body)[0]
 
-    async def receive(self) -> list[bytes]:
-        return await asyncio.to_thread(self._dealer.recv_multipart)
+    def send(self, header: bytes, payload: Sequence[bytes] = ()) -> None:
+        self._socket.sendall(b"".join(framed(header, payload)))
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """Header and payload of the next reply."""
+        lengths = struct.unpack("<II", self._exactly(8))
+        header, payload = map(self._exactly, lengths)
+        return header, payload
 
     async def ask(self, sequence: int, body: Any) -> tuple[list[Any], bytes]:
-        """(reply body without tags, payload)."""
-        self.send([self.requests.seal_header(sequence, body)])
-        header, *frames = await self.receive()
-        answer = self._replies.open_header(memoryview(header), sequence)
-        place = bytearray(sum(len(frame) - TAG_BYTES for frame in frames))
-        arrival = Arrival(self._replies, sequence, [memoryview(place)], BufferPool(0))
-        for frame in frames:
-            for part in arrival.places(len(frame)):
-                part[:], frame = frame[: len(part)], frame[len(part) :]
-            arrival.on_frame()
-        return answer, bytes(place)
+        """(reply body as a list, payload)."""
+        self.send(self.sealed(sequence, body))
+        header, payload = await asyncio.to_thread(self.receive)
+        answer = msgspec.msgpack.decode(self._replies.open(header, sequence))
+        if payload and self._replies.is_encrypted:
+            plain = bytearray(len(payload))
+            self._replies.decrypt_payload(header, sequence, payload, [memoryview(plain)])
+            payload = bytes(plain)
+        elif payload:
+            self._replies.check_payload(header, sequence, [payload])
+        return answer, payload
 
     def close(self) -> None:
-        self._dealer.disable_monitor()
-        self._life.close(linger=0)
-        self._dealer.close()
-        self._context.term()
+        self._socket.close()
+
+    def _peeked(self) -> bytes | None:
+        """None: nothing has come; b"": nothing comes any more."""
+        if not select.select([self._socket], [], [], 0)[0]:
+            return None
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK)
+        except ConnectionError:
+            return b""
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        data = self._socket.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
+        if len(data) < num_bytes:
+            raise ConnectionError("the owner has ended the connection")
+        return data

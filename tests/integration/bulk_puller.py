@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.jobs import BulkOptions
+from areal_sc.transport.bulk.grant import BulkOptions
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
 
 NUM_BYTES = 64 << 20

@@ -9,34 +9,45 @@ import random
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from integration.bulk_member import BulkMember
 
 from areal_sc.errors import ProtocolError
+from areal_sc.transport.bulk import server as server_module
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.handshake import connect
-from areal_sc.transport.bulk.jobs import BulkOptions
-from areal_sc.transport.bulk.reader import DESCRIBE, READ
-from areal_sc.transport.bulk.server import CHECKS_PER_TIMEOUT, BulkServer
-from areal_sc.transport.bulk.session import MAX_WAITING_REPLIES
-from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, parse_head
+from areal_sc.transport.bulk.grant import BulkOptions
+from areal_sc.transport.bulk.server import (
+    CHECKS_PER_TIMEOUT,
+    MAX_WAITING_REPLIES,
+    BulkServer,
+)
+from areal_sc.transport.bulk.stream import connect, framed
+from areal_sc.transport.bulk.wire import (
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    Found,
+    Hello,
+    Sealer,
+    parse_head,
+)
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
 from areal_sc.transport.tensor_store import TensorStore
 
 PULLER_SCRIPT = Path(__file__).with_name("bulk_puller.py")
 NUM_BYTES = 64 << 20
-LARGE = 12 << 20
-GREETING_START = bytes([255, 0, 0, 0, 0, 0, 0, 0, 1, 127, 3, 0])
-"""Of ZMTP 3.0; the name of a mechanism follows."""
+LARGE = MAX_REPLY_BYTES
+READ, DESCRIBE, HELLO = 0, 1, 2
 
 
 @asynccontextmanager
@@ -119,9 +130,10 @@ def mutated(request: Any, rng: random.Random) -> Any:
 
 
 REQUESTS: list[Any] = [
-    [READ, [["life1.1", ["x"], 0, 12, [0]]]],
-    [READ, [["life1.1", ["x"], 5, 100, 0, 1], ["life1.1", ["x"], 0, 0, [0, 0]]]],
+    [READ, [["life1.1", ["x"], 0, 12, 0, 0, [0]]]],
+    [READ, [["life1.1", ["x"], 5, 100, 0, 1], ["life1.1", ["x"], 0, 0, 0, 0, [0, 0]]]],
     [DESCRIBE, "life1.1"],
+    [HELLO],
 ]
 
 
@@ -130,16 +142,17 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
     async with serving(1000) as server:
         before = memory_mib()
         for _ in range(100_000):
-            answer, payload = server._reader.answer(mutated(rng.choice(REQUESTS), rng))
-            assert answer[0] in (0, 1)
-            assert sum(len(part) for frame in payload for part in frame) <= 1000 * 4
+            request = mutated(rng.choice(REQUESTS), rng)
+            answer, payload = server.answer(msgspec.msgpack.encode(request))
+            assert isinstance(answer, Found) or not payload
+            assert sum(map(len, payload)) <= 1000 * 4
         grant = server.open_session("liar")
         liar = BulkMember(grant)
         for sequence in range(1, 3001):
-            liar.send([liar.requests.seal_header(sequence, mutated(rng.choice(REQUESTS), rng))])
+            liar.send(liar.sealed(sequence, mutated(rng.choice(REQUESTS), rng)))
             if sequence % 50 == 0:  # it reads its answers: whoever does not is dropped
                 for _ in range(50):
-                    await liar.receive()
+                    await asyncio.to_thread(liar.receive)
         liar.close()
         assert memory_mib() - before < 100
         assert await fetch(server, 256) == expected(256)
@@ -149,7 +162,7 @@ async def test_changed_frames_are_refused_before_they_are_read() -> None:
     rng = random.Random(2)
     grant_key, session = os.urandom(32), bytes(range(16))
     sealer = Sealer(session, grant_key, False)
-    valid = [sealer.seal_header(7, request) for request in REQUESTS]
+    valid = [sealer.seal(7, request)[0] for request in REQUESTS]
     for number in range(100_000):
         frame = bytearray(rng.choice(valid))
         match number % 4:
@@ -165,15 +178,11 @@ async def test_changed_frames_are_refused_before_they_are_read() -> None:
             continue
         with pytest.raises(ProtocolError):
             # the session's number is not looked at: it is covered by the tag, too
-            sealer.open_header(
-                memoryview(frame), parse_head(memoryview(frame), MAX_REQUEST_BYTES)[1]
-            )
+            sealer.open(frame, parse_head(frame, MAX_REQUEST_BYTES)[1])
 
 
 async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
     rng = random.Random(3)
-    greeting = GREETING_START + b"NULL".ljust(20, b"\0") + bytes(32)
-    ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     async with serving(1000) as server:
         host, port = server._address.removeprefix("tcp://").split(":")
         before = memory_mib()
@@ -182,17 +191,16 @@ async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
             answered = 0
             for number in range(200):
                 with socket.create_connection((host, int(port)), timeout=5) as stranger:
-                    opening = greeting + ready if number % 2 else b""
                     try:
-                        stranger.sendall(opening)
+                        if number % 7 == 0:  # announces what nobody can keep
+                            stranger.sendall(b"\xff" * 4 + bytes(4))
                         for _ in range(10):
-                            # 50 frames each: 100,000 in all
-                            frames = [rng.randbytes(rng.randrange(1, 200)) for _ in range(50)]
-                            stranger.sendall(b"".join(bytes([0, len(f)]) + f for f in frames))
-                        if number % 7 == 0:  # announces 2^62 bytes
-                            stranger.sendall(b"\x02" + (1 << 62).to_bytes(8, "big") + b"x")
-                        stranger.settimeout(0.01)
-                        answered += len(stranger.recv(1 << 16)) > 200  # more than a handshake
+                            # 50 messages each: 100,000 in all
+                            headers = [rng.randbytes(rng.randrange(1, 200)) for _ in range(50)]
+                            messages = [b"".join(framed(header)) for header in headers]
+                            stranger.sendall(b"".join(messages if number % 2 else headers))
+                        stranger.settimeout(5)
+                        answered += len(stranger.recv(1 << 16))
                     except OSError:
                         pass
             return answered
@@ -204,16 +212,11 @@ async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
         assert await fetch(server, 256) == expected(256)
 
 
-@pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN"])
-async def test_parts_without_end_are_not_kept(mechanism: bytes) -> None:
+@pytest.mark.parametrize(
+    "announced", [(1 << 17, 0), (100, 1 << 30), (0, 1 << 20)], ids=["header", "payload", "nothing"]
+)
+async def test_messages_without_end_are_not_kept(announced: tuple[int, int]) -> None:
     """Nobody but a member gets as far as to send a message, let alone a long one."""
-    greeting = GREETING_START + mechanism.ljust(20, b"\0") + bytes(32)
-    hello = b"\x05HELLO\x05admin\x05admin"
-    opening = {
-        b"NULL": b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER",
-        b"PLAIN": b"\x04" + bytes([len(hello)]) + hello,
-    }[mechanism]
-    part = b"\x03" + (1 << 17).to_bytes(8, "big") + bytes(1 << 17)  # one more comes
     async with serving(1000) as server:
         host, port = server._address.removeprefix("tcp://").split(":")
         before = memory_mib()
@@ -221,9 +224,9 @@ async def test_parts_without_end_are_not_kept(mechanism: bytes) -> None:
         def send() -> bool:
             with socket.create_connection((host, int(port)), timeout=10) as stranger:
                 try:
-                    stranger.sendall(greeting + opening)
+                    stranger.sendall(struct.pack("<II", *announced))
                     for _ in range(4000):  # 500 MiB
-                        stranger.sendall(part)
+                        stranger.sendall(bytes(1 << 17))
                 except OSError:
                     return True
                 return False
@@ -234,26 +237,51 @@ async def test_parts_without_end_are_not_kept(mechanism: bytes) -> None:
         assert await fetch(server, 256) == expected(256)
 
 
-async def test_a_ticket_admits_one_connection_once() -> None:
+async def test_callers_that_show_no_session_are_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_CALLERS", 20)
+    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_MS", 300)
     async with serving(1000) as server:
-        grant = server.open_session("test")
-        name, password = grant.ticket
-        for label, ticket in [
-            ("wrong password", (name, "00" * 16)),
-            ("wrong name", (password, name)),
-            ("not hexadecimal", ("x", "y")),
-            ("right", (name, password)),
-            ("captured", (name, password)),
+        host, port = server._address.removeprefix("tcp://").split(":")
+        with ExitStack() as stack:
+            for _ in range(50):
+                caller = await asyncio.to_thread(socket.create_connection, (host, int(port)), 10)
+                stack.enter_context(caller)
+                caller.sendall(b"\x40")  # the beginning of a length
+                assert len(server._callers) <= 20
+            assert await fetch(server, 256) == expected(256)
+            await until(lambda: server.num_refused == 50)
+            assert not server._callers
+
+
+async def test_a_session_has_one_connection_once() -> None:
+    async with serving(1000) as server:
+        grant, other = server.open_session("test"), server.open_session("other")
+        key = grant.session_id, grant.request_key, grant.is_encrypted
+        hello = Sealer(*key).seal(5, Hello())[0]
+        forged = bytearray(hello)
+        forged[-1] ^= 1
+        wrong_key = Sealer(grant.session_id, other.request_key, False).seal(5, Hello())[0]
+        unknown = Sealer(os.urandom(16), grant.request_key, False).seal(5, Hello())[0]
+        no_hello = Sealer(*key).seal(5, REQUESTS[0])[0]
+        long = Sealer(*key).seal(5, [HELLO, "x" * 300])[0]
+        for label, first in [
+            ("forged", bytes(forged)),
+            ("wrong key", wrong_key),
+            ("unknown session", unknown),
+            ("no hello", no_hello),
+            ("too long", long),
+            ("right", hello),
+            ("captured", hello),
         ]:
             before = server.num_refused
-            member = BulkMember(grant, ticket)
-            member.send([member.requests.seal_header(1, REQUESTS[0])])
+            member = BulkMember(grant, first)
+            member.send(member.sealed(6, REQUESTS[0]))
             if label == "right":
                 await until(lambda member=member: member.has_reply)
                 right = member
             else:
                 await until(lambda before=before: server.num_refused > before)
-                assert not member.has_reply
+                await until(lambda member=member: member.is_lost)
                 member.close()
         assert server.num_reads == 1
         right.close()
@@ -263,7 +291,7 @@ async def test_a_ticket_admits_one_connection_once() -> None:
 async def test_a_stopped_puller_is_dropped_and_blocks_nobody(max_inflight_chunks: int) -> None:
     async with serving(NUM_BYTES, reply_timeout_s=3.0) as server:
         grant = server.open_session("stopped")
-        keys = [grant.session_id, grant.password, grant.request_key, grant.reply_key]
+        keys = [grant.session_id, grant.request_key, grant.reply_key]
         arguments = json.dumps([grant.address, *(key.hex() for key in keys), False])
         with subprocess.Popen(  # noqa: ASYNC220 - it is only started here
             [sys.executable, str(PULLER_SCRIPT), arguments, str(max_inflight_chunks)],
@@ -288,13 +316,11 @@ async def asking(server: BulkServer, num_requests: int) -> AsyncIterator[socket.
     """A puller that asks for `LARGE` bytes, so many times; it reads only when told to."""
     grant = server.open_session("greedy")
     sealer = Sealer(grant.session_id, grant.request_key, False)
-    connection = await connect(grant.address, grant.ticket)
-    with connection:
-        for sequence in range(1, num_requests + 1):
-            request = sealer.seal_header(sequence, [READ, [["life1.1", ["x"], 0, LARGE, 0, 1]]])
-            await asyncio.get_running_loop().sock_sendall(
-                connection, bytes([0, len(request)]) + request
-            )
+    bodies = [Hello(), *[[READ, [["life1.1", ["x"], 0, LARGE, 0, 1]]]] * num_requests]
+    with await connect(grant.address) as connection:
+        for sequence, body in enumerate(bodies):
+            message = b"".join(framed(sealer.seal(sequence, body)[0]))
+            await asyncio.get_running_loop().sock_sendall(connection, message)
         yield connection
 
 
@@ -302,30 +328,29 @@ async def test_a_slow_puller_costs_no_memory_and_stays_as_long_as_it_reads() -> 
     loop = asyncio.get_running_loop()
     async with serving(NUM_BYTES, reply_timeout_s=1e6) as server:
         before = memory_mib()
-        async with asking(server, 20) as puller:  # 240 MiB
-            await until(lambda: server.num_reads == 20)
-            [session] = server._sessions
-            assert session._stream is not None
+        async with asking(server, 60) as puller:  # 240 MiB
+            await until(lambda: server.num_reads == 60)
+            [session] = server._pullers
             for _ in range(3 * CHECKS_PER_TIMEOUT):  # three times what a stopped one has
-                moved = session._stream.moved_bytes
+                moved = session.stream.moved_bytes
                 async with asyncio.timeout(60):
-                    while session._stream.moved_bytes == moved:
+                    while session.stream.moved_bytes == moved:
                         await loop.sock_recv(puller, 1 << 17)
                 server._check_lives()
-            assert session._stream.num_waiting > 0
-            assert server.num_dropped_sessions == 0
+            assert session.stream.num_waiting > 0
+            assert server.num_dropped == 0
             assert memory_mib() - before < 40
 
             def is_dropped() -> bool:
                 server._check_lives()
-                return server.num_dropped_sessions == 1
+                return server.num_dropped == 1
 
             await until(is_dropped)  # now it reads no more
         assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
 
 
 async def test_who_asks_for_more_than_it_reads_is_put_out() -> None:
-    async with serving(NUM_BYTES) as server, asking(server, 1 + MAX_WAITING_REPLIES):
+    async with serving(NUM_BYTES) as server, asking(server, 8 + MAX_WAITING_REPLIES):
         await until(lambda: server.num_refused == 1)
         await until(lambda: num_connections(server) == 0)
         assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
@@ -343,7 +368,7 @@ async def test_an_idle_server_uses_no_cpu_after_an_attack() -> None:
     async with serving(1000) as server:
         for number in range(100):
             member = BulkMember(server.open_session("test"))
-            member.send([os.urandom(100)])
+            member.send(os.urandom(100))
             await until(lambda number=number: server.num_refused == number + 1)
             member.close()
         before = time.process_time()

@@ -19,7 +19,7 @@ import torch
 from areal_sc.errors import PeerSilent, ShardGone
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata, concat
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.jobs import BulkOptions
+from areal_sc.transport.bulk.grant import BulkOptions
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc.transport import ZmqTransport
 

@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import struct
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -28,11 +29,10 @@ from areal_sc.metadata import (
 )
 from areal_sc.transport.bulk import link as link_module
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.frame_stream import FrameStream, Outgoing
-from areal_sc.transport.bulk.jobs import BulkOptions
-from areal_sc.transport.bulk.reader import DESCRIBE, READ
-from areal_sc.transport.bulk.server import BulkServer
-from areal_sc.transport.bulk.session import PullerSession
+from areal_sc.transport.bulk.grant import BulkOptions
+from areal_sc.transport.bulk.server import BulkServer, _Puller
+from areal_sc.transport.bulk.stream import MessageStream, framed
+from areal_sc.transport.bulk.wire import DescribedField
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.pull_plan import Owner as Address
@@ -42,7 +42,9 @@ from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import ShardReference, WeightsReference
 
 LARGE = 8 << 20
-"""Values of 8 bytes: some sixteen requests, of which several are under way."""
+"""Values of 8 bytes: 64 requests, of which several are under way."""
+
+READ, DESCRIBE, FAILED = 0, 1, 2
 
 
 class Owner:
@@ -370,7 +372,7 @@ async def test_sizes_that_differ_from_the_metadata_are_refused() -> None:
                 await puller_of.pull(as_int64)
 
 
-GOOD = [READ, [["life1.1", ["input_ids"], 0, 12, [0]]]]
+GOOD = [READ, [["life1.1", ["input_ids"], 0, 12, 0, 0, [0]]]]
 
 
 @pytest.mark.parametrize(
@@ -381,18 +383,18 @@ GOOD = [READ, [["life1.1", ["input_ids"], 0, 12, [0]]]]
         [READ],
         [7, []],
         [READ, [[1, 2]]],
-        [READ, [["life1.1", ["input_ids"], 0, 13, [0]]]],
-        [READ, [["life1.1", ["input_ids"], -1, 3, [0]]]],
-        [READ, [["life1.1", ["input_ids"], 3, -1, [0]]]],
-        [READ, [["life1.1", ["input_ids"], 0, 1 << 60, [0]]]],
+        [READ, [["life1.1", ["input_ids"], 0, 13, 0, 0, [0]]]],
+        [READ, [["life1.1", ["input_ids"], -1, 3, 0, 0, [0]]]],
+        [READ, [["life1.1", ["input_ids"], 3, -1, 0, 0, [0]]]],
+        [READ, [["life1.1", ["input_ids"], 0, 1 << 60, 0, 0, [0]]]],
         [READ, [["life1.1", ["input_ids"], 0, 3, 0, 1 << 60]]],
         [READ, [["life1.1", ["input_ids"], 0, 3, -1, 1]]],
-        [READ, [["life1.1", ["input_ids"], 0, 3, [-1]]]],
-        [READ, [["life1.1", ["input_ids"], 0, 3, [1]]]],
-        [READ, [["life1.1", ["input_ids"], 0, 3, ["0"]]]],
-        [READ, [["life1.1", ["labels"], 0, 3, [0]]]],
-        [READ, [["../../etc/passwd", ["x"], 0, 3, [0]]]],
-        [READ, [["life0.1", ["input_ids"], 0, 12, [0]]]],
+        [READ, [["life1.1", ["input_ids"], 0, 3, 0, 0, [-1]]]],
+        [READ, [["life1.1", ["input_ids"], 0, 3, 0, 0, [1]]]],
+        [READ, [["life1.1", ["input_ids"], 0, 3, 0, 0, ["0"]]]],
+        [READ, [["life1.1", ["labels"], 0, 3, 0, 0, [0]]]],
+        [READ, [["../../etc/passwd", ["x"], 0, 3, 0, 0, [0]]]],
+        [READ, [["life0.1", ["input_ids"], 0, 12, 0, 0, [0]]]],
         [DESCRIBE, "life1.2"],
         [DESCRIBE, 5],
     ],
@@ -403,7 +405,7 @@ async def test_an_owner_answers_what_no_correct_puller_asks_with_an_error(body: 
         owner.put({"input_ids": ids_of(0, [3])}, [3])
         asking = BulkMember(owner.bulk.open_session("test"))
         answer, payload = await asking.ask(1, body)
-        assert answer[0] == 1
+        assert answer[0] == FAILED
         assert payload == b""
         answer, payload = await asking.ask(2, GOOD)
         assert (answer, payload) == ([0, [[["int32"], [3]]]], ids_of(0, [3]).numpy().tobytes())
@@ -420,28 +422,29 @@ async def test_strangers_replays_and_captured_sessions_get_nothing() -> None:
             return bytes(frame)
 
         bystander = BulkMember(owner.bulk.open_session("bystander"))
-        cases: list[Callable[[BulkMember], list[bytes]]] = [
-            lambda member: [member.requests.seal_header(5, GOOD)],  # replayed
-            lambda member: [member.requests.seal_header(4, GOOD)],
-            lambda member: [changed(member.requests.seal_header(6, GOOD), 40)],
-            lambda member: [changed(member.requests.seal_header(6, GOOD), 3)],  # another version
-            lambda member: [member.requests.seal_header(6, GOOD)[:30]],
-            lambda member: [member.requests.seal_header(6, GOOD), b"more"],
-            lambda member: [b""],
-            lambda member: [os.urandom(200)],
+        cases: list[Callable[[BulkMember], None]] = [
+            lambda member: member.send(member.sealed(5, GOOD)),  # replayed
+            lambda member: member.send(member.sealed(4, GOOD)),
+            lambda member: member.send(changed(member.sealed(6, GOOD), 40)),
+            lambda member: member.send(changed(member.sealed(6, GOOD), 3)),  # another version
+            lambda member: member.send(member.sealed(6, GOOD)[:30]),
+            lambda member: member.send(member.sealed(6, GOOD) + b"more"),
+            lambda member: member.send(member.sealed(6, GOOD), [b"more"]),
+            lambda member: member.send(b""),
+            lambda member: member.send(os.urandom(200)),
             # the session's number, even with its key, is of no use on another connection
-            lambda member: [bystander.requests.seal_header(6, GOOD)],
-            lambda member: [bytes(1 << 20)],  # too large: refused before it is allocated
+            lambda member: member.send(bystander.sealed(6, GOOD)),
+            lambda member: member.send(bytes(1 << 20)),  # too large: refused before it is allocated
         ]
-        for number, frames in enumerate(cases):
+        for number, misbehave in enumerate(cases):
             member = BulkMember(owner.bulk.open_session("test"))
             await member.ask(5, GOOD)
-            member.send(frames(member))
+            misbehave(member)
             await until(lambda member=member: member.is_lost)
             assert owner.bulk.num_refused == number + 1
             assert not member.has_reply
             member.close()
-        assert (await bystander.ask(6, GOOD))[0][0] == 0
+        assert (await bystander.ask(6, GOOD))[0][0] == READ
         bystander.close()
 
 
@@ -452,15 +455,15 @@ async def until(condition: Any) -> None:
 
 
 def forge_answers(monkeypatch: pytest.MonkeyPatch, forge: Callable[[list[bytes]], Any]) -> None:
-    """Changes the frames of every answer on their way."""
-    sealed = PullerSession._sealed
+    """Changes header and payload of every answer on their way."""
+    sealed = _Puller._sealed
 
-    def forged(*args: Any) -> Iterator[Outgoing]:
-        frames = forge([b"".join(parts) for parts, _ in sealed(*args)])
-        for number, frame in enumerate(frames, 1):
-            yield [frame], number < len(frames)
+    def forged(*args: Any) -> list[bytes]:
+        frame, *payload = sealed(*args)
+        header, *parts = forge([bytes(frame[8:]), b"".join(payload)])
+        return framed(header, parts)
 
-    monkeypatch.setattr(PullerSession, "_sealed", forged)
+    monkeypatch.setattr(_Puller, "_sealed", forged)
 
 
 def flip(frame: Any, place: int | None = None) -> bytes:
@@ -515,8 +518,8 @@ async def test_both_sides_have_to_agree_on_encryption() -> None:
 )
 async def test_a_puller_refuses_descriptions_of_no_correct_owner(description: Any) -> None:
     async with owners(1) as [owner], pulling() as puller:
-        owner.bulk._reader._describe = lambda shard_id: [0, description]  # type: ignore[method-assign]
-        with pytest.raises(ProtocolError, match=r"shard life1\.1 on rollout/0: expected name"):
+        owner.bulk._reader._describe = lambda shard_id: [DESCRIBE, description]  # type: ignore[assignment, method-assign, return-value]
+        with pytest.raises(ProtocolError, match=r"shard life1\.1 on rollout/0: not a message"):
             async for _ in puller.pull_weights(
                 WeightsReference(0, (ShardReference(owner.node_id, owner.address, "life1.1"),))
             ):
@@ -528,7 +531,7 @@ async def test_a_silent_owner_ends_the_pull_at_its_deadline(
 ) -> None:
     async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [3])}, [3])
-        monkeypatch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
+        monkeypatch.setattr(_Puller, "on_message", lambda self: None)
         with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not pulled by its deadline"):
             await puller.pull(batch)
 
@@ -540,13 +543,15 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
     ):
         batch = await spread_batch([owner], [[1000, 1000]])
         waiting: list[int] = []
-        serve = owner.bulk._reader.answer
+        serve = owner.bulk.answer
 
         def answer(body: Any) -> Any:
-            waiting.append(len(puller._bulk._links[next(iter(puller._bulk._links))]._inflight))
+            waiting.append(
+                len(puller._bulk._links[next(iter(puller._bulk._links))]._session.inflight)
+            )
             return serve(body)
 
-        owner.bulk._reader.answer = answer  # type: ignore[method-assign]
+        owner.bulk.answer = answer  # type: ignore[method-assign]
         pulls = await asyncio.gather(*(puller.pull(batch, ["input_ids"]) for _ in range(5)))
         for pulled in pulls:
             assert rows_of(pulled, "input_ids") == [token_values(0, 1000), token_values(1, 1000)]
@@ -561,14 +566,30 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
         assert owner.bulk.num_reads - before == 4
 
 
+async def test_a_pull_tells_where_its_time_went() -> None:
+    async with owners(1) as [owner], pulling() as puller:
+        batch = await spread_batch([owner], [[1_000_000]])
+        begun_s = time.perf_counter()
+        await puller.pull(batch)
+        passed_s = time.perf_counter() - begun_s
+        seconds = puller._bulk.seconds
+        phases = seconds.connecting, seconds.queueing, seconds.wire, seconds.copying
+        assert all(phase >= 0 for phase in phases)
+        assert min(seconds.connecting, seconds.wire, seconds.copying) > 0
+        assert sum(phases) <= passed_s
+        connected_s = seconds.connecting
+        await puller.pull(batch)
+        assert puller._bulk.seconds.connecting == connected_s  # the connection was there
+
+
 async def test_a_session_that_its_owner_gave_up_is_renewed() -> None:
     async with owners(1) as [owner], pulling() as puller:
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
         for _ in range(3):
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
-            [session] = owner.bulk._sessions
-            owner.bulk._drop(session, "a test")
-        assert owner.bulk.num_dropped_sessions == 3
+            [session] = owner.bulk._pullers
+            owner.bulk.drop(session, "a test")
+        assert owner.bulk.num_dropped == 3
         assert owner.bulk.num_reads == 3
 
 
@@ -578,12 +599,12 @@ async def test_a_request_that_was_changed_on_its_way_costs_one_session() -> None
         for number in range(6):  # more than there are credits
             await puller.pull(batch)
             [link] = puller._bulk._links.values()
-            stream = link._stream
+            stream = link._session.stream  # type: ignore[union-attr]
             assert stream is not None
             send = stream.send
 
-            def changed(message: Any, send: Any = send) -> None:
-                send([([flip(parts[0])], has_more) for parts, has_more in message])
+            def changed(make: Any, send: Any = send) -> None:
+                send(lambda: [flip(b"".join(make()), place=60)])
 
             stream.send = changed  # type: ignore[method-assign]
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
@@ -591,7 +612,7 @@ async def test_a_request_that_was_changed_on_its_way_costs_one_session() -> None
 
 
 @contextmanager
-def unread(stream: FrameStream | None) -> Iterator[None]:
+def unread(stream: MessageStream | None) -> Iterator[None]:
     """What arrives on this side of the connection is left to the kernel."""
     assert stream is not None
     loop = asyncio.get_running_loop()
@@ -607,13 +628,13 @@ async def test_a_deadline_that_passes_does_not_fail_the_pulls_of_others() -> Non
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
         hasty = Puller(puller._bulk, timeout_s=0.2)
         await puller.pull(batch)
-        [session] = owner.bulk._sessions
-        with unread(session._stream):
+        [session] = owner.bulk._pullers
+        with unread(session.stream):
             patient = asyncio.create_task(puller.pull(batch))
             with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not pulled by"):
                 await hasty.pull(batch)
         assert rows_of(await patient, "input_ids") == [token_values(0, 30)]
-        assert owner.bulk._sessions == {session: None}
+        assert owner.bulk._pullers == {session: None}
 
 
 async def test_a_puller_that_paused_opens_its_session_again() -> None:
@@ -626,12 +647,12 @@ async def test_a_puller_that_paused_opens_its_session_again() -> None:
         pull = asyncio.create_task(puller.pull(owner.put({"x": values}, [LARGE])))
         await until(lambda: puller._bulk.received_bytes > values.nbytes / 4)
         [link] = puller._bulk._links.values()
-        [paused] = owner.bulk._sessions
-        with unread(link._stream):
-            await until(lambda: owner.bulk.num_dropped_sessions > 0)
+        [paused] = owner.bulk._pullers
+        with unread(link._session and link._session.stream):
+            await until(lambda: owner.bulk.num_dropped > 0)
         assert torch.equal((await pull).fields["x"], values)
-        assert paused not in owner.bulk._sessions
-        assert len(owner.bulk._sessions) == 1
+        assert paused not in owner.bulk._pullers
+        assert len(owner.bulk._pullers) == 1
 
 
 @pytest.mark.parametrize("has_reset", [False, True], ids=["end", "reset"])
@@ -642,13 +663,13 @@ async def test_a_pull_outlives_its_connections(has_reset: bool) -> None:
         for number in range(1, 4):
             share = values.nbytes * number / 8
             await until(lambda share=share: puller._bulk.received_bytes > share)
-            await until(lambda: len(owner.bulk._sessions) == 1)
-            [session] = owner.bulk._sessions
-            assert session._stream is not None
+            await until(lambda: len(owner.bulk._pullers) == 1)
+            [session] = owner.bulk._pullers
+            assert session.stream is not None
             if has_reset:
                 hard = struct.pack("ii", 1, 0)
-                session._stream._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, hard)
-            owner.bulk._drop(session, "a test")
+                session.stream._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, hard)
+            owner.bulk.drop(session, "a test")
             assert not pull.done()
         assert torch.equal((await pull).fields["x"], values)
 
@@ -664,16 +685,17 @@ async def test_an_owner_is_asked_for_a_new_session_when_nothing_moves() -> None:
         pull = asyncio.create_task(puller.pull(batch))
         await until(lambda: owner.bulk.num_reads > 0)
         [link] = puller._bulk._links.values()
-        stream = link._stream
-        assert stream is not None
+        session = link._session
+        assert session is not None
+        stream = session.stream
         for _ in range(10):  # it is slow, but it moves
-            before = stream.moved_bytes
-            await until(lambda before=before: stream.moved_bytes > before)
+            before = stream.received_bytes
+            await until(lambda before=before: stream.received_bytes > before)
             link._look()
             link._look()
-            assert link._stream is stream
+            assert link._session is session
         link._look()
-        assert link._stream is None
+        assert link._session is None
         assert rows_of(await pull, "input_ids") == [token_values(0, 1_000_000)]
 
 
@@ -685,14 +707,14 @@ async def test_an_owner_that_lives_but_lets_nobody_in_is_asked_again(
     is_in_time = num_refused < 1_000_000
     async with owners(1) as [owner], pulling(timeout_s=20 if is_in_time else 0.5) as puller:
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
-        let_in = owner.bulk._listener._let_in  # type: ignore[union-attr]
+        granted = owner.bulk.granted
 
-        async def refuse_some(connection: socket.socket) -> None:
+        def refuse_some(session_id: bytes) -> Any:
             if owner.bulk.num_refused < num_refused:
                 raise ProtocolError("a test")
-            await let_in(connection)
+            return granted(session_id)
 
-        owner.bulk._listener._let_in = refuse_some  # type: ignore[union-attr]
+        owner.bulk.granted = refuse_some  # type: ignore[method-assign]
         if is_in_time:
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
             assert owner.bulk.num_refused == num_refused
@@ -712,7 +734,7 @@ async def test_many_shards_are_described_at_a_time() -> None:
         described = await asyncio.gather(
             *(puller._bulk.describe(its, shard_id, deadline) for shard_id in shard_ids)
         )
-        assert described == [[["w", "int32", [3]]]] * 200
+        assert described == [[DescribedField("w", "int32", [3])]] * 200
         assert owner.bulk.num_refused == 0
 
 
@@ -721,11 +743,16 @@ async def test_a_client_that_closes_leaves_no_session(monkeypatch: pytest.Monkey
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
         await puller.pull(batch)
         with monkeypatch.context() as patch:
-            patch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
+            patch.setattr(_Puller, "on_message", lambda self: None)
             waiting = asyncio.create_task(puller.pull(batch))
-            await until(lambda: any(link._inflight for link in puller._bulk._links.values()))
-            [session] = owner.bulk._sessions
-            owner.bulk._drop(session, "a test")  # the client would ask again
+            await until(
+                lambda: any(
+                    link._session and link._session.inflight
+                    for link in puller._bulk._links.values()
+                )
+            )
+            [session] = owner.bulk._pullers
+            owner.bulk.drop(session, "a test")  # the client would ask again
             await puller.close()
             with pytest.raises(ShardGone, match=r"life1\.1 on rollout/0 is gone"):
                 await waiting
@@ -733,7 +760,7 @@ async def test_a_client_that_closes_leaves_no_session(monkeypatch: pytest.Monkey
             await puller.pull(batch)
         names = {task.get_name() for task in asyncio.all_tasks()}
         assert not any("session with" in name for name in names)
-        await until(lambda: not owner.bulk._sessions)
+        await until(lambda: not owner.bulk._pullers)
 
 
 @pytest.mark.parametrize("has_time", [False, True], ids=["at once", "later"])
@@ -742,7 +769,7 @@ async def test_a_connection_that_ended_in_silence_loses_no_shard(has_time: bool)
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
         await puller.pull(batch)
         [link] = puller._bulk._links.values()
-        link._stream._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        link._session.stream._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
         if has_time:
             await asyncio.sleep(0)
         assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
@@ -754,7 +781,7 @@ async def test_a_failed_pull_leaves_no_buffer_to_the_collector(
     async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [90_000])}, [90_000])
         await Puller(puller._bulk).pull(batch)  # opens the session
-        monkeypatch.setattr(PullerSession, "on_frame", lambda self, has_more: None)
+        monkeypatch.setattr(_Puller, "on_message", lambda self: None)
         taken: list[weakref.ref[Any]] = []
         take = puller._pool.take
 
@@ -772,8 +799,8 @@ async def test_a_failed_pull_leaves_no_buffer_to_the_collector(
             except RpcTimeout:
                 is_late = True
             assert is_late
-            [session] = owner.bulk._sessions
-            owner.bulk._drop(session, "a test")  # till then the answer may still come
+            [session] = owner.bulk._pullers
+            owner.bulk.drop(session, "a test")  # till then the answer may still come
             await until(lambda: taken[0]() is None)
             assert len(taken) == 1
         finally:
@@ -803,9 +830,9 @@ async def test_many_fields_of_many_rows_are_asked_for_in_turns() -> None:
             assert torch.equal(pulled.fields[name], values.flip(0))
         asking = BulkMember(owner.bulk.open_session("test"))
         answer, _ = await asking.ask(
-            1, [READ, [["life1.1", list(fields), 0, 240_000, list(range(5_000))]]]
+            1, [READ, [["life1.1", list(fields), 0, 240_000, 0, 0, list(range(5_000))]]]
         )
-        assert answer[0] == 1
+        assert answer[0] == FAILED
         assert "at most 16384 rows" in answer[3]
         asking.close()
 

@@ -13,8 +13,7 @@ import sys
 
 import torch
 
-from areal_sc.transport.bulk.server import BulkServer
-from areal_sc.transport.bulk.session import PullerSession
+from areal_sc.transport.bulk.server import BulkServer, _Puller
 from areal_sc.transport.rpc.transport import RpcServer
 from areal_sc.transport.tensor_store import TensorStore
 
@@ -29,13 +28,13 @@ def values_of(node_id: str) -> torch.Tensor:
 
 def stall(server: BulkServer, stall_after: int) -> None:
     """Lets the server answer `stall_after` requests, or all when that is negative."""
-    answer = PullerSession.on_frame
+    answer = _Puller.on_message
 
-    def answer_or_not(session: PullerSession, *, has_more: bool) -> None:
+    def answer_or_not(puller: _Puller) -> None:
         if server.num_reads != stall_after:
-            answer(session, has_more=has_more)
+            answer(puller)
 
-    PullerSession.on_frame = answer_or_not  # type: ignore[method-assign]
+    _Puller.on_message = answer_or_not  # type: ignore[method-assign]
 
 
 async def main(node_id: str, incarnation: str, stall_after: int) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from areal_sc.errors import RpcTimeout, ShardGone
 from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.bulk.jobs import BulkOptions, Description, FetchJob
+from areal_sc.transport.bulk.grant import BulkOptions
 from areal_sc.transport.bulk.link import OwnerLink
-from areal_sc.transport.bulk.turns import Turns
+from areal_sc.transport.bulk.request_queue import DescribeJob, FetchJob
+from areal_sc.transport.bulk.wire import DescribedField
 from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
@@ -25,7 +27,32 @@ from areal_sc.transport.shard_layout import check_field_name
 logger = logging.getLogger(__name__)
 
 IDLE_BUFFER_BYTES: Final = 16 << 20
-"""Memory kept for frames that cannot be received in place."""
+"""Memory kept for encrypted payload that has several destinations."""
+
+SLOW_PULL_S: Final = 5.0
+SLOW_BYTES_PER_S: Final = 20e6
+"""A pull that takes longer than both together allow is logged, with the phase that took longest."""
+
+
+@dataclass(slots=True)
+class PullSeconds:
+    """Where the time of pulls went; of a pull from an owner elsewhere they are all of its time.
+
+    Attributes:
+        connecting: there was no connection to the owner.
+        queueing: until the first request was sent, for want of credit.
+        wire: from then on until all replies were here, without the rest.
+        copying: checking replies; mapping and copying what lies on this node.
+    """
+
+    connecting: float = 0.0
+    queueing: float = 0.0
+    wire: float = 0.0
+    copying: float = 0.0
+
+    def add(self, other: PullSeconds) -> None:
+        for phase in fields(self):
+            setattr(self, phase.name, getattr(self, phase.name) + getattr(other, phase.name))
 
 
 class BulkClient:
@@ -34,18 +61,18 @@ class BulkClient:
     Args:
         transport: gives the control connections, which hand over the sessions.
         options: how to ask.
-        turns: those of all bulk connections on the event loop.
+
+    Attributes:
+        seconds: of all fetches that have ended.
     """
 
-    def __init__(
-        self, transport: Transport, options: BulkOptions, turns: Turns | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, options: BulkOptions) -> None:
+        self.seconds = PullSeconds()
         self._transport = transport
         self._options = options
         self._refused = Refusals(logger, "reply_refused", options.puller)
         self._ended_bytes = 0
         self._pool = BufferPool(IDLE_BUFFER_BYTES)
-        self._turns = turns or Turns()
         self._links: dict[Owner, OwnerLink] = {}
         self._is_closed = False
 
@@ -75,24 +102,25 @@ class BulkClient:
         loop = asyncio.get_running_loop()
         shard_id = segments[0].piece.shard_id
         # a request ends early rather than cut what would be asked for in parts of parts
-        cursor = SegmentCursor(segments, uncut_bytes=self._options.request_bytes // 2)
-        job = FetchJob(shard_id, cursor, num_bytes, loop.create_future())
+        cursor = SegmentCursor(segments, uncut_bytes=self._options.chunk_bytes // 2)
+        job = FetchJob(shard_id, cursor, num_bytes, loop.create_future(), begun_s=loop.time())
         link = self._link(owner)
+        connected_before_s = link.connecting_s
         link.submit(job)
         try:
             await _by_deadline(job.done, deadline, shard_id, link)
         finally:
             link.abandon(job)
+            self._count(job, link, link.connecting_s - connected_before_s, num_bytes)
             del job  # with the traceback it would keep itself, and the pull's buffer
 
-    async def describe(self, owner: Owner, shard_id: str, deadline: float) -> list[Any]:
-        """[name, dtype name, row lengths] of each field of a shard; raises as `Puller.pull`."""
-        loop = asyncio.get_running_loop()
-        description = Description(shard_id, loop.create_future())
+    async def describe(self, owner: Owner, shard_id: str, deadline: float) -> list[DescribedField]:
+        """The fields of a shard; raises as `Puller.pull`."""
+        job = DescribeJob(shard_id, asyncio.get_running_loop().create_future())
         link = self._link(owner)
-        link.submit_description(description)
-        await _by_deadline(description.fields, deadline, shard_id, link)
-        return description.fields.result()
+        link.submit_description(job)
+        await _by_deadline(job.done, deadline, shard_id, link)
+        return job.done.result()
 
     async def close(self) -> None:
         """Ends all connections; pulls that wait, and later ones, raise ShardGone."""
@@ -110,7 +138,6 @@ class BulkClient:
                 self._options,
                 self._transport,
                 pool=self._pool,
-                turns=self._turns,
                 refused=self._refused,
                 on_ended=self._forget,
             )
@@ -121,6 +148,21 @@ class BulkClient:
         if self._links.get(link.owner) is link:
             del self._links[link.owner]
             self._ended_bytes += link.received_bytes
+
+    def _count(self, job: FetchJob, link: OwnerLink, connecting_s: float, num_bytes: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        total_s = now_s - job.begun_s
+        queueing_s = max(0.0, (job.sent_s or now_s) - job.begun_s - connecting_s)
+        wire_s = max(0.0, total_s - connecting_s - queueing_s - job.copying_s)
+        seconds = PullSeconds(connecting_s, queueing_s, wire_s, job.copying_s)
+        self.seconds.add(seconds)
+        if total_s > SLOW_PULL_S + num_bytes / SLOW_BYTES_PER_S:
+            phase, longest_s = max(asdict(seconds).items(), key=lambda entry: entry[1])
+            logger.warning(
+                "pull_slow owner=%s bytes=%d missing_bytes=%d seconds=%.1f slowest=%s "
+                "slowest_seconds=%.1f",
+                *(link.owner.node_id, num_bytes, job.missing_bytes, total_s, phase, longest_s),
+            )
 
 
 async def _by_deadline(

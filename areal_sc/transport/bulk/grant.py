@@ -7,51 +7,71 @@ nobody else sees its keys.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Final
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from areal_sc.errors import PeerSilent, ProtocolError, RpcTimeout
-from areal_sc.transport.bulk.jobs import BulkOptions
 from areal_sc.transport.bulk.wire import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.pull_plan import Owner
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.transport import Transport
 
-_Id = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+
+@dataclass(frozen=True, slots=True)
+class BulkOptions:
+    """How a puller asks.
+
+    Attributes:
+        puller: name of this side, for the owners' messages.
+        chunk_bytes: payload of one request, at most; it has one tag.
+        max_inflight_chunks: so much is asked for and not yet here, of one owner, over all pulls.
+        is_encrypted: as the owners are configured; another one is refused.
+        stalled_timeout_s: how long an owner that gives no sign of life may take to answer its
+            control socket.
+    """
+
+    puller: str
+    chunk_bytes: int = 4 << 20
+    max_inflight_chunks: int = 4
+    is_encrypted: bool = False
+    stalled_timeout_s: float = 30.0
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Payload asked for and not yet here, at most."""
+        return self.chunk_bytes * self.max_inflight_chunks
+
+
+_SessionId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
 _Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionGrant:
+class SessionGrant(Struct, array_like=True, frozen=True):
     """What a puller gets from an owner's control socket.
 
     Attributes:
         address: the owner's bulk socket.
-        session_id: [16] names the session.
-        password: [16] admits one connection to the bulk socket, once.
-        request_key, reply_key: [32] AES-256 keys, one for each direction.
+        session_id: names the session.
+        request_key, reply_key: AES-256 keys, one for each direction.
         is_encrypted: payload and bodies are encrypted, not only authenticated.
     """
 
     address: str
-    session_id: _Id
-    password: _Id = field(repr=False)
-    request_key: _Key = field(repr=False)
-    reply_key: _Key = field(repr=False)
+    session_id: _SessionId
+    request_key: _Key
+    reply_key: _Key
     is_encrypted: bool
 
     @classmethod
     def create(cls, address: str, is_encrypted: bool) -> SessionGrant:
-        names = os.urandom(SESSION_ID_BYTES), os.urandom(SESSION_ID_BYTES)
-        return cls(address, *names, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES), is_encrypted)
+        keys = os.urandom(KEY_BYTES), os.urandom(KEY_BYTES)
+        return cls(address, os.urandom(SESSION_ID_BYTES), *keys, is_encrypted)
 
-    @property
-    def ticket(self) -> tuple[str, str]:
-        """Name and password to connect with."""
-        return self.session_id.hex(), self.password.hex()
+    def __repr__(self) -> str:
+        return f"SessionGrant(address={self.address!r})"  # its keys belong in no log
 
 
 OPEN_SESSION: Final = Method("bulk.open", str, SessionGrant)

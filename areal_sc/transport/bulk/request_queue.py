@@ -9,15 +9,76 @@ small shares a request: requests are cut when a credit is free, not when a pull 
 
 from __future__ import annotations
 
+import asyncio
+import operator
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from areal_sc.transport.bulk.jobs import FetchJob
-from areal_sc.transport.bulk.wire import MAX_REQUEST_ROWS
-from areal_sc.transport.pull_plan import Part
+from areal_sc.errors import ArealError
+from areal_sc.transport.bulk.wire import MAX_REQUEST_ROWS, DescribedField
+from areal_sc.transport.pull_plan import Part, SegmentCursor
 
 MAX_REQUEST_FIELDS: Final = 256
 """With names of at most `MAX_NAME_BYTES` a request stays below `wire.MAX_REQUEST_BYTES`."""
+
+
+@dataclass(eq=False, slots=True)
+class FetchJob:
+    """What one pull wants of one owner.
+
+    Attributes:
+        begun_s: when it began; times are on the clock of the event loop.
+        sent_s: when the first of it was asked for; 0: not yet.
+        copying_s: spent on checking what arrived and putting it in its place.
+        returned: parts asked for before, whose request failed for another part's sake.
+        missing_bytes: not yet arrived.
+    """
+
+    shard_id: str
+    cursor: SegmentCursor
+    missing_bytes: int
+    done: asyncio.Future[None]
+    begun_s: float = 0.0
+    sent_s: float = 0.0
+    copying_s: float = 0.0
+    returned: deque[Part] = field(default_factory=deque)
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self.returned) or not self.cursor.is_done
+
+    def take(self, max_bytes: int, max_rows: int, max_fields: int) -> list[Part]:
+        """The next parts to ask for, within all limits."""
+        if not self.returned:
+            return self.cursor.take(max_bytes, max_rows, max_fields)
+        part = self.returned[0]
+        size = part.num_bytes, part.num_rows, len(part.fields)
+        if any(map(operator.gt, size, (max_bytes, max_rows, max_fields))):
+            return []
+        return [self.returned.popleft()]
+
+    def fail(self, error: ArealError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def arrived(self, num_bytes: int) -> None:
+        self.missing_bytes -= num_bytes
+        if self.missing_bytes == 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+@dataclass(eq=False, slots=True)
+class DescribeJob:
+    """A shard's fields that somebody waits for."""
+
+    shard_id: str
+    done: asyncio.Future[list[DescribedField]]
+
+    def fail(self, error: ArealError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
 
 Asked: TypeAlias = list[tuple[FetchJob, Part]]
 """What one request asks for, and for which pull."""

@@ -1,144 +1,194 @@
-"""One puller's session with an owner, as the owner sees it.
+"""One connection of a puller to an owner: requests go out, and replies come to their places.
 
-consumes     requests, each answered at once, from memory
-waits for    room in the connection: payload is sealed only when it can be sent
-unblocked by the puller, which reads; one that does not is dropped by the server
+consumes     requests, within credit; replies
+waits for    the owner
+unblocked by its replies, or the end of the connection
 """
 
 from __future__ import annotations
 
+import itertools
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.bulk.frame_stream import FrameStream, Outgoing
-from areal_sc.transport.bulk.grant import SessionGrant
-from areal_sc.transport.bulk.reader import Parts
-from areal_sc.transport.bulk.turns import Turns
-from areal_sc.transport.bulk.wire import MAX_REQUEST_BYTES, Sealer, parse_head
-from areal_sc.transport.refusals import Refusals
+from areal_sc.transport.bulk.grant import BulkOptions, SessionGrant
+from areal_sc.transport.bulk.request_queue import Asked, DescribeJob
+from areal_sc.transport.bulk.stream import MessageStream, framed
+from areal_sc.transport.bulk.wire import (
+    MAX_REPLY_BYTES,
+    MAX_REPLY_HEADER_BYTES,
+    Found,
+    Hello,
+    Reply,
+    Request,
+    Sealer,
+    decoded_reply,
+    parse_head,
+)
 
-MAX_WAITING_REPLIES: Final = 64
-"""Of one puller; its credits allow fewer."""
-
-Answer = Callable[[Any], tuple[list[Any], list[Parts]]]
+MAX_REQUESTS: Final = 16
+"""Outstanding at one owner: small pulls beyond share a request."""
 
 
-class PullerSession:
-    """A `FrameSink`, once `begin` has given it a connection.
+class ReplyTaker(Protocol):
+    """What becomes of the replies; called on the event loop."""
 
-    Args:
-        puller: name of the other side, for messages.
-        grant: what the puller was given.
-        answer: to a request's body: the reply's, and the payload of its frames.
-        pool: gives memory for payload that is not sent from where it lies.
-        refused: counts frames that no member of the run sent so.
-        on_ended: called when the puller has left, or has to.
+    def on_reply(self, asked: Asked | DescribeJob, reply: Reply) -> None:
+        """All of it was verified, and its payload is in its places.
+
+        Raises: ProtocolError: it does not answer what was asked.
+        """
+        ...
+
+    def on_fault(self, asked: Asked | DescribeJob | None, error: ProtocolError) -> None:
+        """No correct owner has sent it; None: nobody knows what it answers."""
+        ...
+
+    def on_lost(self, reason: str) -> None:
+        """Nothing more comes."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """A reply that is being received.
 
     Attributes:
-        num_reads: requests answered.
-        sent_bytes: of all reply frames.
+        asked: what it answers.
+        error: what is wrong with it.
+        places: where its payload goes, in turn.
+        buffer: where it is received, if it must not go there as it is.
+    """
+
+    sequence: int
+    header: memoryview
+    asked: Asked | DescribeJob
+    reply: Reply | None = None
+    error: ProtocolError | None = None
+    places: Sequence[memoryview] = ()
+    buffer: memoryview | None = None
+
+
+class Session:
+    """A `MessageSink`; shows itself to the owner at once.
+
+    Args:
+        connection: to the owner; owned from here on.
+        grant: what the owner has given us.
+        options: how to ask.
+        pool: gives buffers.
+        taker: of the replies.
+
+    Attributes:
+        inflight: what was asked and not answered yet, by sequence number.
+        stream: the connection; who closes it hears nothing more.
     """
 
     def __init__(
         self,
-        puller: str,
+        connection: socket.socket,
         grant: SessionGrant,
-        answer: Answer,
-        *,
+        options: BulkOptions,
         pool: BufferPool,
-        refused: Refusals,
-        on_ended: Callable[[PullerSession, str], None],
+        taker: ReplyTaker,
     ) -> None:
-        self.puller = puller
-        self.num_reads = 0
-        self.sent_bytes = 0
-        self._id = grant.session_id
+        self.inflight: dict[int, Asked | DescribeJob] = {}
+        self._inflight_bytes = 0
+        self._session_id = grant.session_id
+        self._options = options
+        self._pool = pool
+        self._taker = taker
+        self._sequence = itertools.count(1)
         self._requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
         self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted, pool)
-        self._answer = answer
-        self._refused = refused
-        self._on_ended = on_ended
-        self._last_sequence = 0  # of the newest request; older ones are replays
-        self._request = memoryview(b"")
-        self._stream: FrameStream | None = None
-        self._seen_bytes = 0
-        self._num_silent_checks = 0
+        self._arrival: _Arrival | None = None
+        self.stream = MessageStream(
+            connection,
+            self,
+            max_header_bytes=MAX_REPLY_HEADER_BYTES,
+            window_bytes=options.inflight_bytes,
+        )
+        hello, _ = self._requests.seal(next(self._sequence), Hello())
+        self.stream.send(lambda: framed(hello))
 
-    def begin(self, connection: socket.socket, turns: Turns) -> None:
-        """Serves the puller, which has shown its ticket on this connection."""
-        self._stream = FrameStream(connection, self, turns)
+    @property
+    def has_credit(self) -> bool:
+        room = self._options.inflight_bytes - self._inflight_bytes
+        return len(self.inflight) < MAX_REQUESTS and room >= self._options.chunk_bytes
 
-    def close(self) -> None:
-        """Ends the connection; what was not sent yet is dropped."""
-        if self._stream is not None:
-            self._stream.close()
+    def ask(self, request: Request, asked: Asked | DescribeJob) -> None:
+        """Sends a request. Raises: ProtocolError: it holds what no message can."""
+        sequence = next(self._sequence)
+        header, _ = self._requests.seal(sequence, request)
+        self.inflight[sequence] = asked
+        self._inflight_bytes += _num_bytes(asked)
+        self.stream.send(lambda: framed(header))
 
-    def check_life(self) -> int:
-        """How many checks in a row, this one included, have found that nothing moves.
+    def on_header(self, header: memoryview, payload_bytes: int) -> Sequence[memoryview]:
+        """Finds what a reply answers, and where its payload goes.
 
-        An idle puller's answers to pings count; so does taking some of a long reply.
+        A faulty reply is read to its end, too: its request fails, and the session goes on.
         """
-        assert self._stream is not None
-        has_moved = self._stream.moved_bytes != self._seen_bytes
-        self._num_silent_checks = 0 if has_moved else self._num_silent_checks + 1
-        self._seen_bytes = self._stream.moved_bytes
-        self._stream.ping()
-        return self._num_silent_checks
-
-    def places(self, num_bytes: int) -> list[memoryview]:
-        """Memory for a request; raises as `FrameSink.places`."""
-        if num_bytes > MAX_REQUEST_BYTES:
-            raise self._refusal(f"{self.puller} sends a request of {num_bytes} bytes")
-        self._request = memoryview(bytearray(num_bytes))
-        return [self._request] if num_bytes else []
-
-    def on_frame(self, *, has_more: bool) -> None:
-        """Answers a request; raises as `FrameSink.on_frame`.
-
-        A request that does not verify was altered or forged. The puller may wait for an answer that
-        it would never get, so the connection ends, and the puller knows.
-        """
-        if has_more:
-            raise self._refusal(f"a request of {self.puller} has more than one frame")
+        if payload_bytes > MAX_REPLY_BYTES:
+            raise ProtocolError(f"a payload of {payload_bytes} bytes: more than can be asked for")
         try:
-            sequence, body = self._opened(self._request)
+            session_id, sequence = parse_head(header, MAX_REPLY_HEADER_BYTES)
+            if session_id != self._session_id:
+                raise ProtocolError("a reply of another session")
+            if sequence not in self.inflight:
+                raise ProtocolError(f"reply {sequence} answers nothing that was asked")
         except ProtocolError as error:
-            raise self._refusal(str(error)) from None
-        assert self._stream is not None
-        if self._stream.num_waiting == MAX_WAITING_REPLIES:
-            raise self._refusal(f"{self.puller} asks for more than it reads")
-        self.num_reads += 1
-        reply, frames = self._answer(body)
-        self._stream.send(self._sealed(sequence, reply, frames))
+            self._taker.on_fault(None, error)
+            return ()
+        asked = self.inflight[sequence]
+        arrival = self._arrival = _Arrival(sequence, header, asked)
+        try:
+            arrival.reply = decoded_reply(self._replies.open(header, sequence))
+            if isinstance(arrival.reply, Found) and not isinstance(asked, DescribeJob):
+                arrival.places = [place for _, part in asked for place in part.destinations]
+            num_bytes = sum(map(len, arrival.places))
+            if num_bytes != payload_bytes:
+                raise ProtocolError(f"expected {num_bytes} bytes of payload, got {payload_bytes}")
+        except ProtocolError as error:
+            arrival.error = error
+        if arrival.error is None and not (self._replies.is_encrypted and arrival.places):
+            return arrival.places
+        arrival.buffer = self._pool.take(payload_bytes).data
+        return [arrival.buffer]
 
-    def on_lost(self, reason: str) -> None:
-        """The puller has left."""
-        self._on_ended(self, reason)
+    def on_message(self) -> None:
+        """All of a reply has arrived; only if all of it is verified it counts."""
+        arrival, self._arrival = self._arrival, None
+        assert arrival is not None
+        del self.inflight[arrival.sequence]
+        self._inflight_bytes -= _num_bytes(arrival.asked)
+        begun_s = time.perf_counter()
+        try:
+            if arrival.error is not None:
+                raise arrival.error
+            where = arrival.header, arrival.sequence
+            if arrival.buffer is not None:
+                self._replies.decrypt_payload(*where, arrival.buffer, arrival.places)
+            elif arrival.places:
+                self._replies.check_payload(*where, arrival.places)
+            if not isinstance(arrival.asked, DescribeJob):
+                share_s = (time.perf_counter() - begun_s) / len(arrival.asked)
+                for job, _ in arrival.asked:
+                    job.copying_s += share_s
+            assert arrival.reply is not None
+            self._taker.on_reply(arrival.asked, arrival.reply)
+        except ProtocolError as error:
+            self._taker.on_fault(arrival.asked, error)
 
-    def _refusal(self, reason: str) -> ProtocolError:
-        """What ends the connection."""
-        self._refused.add(reason)
-        return ProtocolError(reason)
+    def on_lost(self, reason: Exception) -> None:
+        """Nothing more comes over this connection."""
+        self._taker.on_lost(str(reason) or repr(reason))
 
-    def _opened(self, request: memoryview) -> tuple[int, Any]:
-        """Number and body of the request, if the puller sent it just now."""
-        session_id, sequence = parse_head(request, MAX_REQUEST_BYTES)
-        if session_id != self._id:
-            raise ProtocolError(f"{self.puller} names a session that is not its own")
-        if sequence <= self._last_sequence:
-            raise ProtocolError(f"request {sequence} of {self.puller} is a replay")
-        body = self._requests.open_header(request, sequence)
-        self._last_sequence = sequence
-        return sequence, body
 
-    def _sealed(self, sequence: int, reply: list[Any], frames: list[Parts]) -> Iterator[Outgoing]:
-        header = self._replies.seal_header(sequence, reply)
-        self.sent_bytes += len(header)
-        yield [header], bool(frames)
-        for number, payload in enumerate(frames, 1):
-            parts = self._replies.seal_frame(sequence, number, payload)
-            self.sent_bytes += sum(map(len, parts))
-            yield parts, number < len(frames)
+def _num_bytes(asked: Asked | DescribeJob) -> int:
+    return 0 if isinstance(asked, DescribeJob) else sum(part.num_bytes for _, part in asked)

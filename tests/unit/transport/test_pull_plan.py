@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.errors import ProtocolError
+from areal_sc.transport.bulk.wire import AskedPart
 from areal_sc.transport.pull_plan import Owner, Part, Piece, Segment, SegmentCursor
 
 OWNER = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
@@ -88,7 +90,7 @@ def test_parts_are_as_large_as_they_may_be() -> None:
 def test_fields_of_a_shard_are_asked_for_together() -> None:
     both = segment([2, 1], fields="ids scores")
     ((part,),) = parts_of(SegmentCursor([both]), 100, 100)
-    assert part.to_wire() == ["life1.1", ["ids", "scores"], 0, 15, 0, 2]
+    assert part.asked == AskedPart("life1.1", ["ids", "scores"], 0, 15, 0, 2)
     taken = parts_of(SegmentCursor([both]), 8, 100)
     assert [[(*part.fields, part.num_bytes) for part in parts] for parts in taken] == [
         [("ids", 3), ("scores", 5)],
@@ -110,9 +112,9 @@ def test_consecutive_rows_are_named_by_first_and_count() -> None:
     run = segment([1, 1, 1], (4, 5, 6))
     mixed = segment([1, 1, 1], (6, 4, 5))
     (parts,) = parts_of(SegmentCursor([run, mixed]), 100, 100)
-    assert [part.to_wire() for part in parts] == [
-        ["life1.1", ["ids"], 0, 3, 4, 3],
-        ["life1.1", ["ids"], 0, 3, [6, 4, 5]],
+    assert [part.asked for part in parts] == [
+        AskedPart("life1.1", ["ids"], 0, 3, 4, 3),
+        AskedPart("life1.1", ["ids"], 0, 3, rows=[6, 4, 5]),
     ]
     assert run.piece.is_run
     assert not mixed.piece.is_run
@@ -123,15 +125,13 @@ def test_consecutive_rows_are_named_by_first_and_count() -> None:
     [
         ([["uint8"], [2, 4]], r"'ids': expected uint8 rows of \[2, 3\] values, got .* \[2, 4"),
         ([["int8"], [2, 3]], r"'ids': expected uint8 .* got int8"),
-        ([["uint8"], [2]], "expected their dtypes and row lengths"),
-        ([["uint8"]], "expected their dtypes and row lengths"),
-        ([["uint8"], 5], "expected their dtypes and row lengths"),
-        ([[], [2, 3]], "expected their dtypes and row lengths"),
-        (["uint8", [2, 3]], "expected their dtypes and row lengths"),
-        (None, "expected their dtypes and row lengths"),
+        ([["uint8"], [2]], "expected 1 dtypes and 2 row lengths, got 1 and 1"),
+        ([[], [2, 3]], "expected 1 dtypes and 2 row lengths, got 0 and 2"),
     ],
 )
-def test_rows_that_differ_from_the_metadata_are_refused(held: object, message: str) -> None:
+def test_rows_that_differ_from_the_metadata_are_refused(
+    held: list[list[Any]], message: str
+) -> None:
     ((part,),) = parts_of(SegmentCursor([segment([2, 3])]), 100, 100)
     with pytest.raises(ProtocolError, match=rf"life1\.1 on rollout/0, field.*{message}"):
-        part.check(held)
+        part.check(*held)

@@ -6,8 +6,7 @@ import asyncio
 
 import numpy as np
 
-from areal_sc.transport.bulk.jobs import FetchJob
-from areal_sc.transport.bulk.request_queue import MAX_REQUEST_FIELDS, RequestQueue
+from areal_sc.transport.bulk.request_queue import MAX_REQUEST_FIELDS, FetchJob, RequestQueue
 from areal_sc.transport.pull_plan import Owner, Piece, Segment, SegmentCursor
 
 OWNER = Owner("rollout/0", "tcp://10.0.0.1:5", "life1")

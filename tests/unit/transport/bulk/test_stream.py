@@ -1,0 +1,160 @@
+"""Messages over a pair of real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from areal_sc.errors import PeerLost, ProtocolError, TransportError
+from areal_sc.transport.bulk.stream import MessageStream, connect, framed
+
+MAX_HEADER_BYTES = 100_000
+LARGE = 3 << 20
+
+
+class Sink:
+    """Keeps what comes; payload lies in places of `place_bytes`."""
+
+    def __init__(self, place_bytes: int = 1000) -> None:
+        self.messages: list[tuple[bytes, bytes]] = []
+        self.lost: Exception | None = None
+        self.error: Exception | None = None  # raised at the next header
+        self._place_bytes = place_bytes
+        self._header = b""
+        self._places: list[memoryview] = []
+
+    def on_header(self, header: memoryview, payload_bytes: int) -> Sequence[memoryview]:
+        if self.error is not None:
+            raise self.error
+        memory = memoryview(bytearray(payload_bytes))
+        size = self._place_bytes
+        self._header = bytes(header)
+        self._places = [memory[i : i + size] for i in range(0, payload_bytes, size)]
+        return self._places
+
+    def on_message(self) -> None:
+        self.messages.append((self._header, b"".join(self._places)))
+
+    def on_lost(self, reason: Exception) -> None:
+        assert self.lost is None
+        self.lost = reason
+
+
+@asynccontextmanager
+async def pair(sink: Sink, window_bytes: int = 0) -> AsyncIterator[tuple[MessageStream, Sink]]:
+    """(a stream whose messages come to the sink, the sink of what comes back)."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    near = await connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+    far, _ = await asyncio.get_running_loop().sock_accept(listener)
+    back = Sink()
+    sender = MessageStream(near, back, max_header_bytes=MAX_HEADER_BYTES)
+    receiver = MessageStream(
+        far, sink, max_header_bytes=MAX_HEADER_BYTES, window_bytes=window_bytes
+    )
+    try:
+        yield sender, back
+    finally:
+        sender.close()
+        receiver.close()
+        listener.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - a sink has no event
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("window_bytes", [0, 8 << 20])
+@pytest.mark.parametrize("place_bytes", [1000, 1 << 30])
+async def test_messages_of_all_sizes_come_whole_and_in_order(
+    place_bytes: int, window_bytes: int
+) -> None:
+    sizes = [(1, 0), (60, 1), (10, 16_384), (70_000, 5), (3, LARGE), (99, 0), (1, 100_000)]
+    sent = [(os.urandom(head), os.urandom(payload)) for head, payload in sizes * 3]
+    sink = Sink(place_bytes)
+    async with pair(sink, window_bytes) as (stream, _):
+        for header, payload in sent:
+            parts = [payload[:7], payload[7:]]
+            stream.send(lambda header=header, parts=parts: framed(header, parts))  # type: ignore[misc]
+        await until(lambda: len(sink.messages) == len(sent))
+    assert sink.messages == sent
+
+
+async def test_a_message_may_come_byte_by_byte() -> None:
+    sink = Sink()
+    message = b"".join(framed(b"header", [b"payload"]))
+    async with pair(sink) as (stream, _):
+        for _ in range(2):
+            for byte in message:
+                stream.send(lambda byte=byte: [bytes([byte])])  # type: ignore[misc]
+                await asyncio.sleep(0)
+        await until(lambda: len(sink.messages) == 2)
+    assert sink.messages == [(b"header", b"payload")] * 2
+
+
+async def test_nothing_is_made_for_a_peer_that_does_not_read() -> None:
+    sink, num_made = Sink(1 << 30), 0
+
+    def make() -> list[bytes]:
+        nonlocal num_made
+        num_made += 1
+        return framed(b"h", [bytes(LARGE)])  # type: ignore[return-value]
+
+    async with pair(sink) as (stream, _):
+        for _ in range(50):
+            stream.send(make)
+        assert num_made < 10  # the loop has not turned: nobody reads
+        assert stream.num_waiting == 50 - num_made
+        await until(lambda: len(sink.messages) == 50)
+        assert stream.sent_bytes == 50 * (LARGE + 9)
+
+
+@pytest.mark.parametrize("lengths", [(0, 10), (MAX_HEADER_BYTES + 1, 0), (1 << 31, 1 << 31)])
+async def test_headers_that_are_too_long_or_empty_end_the_connection(
+    lengths: tuple[int, int],
+) -> None:
+    sink = Sink()
+    async with pair(sink) as (stream, back):
+        stream.send(lambda: [struct.pack("<II", *lengths)])
+        await until(lambda: sink.lost is not None and back.lost is not None)
+        assert isinstance(sink.lost, ProtocolError)
+        stream.send(lambda: [b"nobody hears this"])
+
+
+@pytest.mark.parametrize("error", [ProtocolError("a fault"), ZeroDivisionError("a defect")])
+async def test_an_error_of_the_sink_ends_the_connection(error: Exception) -> None:
+    sink = Sink()
+    sink.error = error
+    async with pair(sink) as (stream, back):
+        stream.send(lambda: framed(b"header"))
+        await until(lambda: back.lost is not None)
+        assert sink.lost is error
+
+
+async def test_an_error_of_a_message_that_is_made_ends_the_connection() -> None:
+    def make() -> list[bytes]:
+        raise ZeroDivisionError("a defect")
+
+    sink = Sink()
+    async with pair(sink) as (stream, back):
+        stream.send(make)
+        assert back.lost is None  # not within the call
+        await until(lambda: back.lost is not None and sink.lost is not None)
+        assert isinstance(back.lost, ZeroDivisionError)
+
+
+async def test_who_cannot_be_connected_to_is_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(PeerLost, match=f"no connection to tcp://127.0.0.1:{port}"):
+        await connect(f"tcp://127.0.0.1:{port}")
+    with pytest.raises(TransportError, match="expected an address"):
+        await connect("127.0.0.1:80")
