@@ -128,19 +128,6 @@ def decode(frames: Sequence[Frame], limits: MessageLimits) -> Message:
     return message
 
 
-def unpack(packed: Buffer, max_elements: int) -> Any:
-    """The one msgpack object that the bytes are, in memory bounded by their number.
-
-    Raises: ProtocolError: they are something else, or hold more than `max_elements` elements.
-    """
-    try:
-        if len(packed) > max_elements:
-            _count_elements(packed, max_elements)
-        return msgspec.msgpack.decode(packed)
-    except (*UNDECODABLE, *_NOT_MSGPACK) as error:
-        raise ProtocolError(f"not a msgpack message: {_text_of(error)}") from None
-
-
 def _check_large(frame: Buffer, limits: MessageLimits) -> None:
     """Raises: ProtocolError: the message is over a limit, or not msgpack."""
     if len(frame) > limits.max_bytes:

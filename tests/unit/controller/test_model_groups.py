@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from areal_sc.batch_wire import batch_from_wire
 from simulation.training_run import Settings, TrainingRun, play
 from simulation.virtual_loop import run_virtual
 
@@ -15,6 +14,8 @@ from areal_sc.controller.rank_layout import RankLayout
 from areal_sc.engines.base import RankPlace
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.metadata import BatchMetadata
+from areal_sc.transport.rpc.method import Served
+from areal_sc.workers.calls import COMPUTE_LOGPROBS, PPO_UPDATE
 
 RANKS = [f"train/{rank}" for rank in range(4)]
 
@@ -26,16 +27,14 @@ def test_a_model_group_gets_one_share_and_its_head_replies() -> None:
             asked: dict[str, dict[str, Any]] = {name: {} for name in RANKS}
             for name in RANKS:
                 worker: Any = run.cluster.workers[name]
-                for method in ("compute_logprobs", "ppo_update"):
-                    call = worker.methods[method]
+                for method in (COMPUTE_LOGPROBS, PPO_UPDATE):
+                    served = worker.served[method.name]
 
-                    async def noted(
-                        args: Any, name: str = name, method: str = method, call: Any = call
-                    ) -> Any:
-                        asked[name][method] = args
-                        return await call(args)
+                    async def noted(args: Any, name: str = name, served: Served = served) -> Any:
+                        asked[name][served.method.name] = args
+                        return await served.handler(args)
 
-                    worker.methods[method] = noted
+                    worker.served[method.name] = method.served_by(noted)
             batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
             batch = run.actor.compute_advantages(batch)
             batch = await run.actor.compute_proximal_logprobs_async(batch)
@@ -47,16 +46,16 @@ def test_a_model_group_gets_one_share_and_its_head_replies() -> None:
     assert asked["train/0"] == asked["train/1"]
     assert asked["train/2"] == asked["train/3"]
     minibatches = zip(
-        *(asked[name]["ppo_update"]["minibatches"] for name in ("train/0", "train/2")), strict=True
+        *(asked[name]["ppo_update"].minibatches for name in ("train/0", "train/2")), strict=True
     )
     trained = []
     for shares in minibatches:
-        parts = [batch_from_wire(share).rows for share in shares]
+        parts = [share.rows for share in shares]
         assert all(parts), "each model group has rows of each minibatch"
         trained += [row for part in parts for row in part]
     assert len(trained) == len(batch.rows)
     assert set(trained) == set(batch.rows)
-    sealed = [shard for shard in batch.shards if "proximal_logprobs" in shard.fields]
+    (sealed,) = (c.shards for c in batch.columns if "proximal_logprobs" in c.dtypes)
     assert {shard.node_id for shard in sealed} == {"train/0", "train/2"}
 
 

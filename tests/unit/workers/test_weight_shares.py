@@ -111,6 +111,7 @@ def seal_on_all_ranks(
             rank=rank,
             world_size=WORLD_SIZE,
             host="127.0.0.1",
+            node="",
         )
         try:
             return asyncio.run(publication.seal())

@@ -14,7 +14,7 @@ import torch
 from small_disk import small_disk
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from areal_sc.algorithms.losses import LossTokens
+from areal_sc.algorithms.losses import LossTokens, Metric, Metrics
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.config.schema import ActorConfig, ClipCenter, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
@@ -245,13 +245,11 @@ def test_advantages_of_tokens(engine: FSDPEngine) -> None:
     assert stats["loss"] == pytest.approx(expected_loss, rel=1e-5)
 
 
-def pull_to_behavior(
-    tokens: LossTokens, *, strength: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def pull_to_behavior(tokens: LossTokens, *, strength: float) -> tuple[torch.Tensor, Metrics]:
     """A loss of a user's own, which has a gradient where the advantage is 0."""
     distance = (tokens.logprobs - tokens.fields["behavior_logprobs"]).square()
     loss = strength * distance.sum() / tokens.num_loss_tokens
-    return loss, {"num_tokens": torch.ones_like(distance).sum().detach()}
+    return loss, {"distance": Metric.mean(distance)}
 
 
 def test_a_loss_by_import_path_sees_all_trained_tokens(
@@ -265,6 +263,7 @@ def test_a_loss_by_import_path_sees_all_trained_tokens(
     stats = engine.update([rows], loss, step=0)
     assert stats["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert stats["num_effective_tokens"] == mask.sum()
+    assert stats["distance"] == pytest.approx(2 * expected.item(), rel=1e-5)
     later = [engine.update([rows], loss, step=step)["loss"] for step in range(1, 4)]
     assert later[-1] < 0.5 * stats["loss"]
 
