@@ -127,11 +127,11 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     whole = weights.read_bytes()
 
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelError, match="truncated or damaged|cannot load the model"):
+    with pytest.raises(ModelError, match="it is truncated or damaged"):
         load_causal_lm(tmp_path)
 
     weights.unlink()
-    with pytest.raises(ModelError, match="truncated or damaged|cannot load the model"):
+    with pytest.raises(ModelError, match="cannot load the model"):
         load_causal_lm(tmp_path)
 
     hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})).save_pretrained(
@@ -142,5 +142,5 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
         load_causal_lm(tmp_path)
 
     (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
-    with pytest.raises(ModelError, match="truncated or damaged|cannot load the model"):
+    with pytest.raises(ModelError, match="cannot load the model"):
         load_causal_lm(tmp_path)
