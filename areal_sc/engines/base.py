@@ -205,6 +205,14 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def flat_parts(self) -> list[NamedTensor] | None:
+        """This rank's range of each flat parameter, where ranks hold such ranges, in rank order.
+
+        Under Hugging Face names; they may be live, and of another dtype than that of publication.
+        None: the ranks hold something else, and their parts come from `gather_weights`.
+        """
+        ...
+
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         """What `gather_weights` gives, without the values; on any rank by itself."""
         ...

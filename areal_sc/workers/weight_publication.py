@@ -79,40 +79,50 @@ class WeightPublication:
         self._cancelled = threading.Event()
 
     async def seal(self) -> str:
-        """Id of the shard that holds a copy of this rank's share of each bucket: `flat_share`.
+        """Id of the shard that holds a copy of this rank's part of the parameters.
+
+        Where ranks hold no ranges of the flat parameters, it is the `flat_share` of each bucket.
 
         Raises: StoreFull: the other ranks are helped to the end, and this one raises.
         """
+        # in the engine's thread: the event loop must not wait for gigabytes
+        return await self._compute(self._seal)  # type: ignore[no-any-return]
 
-        def share(bucket: Iterable[NamedTensor]) -> list[NamedTensor]:
-            return flat_share(bucket, self._rank, self._world_size)
+    def _seal(self) -> str:
+        layouts = self._engine.weight_layouts(self._config.bucket_bytes)
+        parts = self._engine.flat_parts()
+        if parts is None:
+            return self._seal_gathered(layouts)
+        dtypes = {name: t.dtype for layout in layouts for name, t in unfilled(layout)}
+        return self._put(
+            [(name, torch.empty_like(p, dtype=dtypes[name], device="meta")) for name, p in parts],
+            (part.to(dtypes[name]) for name, part in parts),
+        )
 
-        def seal() -> str:
-            # in the engine's thread: the event loop must not wait for gigabytes
-            bucket_bytes = self._config.bucket_bytes
-            layouts = self._engine.weight_layouts(bucket_bytes)
-            fields = dict(part for layout in layouts for part in share(unfilled(layout)))
-            buckets = self._engine.gather_weights(bucket_bytes)
+    def _seal_gathered(self, layouts: Iterable[BucketLayout]) -> str:
+        buckets = self._engine.gather_weights(self._config.bucket_bytes)
 
-            def values() -> Iterator[torch.Tensor]:
-                for bucket in buckets:
-                    parts = share(bucket)
-                    bucket.clear()  # what others publish need not wait for the copies
-                    while parts:
-                        yield parts.pop(0)[1]
+        def values() -> Iterator[torch.Tensor]:
+            for bucket in buckets:
+                parts = self._share(bucket)
+                bucket.clear()  # what others publish need not wait for the copies
+                while parts:
+                    yield parts.pop(0)[1]
 
-            try:
-                return self._store.put(
-                    fields,
-                    {name: [len(part)] for name, part in fields.items()},
-                    values=values(),
-                )
-            finally:
-                for _ in buckets:  # all ranks go through all buckets
-                    pass
+        try:
+            fields = [part for layout in layouts for part in self._share(unfilled(layout))]
+            return self._put(fields, values())
+        finally:
+            for _ in buckets:  # all ranks go through all buckets
+                pass
 
-        shard_id: str = await self._compute(seal)
-        return shard_id
+    def _share(self, bucket: Iterable[NamedTensor]) -> list[NamedTensor]:
+        return flat_share(bucket, self._rank, self._world_size)
+
+    def _put(self, fields: Iterable[NamedTensor], values: Iterable[torch.Tensor]) -> str:
+        by_name = dict(fields)
+        lengths = {name: [len(field)] for name, field in by_name.items()}
+        return self._store.put(by_name, lengths, values=values)
 
     async def save(self, version: int, oldest: int) -> str:
         """Writes all weights to the folder of a version; returns its path.

@@ -42,7 +42,7 @@ from areal_sc.engines.fsdp.model import (
     load_sharded_model,
     needs_sharding,
 )
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW, learning_rate
+from areal_sc.engines.fsdp.optimizer import ShardedAdamW, learning_rate, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.process_group import ProcessGroups, host_rendezvous, select_device
 from areal_sc.engines.fsdp.update_metrics import UpdateMetrics
@@ -234,6 +234,12 @@ class FSDPEngine:
         for bucket in split_into_buckets(self._unfilled_weights(), bucket_bytes):
             named = [(name, parameters[name].detach()) for name, _ in bucket]
             yield gather_whole(named, compute_dtype(self.config))
+
+    def flat_parts(self) -> list[NamedTensor]:
+        """The shards of this rank: rows of each parameter, and so a range of its values."""
+        parameters = self._model.causal_lm.named_parameters()
+        parts = [(name, local_part(value.detach()).flatten()) for name, value in parameters]
+        return [(name, part) for name, part in parts if len(part)]
 
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         """What `gather_weights` gives, without the values."""

@@ -72,6 +72,9 @@ class ColumnParallelEngine:
         }
         self.held_bytes = 0
 
+    def flat_parts(self) -> None:
+        """Its columns are no range of a flat matrix."""
+
     def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
         for layout in self.weight_layouts(bucket_bytes):
             bucket = [
