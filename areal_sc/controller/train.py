@@ -33,7 +33,7 @@ from areal_sc.controller.publication import Publisher, WeightsReceiver
 from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
 from areal_sc.controller.rank_writes import Finish, RankWrites
 from areal_sc.controller.runtime import Runtime
-from areal_sc.engines.base import EngineHandle
+from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ConfigError, WorkerLost
 from areal_sc.metadata import (
     BatchMetadata,
@@ -71,7 +71,7 @@ class TrainController(Shell):
 
     def __init__(
         self,
-        engine: EngineHandle,
+        engine: TrainHandle,
         scheduler: Scheduler,
         *,
         role: str = TRAIN_ROLE,

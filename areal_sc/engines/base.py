@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -232,14 +232,3 @@ class TrainEngine(Protocol):
     def load_snapshot(self, folder: Path) -> None: ...
 
     def close(self) -> None: ...
-
-
-class EngineHandle(Protocol):
-    """Torch-free stand-in for an engine in the user's script."""
-
-    @property
-    def config(self) -> Any: ...
-
-    def build(self) -> Any:
-        """Imports the worker-side class and returns the engine itself."""
-        ...

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
-from areal_sc.engines.handles import FSDPPPOActor, make_generator
+from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import Summary
@@ -61,7 +61,7 @@ class PPOTrainer(Run):
         evaluation_prompts: PromptSource | None,
         evaluation_workflow: Workflow,
     ) -> Summary:
-        actor = TrainController(FSDPPPOActor(self.config.actor), self.scheduler)
+        actor = TrainController(make_actor(self.config.actor), self.scheduler)
         rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
         with self.display.phase("datasets"):  # what is wrong ends the run before a worker starts
             rollout.register(prompts, workflow)

@@ -13,12 +13,11 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import msgpack
 
 from areal_sc.config.schema import TransportConfig
-from areal_sc.engines.base import EngineHandle
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.arena.folder import OFF, ArenaFolder
@@ -54,7 +53,7 @@ class Worker:
         self._agent = agent
         self.transport_config = TransportConfig(**spec.run.transport)
         self.sources = SourceReader(Path(spec.run.run_dir))
-        self.handle: EngineHandle = handle_from_plain(spec.order.engine, spec.order.engine_config)
+        self.handle: Any = handle_from_plain(spec.order.engine, spec.order.engine_config)
         self.keys = RunKeys.from_environment(os.environ) or RunKeys.read(
             RunFolder(spec.run.run_dir).keys_path
         )

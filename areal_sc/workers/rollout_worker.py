@@ -58,6 +58,8 @@ CANCEL_TIMEOUT_S = 30.0
 class RolloutWorker(Worker):
     """Serves a `GenerationEngine` to workflows."""
 
+    handle: GeneratorHandle
+
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         super().__init__(spec, agent)
         config = self.handle.config
@@ -110,10 +112,8 @@ class RolloutWorker(Worker):
         self._engine = engine
 
     def _build(self) -> GenerationEngine:
-        handle, logs = self.handle, self.spec.log_path
-        assert isinstance(handle, GeneratorHandle)
-        engine: GenerationEngine = handle.build(log_folder=logs.parent, name=logs.stem)
-        return engine
+        logs = self.spec.log_path
+        return self.handle.build(log_folder=logs.parent, name=logs.stem)  # type: ignore[no-any-return]
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         """Episodes of one prompt; nothing is sealed when the group is given up meanwhile."""

@@ -14,6 +14,7 @@ import torch
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, loss_of
 from areal_sc.durable import partial_of
 from areal_sc.engines.base import RankPlace, TrainEngine
+from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
@@ -35,6 +36,8 @@ class TrainWorker(Worker):
 
     Calls that change state or write name their operation, which runs once; see `Operations`.
     """
+
+    handle: TrainHandle
 
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         super().__init__(spec, agent)
