@@ -26,7 +26,7 @@ import planes_ours
 import report
 from many_workers_host import WORKERS_PER_NODE
 from planes_role import Role, process_cpu_s
-from planes_statistics import percentiles
+from planes_samples import percentiles
 
 from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
 from areal_sc.config.schema import ActorConfig, ParallelConfig, RolloutConfig, SchedulerConfig

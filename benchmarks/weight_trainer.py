@@ -32,6 +32,7 @@ from areal_sc.config.schema import (
     WeightUpdateMethod,
 )
 from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.weight_group import unfilled
 from areal_sc.workers.calls import OpenWeightGroup
 from areal_sc.workers.weight_publication import WeightPublication
 
@@ -77,7 +78,7 @@ def trainer_handlers(node: Worker, config: ActorConfig) -> Handlers:
         torch.set_num_threads(config.num_threads)
         await compute(lambda: engine.initialize(0, 1, ""))
         layouts = engine.weight_layouts(config.weight_update.bucket_bytes)
-        return sum(tensor.nbytes for layout in layouts for _, tensor in layout.unfilled())
+        return sum(tensor.nbytes for layout in layouts for _, tensor in unfilled(layout))
 
     async def change() -> None:
         """Other weights than before, of the same scale."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.grant import BulkOptions
+from areal_sc.transport.bulk.grant import BulkOptions, SessionGrant
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
 
 NUM_BYTES = 64 << 20
@@ -24,19 +24,19 @@ NUM_BYTES = 64 << 20
 class Granted:
     """A transport whose only call gives the grant."""
 
-    def __init__(self, grant: list[Any]) -> None:
+    def __init__(self, grant: SessionGrant) -> None:
         self.grant = grant
 
     def connect(self, *address: str) -> Granted:
         return self
 
-    async def call(self, method: str, args: dict[str, Any], *, timeout_s: float) -> list[Any]:
+    async def call(self, *args: Any, timeout_s: float) -> SessionGrant:
         return self.grant
 
     async def close(self) -> None: ...
 
 
-async def main(grant: list[Any], max_inflight_chunks: int) -> None:
+async def main(grant: SessionGrant, max_inflight_chunks: int) -> None:
     owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
     client = BulkClient(
         Granted(grant),  # type: ignore[arg-type]
@@ -54,4 +54,5 @@ async def main(grant: list[Any], max_inflight_chunks: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     address, *keys, is_encrypted = json.loads(sys.argv[1])
-    asyncio.run(main([address, *map(bytes.fromhex, keys), is_encrypted], int(sys.argv[2])))
+    granted = SessionGrant(address, *map(bytes.fromhex, keys), is_encrypted)
+    asyncio.run(main(granted, int(sys.argv[2])))

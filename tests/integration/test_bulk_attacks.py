@@ -26,7 +26,7 @@ from integration.bulk_member import BulkMember
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk import server as server_module
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.grant import BulkOptions
+from areal_sc.transport.bulk.grant import BulkOptions, SessionGrant
 from areal_sc.transport.bulk.server import (
     CHECKS_PER_TIMEOUT,
     MAX_WAITING_REPLIES,
@@ -72,8 +72,8 @@ class Granted:
     def connect(self, *address: str) -> Granted:
         return self
 
-    async def call(self, method: str, args: dict[str, Any], *, timeout_s: float) -> list[Any]:
-        return self._server.open_session("test").to_wire()
+    async def call(self, method: Any, puller: str, *, timeout_s: float) -> SessionGrant:
+        return self._server.open_session(puller)
 
     async def close(self) -> None: ...
 

@@ -23,7 +23,7 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     """A controller of another life: it has new ids and connections, and the same ranks."""
     runtime = Runtime.create(scheduler.keys)
     again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
-    again._lineage = actor._lineage
+    again._lineage, again._layout = actor._lineage, actor._layout
     for member in actor._fleet.members:
         worker = member.worker
         connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)
@@ -73,7 +73,7 @@ def test_a_step_is_trained_once(
             with small_disk(), pytest.raises(CheckpointError, match=rf"cannot write {target}:"):
                 actor.save_hf(target)
             assert list(Path(elsewhere).iterdir()) == []
-            assert list((Path(config.run_dir) / "exports").iterdir()) == []
+            assert list((Path(config.run_dir) / "exports" / "train").iterdir()) == []
             assert model_of(actor, target) == weights
     assert not (Path(config.run_dir) / "exports").exists()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from integration.sglang.policies import Generating, Policies, at_hand
+from msgspec import structs
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate
 from areal_sc.engines.base import Completion
@@ -182,7 +183,7 @@ async def test_a_broadcast_of_other_parameters_is_refused_beforehand(
     version = engine.version
     trainer = Trainer(policies, "group-c", num_ranks=1)
     layouts = trainer.layouts(version)
-    wrong = replace(layouts[0], names=(*layouts[0].names[:-1], "no.such.parameter"))
+    wrong = structs.replace(layouts[0], names=(*layouts[0].names[:-1], "no.such.parameter"))
     with pytest.raises(ModelError, match=r"1 unknown \(no\.such\.parameter\)"):
         await trainer.receive(engine, version, [wrong])
     assert trainer.cancelled.is_set()
