@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from areal_sc.controller.rollout import RolloutController
@@ -88,7 +89,7 @@ class Step:
         generated = now.counters["generated_tokens"] - before.counters["generated_tokens"]
         metrics = StepMetrics(
             step=self.number,
-            reward=sum(row.reward for row in batch.rows) / batch.total_batch_size,
+            reward=fmean(fmean(batch.rows[row].reward for row in rows) for rows in batch.episodes),
             group_staleness_mean=staleness.group_mean,
             group_staleness_max=staleness.group_max,
             token_staleness_mean=staleness.token_mean,
