@@ -178,7 +178,7 @@ def test_too_many_rejections_end_the_run_with_their_cause(mode: OverBound) -> No
 
 
 def test_rejections_below_the_limit_do_not_end_the_run() -> None:
-    behavior = Behavior(group_rejection=0.2, row_rejection=0.1)
+    behavior = Behavior(group_rejection=0.2, episode_rejection=0.1)
     settings = Settings(max_rejection_rate=0.6, behavior=behavior, num_steps=20)
     run = run_virtual(TrainingRun(settings).play())
     assert run.rollout.rejections.episodes["reward_error"] > 20
