@@ -71,7 +71,7 @@ class StepMetrics(_Record):
         train_s: proximal log-probabilities, advantages and updates.
         sync_s: publication of the weights.
         controller_bytes: bytes on the controllers' sockets since the step before.
-        workflow: means of the metrics that the workflow reports with its rows.
+        workflow: means over episodes of the metrics that the workflow reports.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
         counters: all that workers and publication count, summed over workers; since their start.
     """

@@ -2,8 +2,8 @@
 
 run_group    `group_size` episodes of one prompt, concurrently -> one sealed shard; the reply
              is its metadata. An episode gives one or several rows. One whose workflow or reward
-             fails is rejected with its cause; an engine that fails is no result of any
-             episode and fails the call.
+             fails is rejected with its cause; an engine that fails is no result of any episode
+             and fails the call.
              `give_up_group` ends the episodes; the reply then says that nothing was sealed
 weights      pulled beside generation, then applied by the engine between two decode steps
 """
@@ -16,7 +16,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -160,9 +159,8 @@ class RolloutWorker(Worker):
         if isinstance(rows, Rejection):
             return calls.EvaluationReply(None, rejection=rows.message)
         sampled = [version for row in rows for version, _ in _version_spans(row)]
-        return calls.EvaluationReply(
-            fmean(row.reward for row in rows), _mean_metrics(rows), (min(sampled), max(sampled))
-        )
+        reward = sum(float(row.reward) for row in rows) / len(rows)
+        return calls.EvaluationReply(reward, _mean_metrics(rows), (min(sampled), max(sampled)))
 
     async def update_weights(self, weights: WeightsReference) -> None:
         """Gives the engine the weights of a version, in the way that the trainers publish them."""
@@ -364,10 +362,11 @@ class WorkerEpisodeEngine:
 
 def _mean_metrics(episode: Episode) -> dict[str, float]:
     """Means over the rows that name the metric."""
-    names = dict.fromkeys(name for row in episode for name in row.metrics)
-    return {
-        name: fmean(row.metrics[name] for row in episode if name in row.metrics) for name in names
-    }
+    values: dict[str, list[float]] = {}
+    for row in episode:
+        for name, value in row.metrics.items():
+            values.setdefault(name, []).append(float(value))
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def _version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from integration.run_process import REPOSITORY, RunProcess, started, tiny_run
-from integration.scripts.episodes import SlowForSome
+from integration.scripts.episodes import Calls, SlowForSome
 from integration.scripts.tiny_run import letter_prompts
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -186,6 +186,24 @@ def test_the_bound_holds_in_a_loop_of_the_user(
         assert token_staleness <= max_staleness
     if over_bound in ("wait", "regenerate") or max_staleness == 0:
         assert group_staleness <= max_staleness
+
+
+def test_an_episode_of_several_rows_is_kept_whole_and_counts_once(
+    start_rollout: Callable[..., Any],
+) -> None:
+    prompts = letter_prompts(64, seed=4)
+    with start_rollout() as rollout:
+        batch = rollout.prepare_batch(prompts, Calls(is_first_bad=True))
+        assert len(batch.group_ids) == 4
+        assert [len(rows) for rows in batch.episodes] == [3] * 4
+        assert {row.episode for row in batch.rows} == {1}  # the first one of each group is rejected
+        assert [row.reward for row in batch.rows] == [1.0, 0.0, 0.5] * 4
+        assert rollout.batch_metrics == {"right": 0.5, "tools": 4.0}
+        assert set(rollout.rejections.episodes) == {"reward_error"}
+        assert "row 2 of 3: the reward" in rollout.rejections.examples["reward_error"]
+        outcome = rollout.evaluate(prompts, Calls(is_first_bad=False), num_prompts=3)
+        assert (outcome.num_prompts, outcome.reward) == (3, 0.5)
+        assert outcome.metrics == {"right": 0.5, "tools": 4.0}
 
 
 def test_letter_sort_from_scratch_and_with_shuffled_rewards(tmp_path: Path) -> None:

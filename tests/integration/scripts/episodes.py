@@ -70,6 +70,25 @@ class Tokens(Workflow):
         return rows if len(rows) > 1 else rows[0]
 
 
+class Calls(Workflow):
+    """Episodes of three rows, given by nobody; the first one of each prompt may have a bad row."""
+
+    def __init__(self, is_first_bad: bool) -> None:
+        self.is_first_bad = is_first_bad
+        self._begun: set[str] = set()
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[Trajectory]:
+        is_bad = self.is_first_bad and prompt["prompt"] not in self._begun
+        self._begun.add(prompt["prompt"])
+        rewards = (1.0, float("nan") if is_bad else 0.0, 0.5)
+        metrics = ({"right": 1.0}, {"right": 0.0, "tools": 4.0}, {})
+        n = 8
+        return [
+            Trajectory([3] * n, [True] * n, [-1.0] * n, [0] * n, [1.0] * n, reward, dict(named))
+            for reward, named in zip(rewards, metrics, strict=True)
+        ]
+
+
 class Raises(Workflow):
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
         raise ZeroDivisionError("of the episode")
