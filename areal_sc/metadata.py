@@ -1,10 +1,10 @@
 """Metadata: what controllers know about tensors that they never hold.
 
-A batch is a table. Its rows are trajectories, its columns are fields (`input_ids`,
-`behavior_logprobs`, ...). The values live in the tensor stores of workers, as shards: some rows
-of some fields, packed without padding, immutable once sealed. `BatchMetadata` says which shard
-holds which part of the table, and carries per row the few numbers that a controller decides with
-(`RowMetadata`). All operations are pure; none touches a tensor.
+A batch is a table. Its rows are trajectories: an episode gives one or several. Its columns are
+fields (`input_ids`, `behavior_logprobs`, ...). The values live in the tensor stores of workers, as
+shards: some rows of some fields, packed without padding, immutable once sealed. `BatchMetadata`
+says which shard holds which part of the table, and carries per row the few numbers that a
+controller decides with (`RowMetadata`). All operations are pure; none touches a tensor.
 
 These types travel as they are, as compact msgpack lists: a row takes some 40 bytes.
 
@@ -57,6 +57,7 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
         reward: the trajectory's scalar reward.
         admitted_version: policy version when the group was admitted.
         version_spans: (policy version, number of trained tokens sampled by it), ascending.
+        episode: which of the group's episodes the trajectory is a row of, from 0.
         advantage: set by `TrainController.compute_advantages`; None before.
     """
 
@@ -66,6 +67,7 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
     reward: float
     admitted_version: int
     version_spans: tuple[tuple[int, int], ...]
+    episode: int
     advantage: float | None = None
 
     @property
@@ -123,7 +125,7 @@ class Columns(Struct, frozen=True, array_like=True):
     shards: tuple[ShardMetadata, ...]
 
 
-Balance = Literal["tokens", "rows"]
+Balance = Literal["tokens", "episodes"]
 
 
 class BatchMetadata(Struct, frozen=True, array_like=True):
@@ -193,6 +195,14 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
     def group_ids(self) -> tuple[int, ...]:
         """Distinct groups, in order of their first row."""
         return tuple(dict.fromkeys(row.group_id for row in self.rows))
+
+    @property
+    def episodes(self) -> tuple[tuple[int, ...], ...]:
+        """Row numbers of each episode, in order of its first row."""
+        episodes: dict[tuple[int, int], list[int]] = {}
+        for number, row in enumerate(self.rows):
+            episodes.setdefault((row.group_id, row.episode), []).append(number)
+        return tuple(map(tuple, episodes.values()))
 
     def select(self, fields: Sequence[str]) -> BatchMetadata:
         """The same rows with only the named fields.
@@ -288,16 +298,19 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
 
         `tokens` puts the longest rows first into the lightest part, so parts differ by at most one
         longest row; rows of advantage 0 count as 0 tokens there, since nothing is computed on
-        them. `rows` cuts consecutive runs whose sizes differ by at most one. Parts may be empty
-        when there are fewer rows than parts.
+        them. `episodes` keeps the rows of an episode together, and cuts consecutive runs whose
+        numbers of episodes differ by at most one. Parts may be empty when there are fewer rows, or
+        episodes, than parts.
 
         Raises: MetadataError: n < 1.
         """
         if n < 1:
             raise MetadataError(f"batch {self.batch_id}: cannot be split into {n} parts")
-        if balance == "rows":
-            bounds = [self.total_batch_size * i // n for i in range(n + 1)]
-            return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+        if balance == "episodes":
+            episodes = self.episodes
+            bounds = [len(episodes) * i // n for i in range(n + 1)]
+            runs = (episodes[a:b] for a, b in itertools.pairwise(bounds))
+            return [sorted(itertools.chain.from_iterable(run)) for run in runs]
         lengths = [0 if row.advantage == 0 else row.sequence_length for row in self.rows]
         parts: list[list[int]] = [[] for _ in range(n)]
         loads = [0] * n

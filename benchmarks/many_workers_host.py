@@ -83,8 +83,9 @@ class SimulatedWorker:
                 reward=random.random(),
                 admitted_version=version,
                 version_spans=((version, ROW_TOKENS),),
+                episode=episode,
             )
-            for _ in range(num_rows)
+            for episode in range(num_rows)
         )
         sealed = await self.seal(group)
         shard = ShardMetadata(*sealed.shard, runs=(Run(0, 0, num_rows),))

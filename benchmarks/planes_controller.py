@@ -57,7 +57,9 @@ def group_metadata(address: str, num_rows: int, length: int) -> BatchMetadata:
         reward=0.5,
         admitted_version=1_000,
         version_spans=tuple((1_000 + i, length // spans) for i in range(spans)),
+        episode=0,
     )
+    rows = [replace(row, episode=episode) for episode in range(num_rows)]
     shard = ShardMetadata(
         node_id="rollout/0",
         node_addr=address,
@@ -65,7 +67,7 @@ def group_metadata(address: str, num_rows: int, length: int) -> BatchMetadata:
         runs=(Run(0, 0, num_rows),),
     )
     columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
-    return BatchMetadata(random_id(), 0, (columns,), (row,) * num_rows)
+    return BatchMetadata(random_id(), 0, (columns,), tuple(rows))
 
 
 class Host:
@@ -247,7 +249,7 @@ class Controller:
         position = {row: i for i, row in enumerate(order)}
         whole = batch.union(proximal.take([position[row] for row in range(num_rows)]))
         whole = whole.with_advantages([0.25] * num_rows)
-        minibatches = [part.split(len(ranks)) for part in whole.split(NUM_MINIBATCHES, "rows")]
+        minibatches = [part.split(len(ranks)) for part in whole.split(NUM_MINIBATCHES, "episodes")]
         await asyncio.gather(
             *(
                 rank.call(

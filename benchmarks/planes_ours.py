@@ -103,7 +103,7 @@ class Worker:
             shard_id = self.plane.store.put(fields, row_lengths)
             runs = (Run(len(rows), 0, len(row_lengths)),)
             sealed.append(ShardMetadata(self.node_id, self.address, shard_id, runs))
-            rows += [RowMetadata(0, 0, length, 0.0, 0, ((0, length),)) for length in row_lengths]
+            rows += [RowMetadata(0, 0, length, 0.0, 0, ((0, length),), 0) for length in row_lengths]
         dtypes = {n: str(v.dtype).removeprefix("torch.") for n, v in shards[0].items()}
         return BatchMetadata(random_id(), 0, (Columns(dtypes, tuple(sealed)),), tuple(rows))
 

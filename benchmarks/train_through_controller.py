@@ -164,6 +164,7 @@ def _row_metadata(rows: PackedRows) -> tuple[RowMetadata, ...]:
             reward=rows.advantages[row],
             admitted_version=0,
             version_spans=((0, int(mask[begin:end].sum())),),
+            episode=row % GROUP_SIZE,
         )
         for row, (begin, end) in enumerate(bounds)
     )

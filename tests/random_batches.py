@@ -60,6 +60,7 @@ def batches(draw: st.DrawFn, min_rows: int = 0) -> BatchMetadata:
             reward=rng.uniform(-2, 2),
             admitted_version=rng.randrange(10),
             version_spans=tuple((v, rng.randrange(500)) for v in range(rng.randrange(4))),
+            episode=rng.randrange(3),
             advantage=rng.choice([None, rng.uniform(-2, 2)]),
         )
         for _ in range(num_rows)

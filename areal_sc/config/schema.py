@@ -103,7 +103,7 @@ class SchedulerType(StrEnum):
 
 
 class NormScope(StrEnum):
-    """Which rows give an advantage's statistic: those of the prompt, of the batch, or none."""
+    """Which episodes give an advantage's statistic: the prompt's, the batch's, or none."""
 
     group = "group"
     batch = "batch"
@@ -268,12 +268,13 @@ class RolloutConfig(Section):
     dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "of parameters and KV cache")
     max_running_sequences: int = setting(64, "decode slots a worker", ge=1)
     max_context_tokens: int = setting(4096, "prompt and completion together", ge=2)
+    max_episode_tokens: int = setting(0, "an episode's rows together; 0: max_context_tokens", ge=0)
     max_prefill_tokens: int = setting(8192, "prompt tokens computed between two decode steps", ge=1)
     num_threads: int = setting(1, "CPU threads a worker", ge=1)
     seed: int = shared("${seed}", 0, "of sampling", ge=0)
     total_steps: int = shared("${total_steps}", 0, "training steps; 0: admit without end", ge=0)
     train_batch_groups: int = setting(32, "groups a training step (B)", ge=1)
-    group_size: int = setting(8, "completions a prompt", ge=1)
+    group_size: int = setting(8, "episodes a prompt", ge=1)
     max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
     over_bound: OverBound = setting(OverBound.train)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
@@ -285,11 +286,16 @@ class RolloutConfig(Section):
     on_weight_update: OnWeightUpdate = setting(OnWeightUpdate.interrupt)
     max_unavailable: int = setting(0, "servers that an update stops at once; 0: all", ge=0)
     max_rejection_rate: float = setting(
-        0.5, "the run ends if more of the last rejection_window groups are rejected", gt=0, le=1
+        0.5, "the run ends if more of rejection_window groups' episodes are rejected", gt=0, le=1
     )
     rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
+
+    @property
+    def episode_tokens(self) -> int:
+        """Most tokens of all rows of an episode together."""
+        return self.max_episode_tokens or self.max_context_tokens
 
 
 @dataclass

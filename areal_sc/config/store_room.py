@@ -15,8 +15,8 @@ def trajectory_bytes(num_tokens: int) -> int:
 
 
 def max_group_bytes(rollout: RolloutConfig) -> int:
-    """What a store counts for a group all of whose rows fill the context."""
-    return trajectory_bytes(rollout.group_size * rollout.max_context_tokens)
+    """What a store counts for a group all of whose episodes have as many tokens as they may."""
+    return trajectory_bytes(rollout.group_size * rollout.episode_tokens)
 
 
 def live_row_bytes(rollout: RolloutConfig) -> int:
@@ -28,8 +28,9 @@ def live_row_bytes(rollout: RolloutConfig) -> int:
 
 def describe_largest_group(rollout: RolloutConfig) -> str:
     """`max_group_bytes` and the settings that it comes from, for messages."""
+    key = "max_episode_tokens" if rollout.max_episode_tokens else "max_context_tokens"
     return (
         f"a group takes up to {max_group_bytes(rollout)} bytes: "
-        f"rollout.group_size={rollout.group_size} rows of "
-        f"rollout.max_context_tokens={rollout.max_context_tokens} tokens"
+        f"rollout.group_size={rollout.group_size} episodes of "
+        f"rollout.{key}={rollout.episode_tokens} tokens"
     )

@@ -9,7 +9,7 @@ from areal_sc.errors import WorkflowError
 from areal_sc.workers.calls import EvaluationReply
 
 MetricSums = Mapping[str, tuple[float, int]]
-"""Metric -> (sum, number of rows)."""
+"""Metric -> (sum, number of episodes)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EvaluationOutcome:
 
 
 def mean_metrics(parts: Sequence[MetricSums]) -> dict[str, float]:
-    """Means over all rows of all parts; a metric counts where it was reported."""
+    """Means over all episodes of all parts; a metric counts where it was reported."""
     totals: dict[str, tuple[float, int]] = {}
     for part in parts:
         for name, (total, count) in part.items():

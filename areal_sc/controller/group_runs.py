@@ -56,8 +56,8 @@ class GroupResult:
 
     Attributes:
         batch: its rows, in the worker's store; None when all were rejected.
-        cause: why most of the rejected rows were; "empty" when the group gave no rows at all.
-        metrics: sums of the workflow's own metrics over the rows.
+        cause: why most of the rejected episodes were; "empty" when the group gave no rows at all.
+        metrics: sums of the workflow's own metrics over the episodes.
     """
 
     batch: BatchMetadata | None
@@ -97,7 +97,7 @@ class GroupRunner:
     async def run(
         self, group: Group, source: Source, worker: RolloutWorkerState, owner: ShardOwner
     ) -> GroupResult:
-        """Plays the group's episodes on `worker`; its rejected rows are counted.
+        """Plays the group's episodes on `worker`; the rejected ones are counted.
 
         Its shard stays while `owner` needs it. Cancelled, the run is given up.
 

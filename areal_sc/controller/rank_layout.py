@@ -57,10 +57,11 @@ class RankLayout:
     def split(self, batch: BatchMetadata, num_minibatches: int) -> list[list[list[int]]]:
         """Row numbers of each share of each minibatch: [share][minibatch][row], ascending.
 
-        Minibatches are cut first, so what one update trains on does not depend on the ranks.
+        Minibatches are cut first, between episodes, so what one update trains on does not depend on
+        the ranks.
         """
         shares: list[list[list[int]]] = [[] for _ in self.heads]
-        for rows in batch.partition(num_minibatches, "rows"):
+        for rows in batch.partition(num_minibatches, "episodes"):
             parts = batch.take(rows).partition(self.num_shares)
             for share, part in zip(shares, parts, strict=True):
                 share.append([rows[row] for row in part])

@@ -3,90 +3,96 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct
 
 from areal_sc.errors import TooManyRejections
-from areal_sc.metadata import RowMetadata
+from areal_sc.metadata import BatchMetadata
 
 
 class RejectionCounts(Struct, frozen=True):
     """What a resumed run goes on counting from; see `Rejections`."""
 
-    rows: dict[str, int]
-    num_stale_rows: int
+    episodes: dict[str, int]
+    num_stale_episodes: int
 
 
 class Rejections:
-    """Rows that were never trained; counts since the start of the run.
+    """Episodes that were never trained; counts since the start of the run.
 
     Args:
-        window: the share of rejected rows is that of the last so many groups.
-        max_rate: share of rejected rows above which the run ends; stale rows do not count.
+        window: the share of rejected episodes is that of the last so many groups.
+        max_rate: share of rejected episodes above which the run ends; stale ones do not count.
 
     Attributes:
-        rows: those rejected by their workflow or reward, by cause.
+        episodes: those rejected by their workflow or reward, by cause.
         examples: cause -> one full message.
-        num_stale_rows: rows of groups that were rejected as stale, finished or running.
+        num_stale_episodes: those of groups that were rejected as stale, finished or running.
         wasted_tokens: trained-to-be tokens of finished groups among them.
     """
 
     def __init__(self, window: int, max_rate: float) -> None:
-        self.rows: Counter[str] = Counter()
+        self.episodes: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
-        self.num_stale_rows = 0
+        self.num_stale_episodes = 0
         self.wasted_tokens = 0
         self._max_rate = max_rate
         self._window = window
         self._recent: deque[tuple[int, int]] = deque(maxlen=window)
 
-    def add_group(self, rejected: Mapping[str, tuple[int, str]], num_rows: int) -> None:
+    @property
+    def num_episodes(self) -> int:
+        """All of them, stale ones included."""
+        return self.episodes.total() + self.num_stale_episodes
+
+    def add_group(self, rejected: Mapping[str, tuple[int, str]], num_episodes: int) -> None:
         """Counts one group that ran to its end.
 
         Args:
-            rejected: cause -> (number of rows, one full message).
-            num_rows: rows of the group, the rejected ones included.
+            rejected: cause -> (number of episodes, one full message).
+            num_episodes: episodes of the group, the rejected ones included.
         """
         num_rejected = 0
         for cause, (count, example) in rejected.items():
-            self.rows[cause] += count
+            self.episodes[cause] += count
             self.examples.setdefault(cause, example)
             num_rejected += count
-        self._recent.append((num_rejected, num_rows))
+        self._recent.append((num_rejected, num_episodes))
 
-    def add_stale_running(self, num_rows: int) -> None:
+    def add_stale_running(self, num_episodes: int) -> None:
         """Counts a group that became stale while it was generated."""
-        self.num_stale_rows += num_rows
+        self.num_stale_episodes += num_episodes
 
-    def add_stale_finished(self, rows: Sequence[RowMetadata]) -> None:
+    def add_stale_finished(self, batch: BatchMetadata) -> None:
         """Counts a group that became stale after it was generated."""
-        self.num_stale_rows += len(rows)
-        self.wasted_tokens += sum(row.num_loss_tokens for row in rows)
+        self.num_stale_episodes += len(batch.episodes)
+        self.wasted_tokens += sum(row.num_loss_tokens for row in batch.rows)
 
     def check_rate(self) -> None:
-        """Raises: TooManyRejections: more than `max_rate` of the window's rows were rejected."""
+        """Raises: TooManyRejections: more than `max_rate` of the window's were rejected."""
         if len(self._recent) < self._window:
             return
         rejected = sum(count for count, _ in self._recent)
-        rows = sum(count for _, count in self._recent)
-        if rejected > self._max_rate * rows:
+        episodes = sum(count for _, count in self._recent)
+        if rejected > self._max_rate * episodes:
             raise TooManyRejections(
-                f"{rejected} of the last {rows} rows were rejected; rollout.max_rejection_rate "
-                f"is {self._max_rate:g}. Causes: {self.describe_causes()}. For example: "
+                f"{rejected} of the last {episodes} episodes were rejected; "
+                f"rollout.max_rejection_rate is {self._max_rate:g}. Causes: "
+                f"{self.describe_causes()}. For example: "
                 f"{next(iter(self.examples.values()), 'none')}"
             )
 
     def describe_causes(self) -> str:
-        """Every cause with its number of rows, the most frequent one first."""
-        causes = self.rows.most_common()
+        """Every cause with its number of episodes, the most frequent one first."""
+        causes = self.episodes.most_common()
         return ", ".join(f"{cause} x{count}" for cause, count in causes) or "none"
 
     def snapshot(self) -> RejectionCounts:
         """What a resumed run goes on counting from; see `restore`."""
-        return RejectionCounts(dict(self.rows), self.num_stale_rows)
+        return RejectionCounts(dict(self.episodes), self.num_stale_episodes)
 
     def restore(self, counts: RejectionCounts) -> None:
         """Goes on from `counts`."""
-        self.rows = Counter(counts.rows)
-        self.num_stale_rows = counts.num_stale_rows
+        self.episodes = Counter(counts.episodes)
+        self.num_stale_episodes = counts.num_stale_episodes

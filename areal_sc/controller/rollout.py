@@ -172,7 +172,7 @@ class RolloutController(Shell):
         keep theirs.
 
         Raises: WorkflowError: the workflow or dataset cannot be used. ConfigError: all of
-            `total_steps` are trained. TooManyRejections: most rows are rejected. WorkerLost: a
+            `total_steps` are trained. TooManyRejections: most episodes are rejected. WorkerLost: a
             worker died. WaitTimeout: no group ended for longer than a group may take.
         """
         self._check_loop()

@@ -172,7 +172,7 @@ class TrainController(Shell):
         return with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
-        """The batch with one advantage per row, from the rows' rewards and groups.
+        """The batch with one advantage per row, from the rows' rewards, groups and episodes.
 
         Advantages of tokens are a field `advantages` instead: [T] float32, united with the batch.
         """
@@ -180,6 +180,7 @@ class TrainController(Shell):
         advantages = normalized_advantages(
             [row.reward for row in batch.rows],
             [row.group_id for row in batch.rows],
+            [row.episode for row in batch.rows],
             mean=ppo.advantage_mean,
             std=ppo.advantage_std,
             eps=ppo.advantage_eps,
@@ -343,7 +344,7 @@ class TrainController(Shell):
 
     def _split(self, batch: BatchMetadata) -> list[list[list[int]]]:
         """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
-        num_minibatches = min(self.config.ppo.num_minibatches, batch.total_batch_size)
+        num_minibatches = min(self.config.ppo.num_minibatches, len(batch.episodes))
         return self._layout.split(self._computed(batch), num_minibatches)
 
     def _computed(self, batch: BatchMetadata) -> BatchMetadata:

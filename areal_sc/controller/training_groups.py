@@ -265,7 +265,7 @@ class TrainingGroups:
             if group.state == GroupState.running:
                 self._rejections.add_stale_running(self._config.group_size)
             if group.batch is not None:
-                self._rejections.add_stale_finished(group.batch.rows)
+                self._rejections.add_stale_finished(group.batch)
                 self._group_metrics.pop(group.group_id, None)
             task = self._group_tasks.pop(group.group_id, None)
             if task:

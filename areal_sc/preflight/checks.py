@@ -128,16 +128,17 @@ def _check_transport(config: GRPOConfig) -> None:
 
 def _check_batch(config: GRPOConfig) -> None:
     rollout, ppo = config.rollout, config.actor.ppo
-    num_rows = rollout.train_batch_groups * rollout.group_size
-    if ppo.num_minibatches > num_rows:
+    num_episodes = rollout.train_batch_groups * rollout.group_size
+    if ppo.num_minibatches > num_episodes:
         raise ConfigError(
-            f"actor.ppo.num_minibatches: expected at most {num_rows} "
-            "(rollout.train_batch_groups * rollout.group_size, the rows of a step), "
+            f"actor.ppo.num_minibatches: expected at most {num_episodes} "
+            "(rollout.train_batch_groups * rollout.group_size, the episodes of a step), "
             f"got {ppo.num_minibatches}"
         )
     for key in ("advantage_mean", "advantage_std"):
         scope = value_at(ppo, key)
-        size = {NormScope.group: rollout.group_size, NormScope.batch: num_rows}.get(scope, 2)
+        sizes = {NormScope.group: rollout.group_size, NormScope.batch: num_episodes}
+        size = sizes.get(scope, 2)
         if size < 2:
             raise ConfigError(
                 f"rollout.group_size: expected at least 2 with actor.ppo.{key}={scope} "
@@ -151,6 +152,12 @@ def _check_lengths(config: GRPOConfig) -> None:
         raise ConfigError(
             f"generation.max_new_tokens: expected less than rollout.max_context_tokens={context}, "
             f"which is prompt and answer, got {config.generation.max_new_tokens}"
+        )
+    if config.rollout.episode_tokens < context:
+        raise ConfigError(
+            f"rollout.max_episode_tokens: expected 0 or at least "
+            f"rollout.max_context_tokens={context}, the longest row, "
+            f"got {config.rollout.max_episode_tokens}"
         )
     if config.actor.max_tokens_per_micro_batch < context:
         raise ConfigError(

@@ -67,7 +67,7 @@ _RESULT: dict[str, tuple[tuple[str, Callable[[Any], str], str], ...]] = {
     "rows": (
         ("num_rows_trained", "{:,}".format, "trained"),
         ("num_rows_trained_twice", "{:,}".format, "twice"),
-        ("num_rows_rejected", "{:,}".format, "rejected"),
+        ("num_episodes_rejected", "{:,}".format, "episodes rejected"),
     ),
     "tokens": (
         ("num_masked_tokens", "{:,}".format, "masked"),

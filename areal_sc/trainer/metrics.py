@@ -58,7 +58,7 @@ class StepMetrics(_Record):
 
     Attributes:
         step: number of training steps done, this one included.
-        reward: mean over rows.
+        reward: mean over episodes, of the means over their rows.
         num_rows: rows trained on.
         num_rejected_groups: groups rejected since the step before.
         num_generated_tokens: tokens sampled since the step before, by all rollout workers.
@@ -71,7 +71,7 @@ class StepMetrics(_Record):
         train_s: proximal log-probabilities, advantages and updates.
         sync_s: publication of the weights.
         controller_bytes: bytes on the controllers' sockets since the step before.
-        workflow: means of the metrics that the workflow reports with its rows.
+        workflow: means over episodes of the metrics that the workflow reports.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
         counters: all that workers and publication count, summed over workers; since their start.
     """
@@ -198,7 +198,7 @@ class Summary:
     max_group_staleness: int | None = None
     num_rows_trained: int | None = None
     num_rows_trained_twice: int | None = None
-    num_rows_rejected: int | None = None
+    num_episodes_rejected: int | None = None
     num_masked_tokens: int | None = None
     num_wasted_tokens: int | None = None
     controller_bytes_per_row: float | None = None
@@ -222,14 +222,14 @@ def summarize(
     first_step_s: float | None = None,
     num_rows_trained: int | None = None,
     num_rows_trained_twice: int | None = None,
-    num_rows_rejected: int | None = None,
+    num_episodes_rejected: int | None = None,
 ) -> Summary:
     """The summary of a run.
 
     Args:
         steps: every training step of the surviving history, once.
         evaluations: in the order in which they were made; the last one of a name counts.
-        num_rows_trained: by the ledger, as the next two.
+        num_rows_trained: by the ledger, as the next one.
     """
 
     def total(name: str) -> Any:
@@ -261,7 +261,7 @@ def summarize(
         wall_time_s=wall_time_s,
         num_rows_trained=num_rows_trained,
         num_rows_trained_twice=num_rows_trained_twice,
-        num_rows_rejected=num_rows_rejected,
+        num_episodes_rejected=num_episodes_rejected,
         first_step_s=first_step_s,
         **measured,
     )

@@ -156,7 +156,7 @@ class Run:
             first_step_s=self._first_step_s,
             num_rows_trained=account["rows_trained"],
             num_rows_trained_twice=account["rows_trained_twice"],
-            num_rows_rejected=rollout.rejections.rows.total() + rollout.rejections.num_stale_rows,
+            num_episodes_rejected=rollout.rejections.num_episodes,
         )
         plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())

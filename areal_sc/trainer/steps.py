@@ -88,7 +88,7 @@ class Step:
         generated = now.counters["generated_tokens"] - before.counters["generated_tokens"]
         metrics = StepMetrics(
             step=self.number,
-            reward=sum(row.reward for row in batch.rows) / batch.total_batch_size,
+            reward=_mean_reward(batch),
             group_staleness_mean=staleness.group_mean,
             group_staleness_max=staleness.group_max,
             token_staleness_mean=staleness.token_mean,
@@ -112,3 +112,9 @@ class Step:
         self.totals = now
         self._tell(metrics)
         return metrics
+
+
+def _mean_reward(batch: BatchMetadata) -> float:
+    """Mean over episodes, of the means over their rows."""
+    means = [sum(batch.rows[row].reward for row in rows) / len(rows) for rows in batch.episodes]
+    return sum(means) / len(means)

@@ -217,8 +217,8 @@ class GroupReply(Struct, frozen=True, array_like=True):
     Attributes:
         batch: its rows; None where none was sealed, because all were rejected, or the group was
             given up meanwhile.
-        rejected: cause -> (number of rows, one full message).
-        metrics: metric of the workflow -> (sum, number of rows).
+        rejected: cause -> (number of episodes, one full message).
+        metrics: metric of the workflow -> (sum, number of episodes).
     """
 
     batch: BatchMetadata | None = None

@@ -1,8 +1,9 @@
 """A generation engine as a process: runs workflows, seals trajectories, follows the weights.
 
 run_group    `group_size` episodes of one prompt, concurrently -> one sealed shard; the reply
-             is its metadata. A row whose workflow or reward fails is rejected with its cause;
-             an engine that fails is no result of any row and fails the call.
+             is its metadata. An episode gives one or several rows. One whose workflow or reward
+             fails is rejected with its cause; an engine that fails is no result of any episode
+             and fails the call.
              `give_up_group` ends the episodes; the reply then says that nothing was sealed
 weights      pulled beside generation, then applied by the engine between two decode steps
 """
@@ -45,7 +46,7 @@ from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
 from areal_sc.workers.fork_client import ForkServer
 from areal_sc.workers.spec import WorkerSpec
-from areal_sc.workers.trajectory_checks import Rejection, check_trajectory
+from areal_sc.workers.trajectory_checks import Rejection, checked_episode
 from areal_sc.workers.weight_publication import own_devices
 from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
 from areal_sc.workflows.rewards import RewardPool
@@ -53,6 +54,9 @@ from areal_sc.workflows.rewards import RewardPool
 logger = logging.getLogger(__name__)
 
 CANCEL_TIMEOUT_S = 30.0
+
+Episode = list[Trajectory]
+"""The rows that one run of a workflow gave, at least one."""
 
 
 class RolloutWorker(Worker):
@@ -72,9 +76,7 @@ class RolloutWorker(Worker):
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
         )
         self._engine: GenerationEngine | None = None
-        self._group_episodes: dict[
-            calls.GroupAttempt, asyncio.Task[list[Trajectory | Rejection]]
-        ] = {}
+        self._group_episodes: dict[calls.GroupAttempt, asyncio.Task[list[Episode | Rejection]]] = {}
 
     @property
     def engine(self) -> GenerationEngine:
@@ -124,25 +126,26 @@ class RolloutWorker(Worker):
         )
         self._group_episodes[key] = episodes
         try:
-            rows = await episodes
+            played = await episodes
         except asyncio.CancelledError:
             if key in self._group_episodes:  # the call itself is cancelled
                 raise
-            rows = []
+            played = []
         finally:
             self._group_episodes.pop(key, None)
-        trajectories = [row for row in rows if isinstance(row, Trajectory)]
+        kept: dict[int, Episode] = {}
         rejected: dict[str, tuple[int, str]] = {}
-        for row in rows:
-            if isinstance(row, Rejection):
-                count, example = rejected.get(row.cause, (0, row.message))
-                rejected[row.cause] = count + 1, example
         metrics: dict[str, tuple[float, int]] = {}
-        for trajectory in trajectories:
-            for metric, value in trajectory.metrics.items():
+        for number, episode in enumerate(played):
+            if isinstance(episode, Rejection):
+                count, example = rejected.get(episode.cause, (0, episode.message))
+                rejected[episode.cause] = count + 1, example
+                continue
+            kept[number] = episode
+            for metric, value in _mean_metrics(episode).items():
                 total, count = metrics.get(metric, (0.0, 0))
-                metrics[metric] = total + float(value), count + 1
-        batch = self._seal(group, trajectories) if trajectories else None
+                metrics[metric] = total + value, count + 1
+        batch = self._seal(group, kept) if kept else None
         return calls.GroupReply(batch, rejected, metrics)
 
     async def give_up_group(self, group: calls.GroupAttempt) -> None:
@@ -152,15 +155,12 @@ class RolloutWorker(Worker):
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, reward and metrics only; nothing is stored."""
         name = f"evaluation.0.{wanted.prompt.index}"
-        (row,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, wanted)
-        if isinstance(row, Rejection):
-            return calls.EvaluationReply(None, rejection=row.message)
-        sampled = [v for v, trained in zip(row.versions, row.loss_mask, strict=True) if trained]
-        return calls.EvaluationReply(
-            float(row.reward),
-            {name: float(value) for name, value in row.metrics.items()},
-            (min(sampled), max(sampled)),
-        )
+        (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, wanted)
+        if isinstance(rows, Rejection):
+            return calls.EvaluationReply(None, rejection=rows.message)
+        sampled = [version for row in rows for version, _ in _version_spans(row)]
+        reward = sum(float(row.reward) for row in rows) / len(rows)
+        return calls.EvaluationReply(reward, _mean_metrics(rows), (min(sampled), max(sampled)))
 
     async def update_weights(self, weights: WeightsReference) -> None:
         """Gives the engine the weights of a version, in the way that the trainers publish them."""
@@ -216,21 +216,21 @@ class RolloutWorker(Worker):
         reference: PromptReference,
         workflow_number: int,
         name: str,
-        num_rows: int,
+        num_episodes: int,
         evaluation: calls.RunEvaluation | None = None,
-    ) -> list[Trajectory | Rejection]:
+    ) -> list[Episode | Rejection]:
         workflow = self.sources.workflow(workflow_number)
         dataset = self.sources.prompts(reference.dataset)
         try:
             prompt = dataset[reference.index]
         except Exception as error:  # the user's code may raise anything
             cause = Rejection("dataset_error", f"row {reference.index} of the dataset: {error!r}")
-            return [cause] * num_rows
+            return [cause] * num_episodes
         try:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
                     tasks.create_task(self._episode(workflow, dict(prompt), name, evaluation))
-                    for _ in range(num_rows)
+                    for _ in range(num_episodes)
                 ]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # by its own name, for the controller
@@ -242,7 +242,7 @@ class RolloutWorker(Worker):
         prompt: dict[str, Any],
         group: str,
         evaluation: calls.RunEvaluation | None,
-    ) -> Trajectory | Rejection:
+    ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
         engine = WorkerEpisodeEngine(
             self.engine,
@@ -254,36 +254,34 @@ class RolloutWorker(Worker):
         limit_s = config.group_timeout_s
         try:
             async with asyncio.timeout(limit_s) as limit:
-                trajectory = await workflow.run_episode(prompt, engine)
-            rejection = check_trajectory(
-                trajectory, config.max_context_tokens, is_trained=evaluation is None
-            )
+                returned = await workflow.run_episode(prompt, engine)
+            episode = checked_episode(returned, config, is_trained=evaluation is None)
         except RewardError as error:
-            rejection = Rejection("reward_error", str(error))
+            episode = Rejection("reward_error", str(error))
         except WorkflowError as error:
-            rejection = Rejection("prompt_error", str(error))
+            episode = Rejection("prompt_error", str(error))
         except TimeoutError as error:
             if limit.expired():
-                rejection = Rejection(
+                episode = Rejection(
                     "timeout", f"the episode took longer than group_timeout_s={limit_s:g} s"
                 )
             else:  # of the user's own code
-                rejection = Rejection("workflow_error", f"{type(error).__name__}: {error}")
+                episode = Rejection("workflow_error", f"{type(error).__name__}: {error}")
         except Exception as error:  # the user's code may raise anything
-            rejection = Rejection("workflow_error", f"{type(error).__name__}: {error}")
+            episode = Rejection("workflow_error", f"{type(error).__name__}: {error}")
         if engine.failure:
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
-        if rejection:
-            logger.warning("rejected cause=%s message=%s", rejection.cause, rejection.message)
-            return rejection
-        assert trajectory is not None
-        return trajectory
+        if isinstance(episode, Rejection):
+            logger.warning("rejected cause=%s message=%s", episode.cause, episode.message)
+        return episode
 
-    def _seal(self, group: calls.RunGroup, trajectories: Sequence[Trajectory]) -> BatchMetadata:
-        lengths = [len(trajectory.input_ids) for trajectory in trajectories]
+    def _seal(self, group: calls.RunGroup, episodes: Mapping[int, Episode]) -> BatchMetadata:
+        """One shard of the rows of all episodes, which are given by their numbers."""
+        numbered = [(number, row) for number, episode in episodes.items() for row in episode]
+        lengths = [len(row.input_ids) for _, row in numbered]
         fields = {
             name: torch.tensor(
-                list(itertools.chain.from_iterable(getattr(t, name) for t in trajectories)),
+                list(itertools.chain.from_iterable(getattr(row, name) for _, row in numbered)),
                 dtype=getattr(torch, dtype),
             )
             for name, dtype in TRAJECTORY_FIELDS.items()
@@ -299,11 +297,12 @@ class RolloutWorker(Worker):
                 group_id=group.group_id,
                 attempt=group.attempt,
                 sequence_length=length,
-                reward=float(trajectory.reward),
+                reward=float(row.reward),
                 admitted_version=group.admitted_version,
-                version_spans=_version_spans(trajectory),
+                version_spans=_version_spans(row),
+                episode=number,
             )
-            for trajectory, length in zip(trajectories, lengths, strict=True)
+            for (number, row), length in zip(numbered, lengths, strict=True)
         )
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",
@@ -347,7 +346,7 @@ class WorkerEpisodeEngine:
             return await self._engine.generate(input_ids, sampling, prefix_group=self._group)
         except WorkflowError:
             raise
-        except Exception as error:  # the user's code may catch it; it is no result of the row
+        except Exception as error:  # the user's code may catch it; it is no result of the episode
             self.failure = error
             raise
 
@@ -359,6 +358,15 @@ class WorkerEpisodeEngine:
         except WorkerError as error:
             self.failure = error
             raise
+
+
+def _mean_metrics(episode: Episode) -> dict[str, float]:
+    """Means over the rows that name the metric."""
+    values: dict[str, list[float]] = {}
+    for row in episode:
+        for name, value in row.metrics.items():
+            values.setdefault(name, []).append(float(value))
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def _version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:

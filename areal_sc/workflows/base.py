@@ -43,7 +43,7 @@ def declare_reward(
 ) -> Callable[[_Reward], _Reward]:
     """Decorates a sync reward with a `RewardDeclaration`.
 
-    Without one, passing `rollout.reward_timeout_s` rejects the row.
+    Without one, passing `rollout.reward_timeout_s` rejects the episode.
     """
     declaration = RewardDeclaration(late_reward, late_after_s, prepare)
 
@@ -56,7 +56,7 @@ def declare_reward(
 
 @dataclass
 class Trajectory:
-    """One episode, token by token; T is at most `max_context_tokens`.
+    """One row of an episode, token by token; T is at most `max_context_tokens`.
 
     Attributes:
         input_ids: [T] prompt and completion tokens, over all turns.
@@ -107,10 +107,15 @@ class EpisodeEngine(Protocol):
 class Workflow(Referable):
     """Base class of episodes. Subclasses are recorded by import path and constructor arguments."""
 
-    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+    async def run_episode(
+        self, prompt: dict[str, Any], engine: EpisodeEngine
+    ) -> Trajectory | Sequence[Trajectory] | None:
         """Plays one episode; called `group_size` times a prompt, concurrently.
 
-        Returns: the trajectory, or None to reject it.
+        Returns: the trajectory; or a list of them, as an agent's calls give, each a row with a
+            reward of its own; or None to reject the episode. The rows are trained all or none: one
+            that cannot be used rejects the episode, as do more than `rollout.max_episode_tokens`
+            tokens together.
         """
         raise NotImplementedError
 

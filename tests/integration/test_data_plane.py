@@ -50,7 +50,7 @@ class Worker:
             (Run(0, 0, len(lengths)),),
         )
         columns = Columns({"input_ids": "int32", "behavior_logprobs": "float32"}, (shard,))
-        rows = tuple(RowMetadata(0, 0, n, 0.0, 0, ()) for n in lengths)
+        rows = tuple(RowMetadata(0, 0, n, 0.0, 0, (), 0) for n in lengths)
         return BatchMetadata(shard.shard_id, 0, (columns,), rows)
 
 

@@ -82,6 +82,11 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         (episodes.ReturnsNothing(), "rejected", "the workflow returned None"),
         (episodes.UnequalLengths(), "workflow_error", "fields differ in length"),
         (episodes.Tokens(65), "workflow_error", "65 tokens, expected at most rollout.max_context"),
+        (
+            episodes.Tokens(60, num_rows=2),
+            "workflow_error",
+            "2 rows have 120 tokens together, expected at most 64: raise rollout.max_episode_tok",
+        ),
         (episodes.Raises(), "workflow_error", "ZeroDivisionError: of the episode"),
         (
             SingleTurnWorkflow(episodes.right, GenerationConfig(max_new_tokens=4, temperature=0)),
@@ -90,11 +95,20 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         ),
     ],
     ids=[
-        *("raises", "NaN", "hangs", "wrong key", "None", "unequal lengths", "too long"),
+        *(
+            "raises",
+            "NaN",
+            "hangs",
+            "wrong key",
+            "None",
+            "unequal lengths",
+            "too long",
+            "many rows",
+        ),
         *("workflow raises", "greedy"),
     ],
 )
-def test_rows_that_are_all_rejected_end_the_run_with_their_cause(
+def test_episodes_that_are_all_rejected_end_the_run_with_their_cause(
     start_rollout: Callable[..., Any], workflow: Workflow, cause: str, said: str
 ) -> None:
     with (
@@ -149,7 +163,7 @@ def test_some_bad_rows_are_left_out_and_the_run_goes_on(start_rollout: Callable[
         workflow = SingleTurnWorkflow(episodes.hangs_for_some)
         outside = rollout.rollout_batch(prompts, workflow)
         assert {row.group_id for row in outside.rows} == {-1, -3, -4, -6, -7, -8}
-        rejected = dict(rollout.rejections.rows)
+        rejected = dict(rollout.rejections.episodes)
         assert rejected == {"prompt_error": 2, "reward_error": 2}
         assert "max_context_tokens" in rollout.rejections.examples["prompt_error"]
         batch = rollout.prepare_batch(prompts, workflow)
@@ -164,7 +178,7 @@ def test_a_dataset_smaller_than_a_batch_is_repeated(start_rollout: Callable[...,
         batch = rollout.prepare_batch(letter_prompts(3, seed=8), SingleTurnWorkflow(episodes.right))
         assert len({row.group_id for row in batch.rows}) == 4
         assert rollout.groups.num_prompts_taken >= 4
-        assert rollout.rejections.rows.total() == 0
+        assert rollout.rejections.episodes.total() == 0
 
 
 def test_a_reward_that_always_fails_ends_the_script_in_one_block(
@@ -173,7 +187,7 @@ def test_a_reward_that_always_fails_ends_the_script_in_one_block(
     with tiny_run(tmp_path / "run", tiny_model_folder, "task.reward=unknown_answer") as run:
         assert run.wait() == 7, run.story()
         block = run.output.partition("ERROR ")[2]
-        assert "rows were rejected" in block
+        assert "episodes were rejected" in block
         assert "reward_error" in block
         assert "KeyError: 'solution'" in block
         assert len(block.splitlines()) < 15

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from integration.run_process import REPOSITORY, RunProcess, started, tiny_run
-from integration.scripts.episodes import SlowForSome
+from integration.scripts.episodes import Calls, SlowForSome
 from integration.scripts.tiny_run import letter_prompts
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -33,7 +33,7 @@ SUMMARY_KEYS = {
     "max_group_staleness",
     "num_rows_trained",
     "num_rows_trained_twice",
-    "num_rows_rejected",
+    "num_episodes_rejected",
     "controller_bytes_per_row",
     "generated_tokens_per_s",
     "trained_tokens_per_s",
@@ -86,7 +86,7 @@ def test_the_summary_accounts_for_every_row(finished_run: RunProcess) -> None:
     assert summary["num_steps"] == 4
     assert summary["num_rows_trained"] == 4 * 8 * 8
     assert summary["num_rows_trained_twice"] == 0
-    assert summary["num_rows_rejected"] == 0
+    assert summary["num_episodes_rejected"] == 0
     assert 0 < summary["controller_bytes_per_row"] < 1024
     assert summary["trained_tokens_per_s"] > 0
     assert summary["generated_tokens_per_s"] > 0
@@ -134,26 +134,31 @@ def test_a_finished_run_is_not_touched(finished_run: RunProcess, tiny_model_fold
 
 
 @pytest.mark.parametrize(
-    ("over_bound", "max_staleness"),
-    [("train", 1), ("mask", 1), ("wait", 1), ("regenerate", 1), ("train", 0)],
+    ("over_bound", "max_staleness", "num_rows"),
+    [("train", 1, 1), ("mask", 1, 1), ("wait", 1, 2), ("regenerate", 1, 1), ("train", 0, 2)],
 )
 def test_the_bound_holds_in_a_loop_of_the_user(
     tiny_config: Callable[..., GRPOConfig],
     scheduler: Scheduler,
     over_bound: str,
     max_staleness: int,
+    num_rows: int,
 ) -> None:
-    """One group in eight takes several steps' time, so that some get over the bound."""
+    """One group in eight takes several steps' time, so that some get over the bound.
+
+    Of each episode there are `num_rows` rows, which are trained together.
+    """
     num_steps = 6
     config = tiny_config(
         f"total_steps={num_steps}",
         f"rollout.over_bound={over_bound}",
         f"rollout.max_staleness={max_staleness}",
+        f"rollout.max_episode_tokens={64 * num_rows}",
     )
     actor = TrainController(FSDPPPOActor(config.actor), scheduler)
     rollout = RolloutController(LocalGenerator(config.rollout), scheduler)
     rollout.total_steps = num_steps
-    prompts, workflow = letter_prompts(16, seed=3), SlowForSome(every=16, delay_s=0.8)
+    prompts, workflow = letter_prompts(16, seed=3), SlowForSome(16 * num_rows, 0.8, num_rows)
     seen: list[tuple[int, int]] = []
     with start_controllers(actor, rollout):
         for step in range(num_steps):
@@ -161,6 +166,7 @@ def test_the_bound_holds_in_a_loop_of_the_user(
             assert batch.global_step == actor.version == step
             groups = {row.group_id: step - row.admitted_version for row in batch.rows}
             assert len(groups) == config.rollout.train_batch_groups
+            assert [len(rows) for rows in batch.episodes] == [num_rows] * 8
             trained = [
                 version
                 for row in batch.rows
@@ -173,13 +179,31 @@ def test_the_bound_holds_in_a_loop_of_the_user(
             assert stats["grad_norm"] >= 0
             actor.publish_weights(rollout)
         account = rollout.groups.ledger.account()
-    assert account["rows_trained"] == num_steps * 8
+    assert account["rows_trained"] == num_steps * 8 * num_rows
     assert account["rows_trained_twice"] == 0
     group_staleness, token_staleness = (max(values) for values in zip(*seen, strict=True))
     if over_bound != "train" or max_staleness == 0:
         assert token_staleness <= max_staleness
     if over_bound in ("wait", "regenerate") or max_staleness == 0:
         assert group_staleness <= max_staleness
+
+
+def test_an_episode_of_several_rows_is_kept_whole_and_counts_once(
+    start_rollout: Callable[..., Any],
+) -> None:
+    prompts = letter_prompts(64, seed=4)
+    with start_rollout() as rollout:
+        batch = rollout.prepare_batch(prompts, Calls(is_first_bad=True))
+        assert len(batch.group_ids) == 4
+        assert [len(rows) for rows in batch.episodes] == [3] * 4
+        assert {row.episode for row in batch.rows} == {1}  # the first one of each group is rejected
+        assert [row.reward for row in batch.rows] == [1.0, 0.0, 0.5] * 4
+        assert rollout.batch_metrics == {"right": 0.5, "tools": 4.0}
+        assert set(rollout.rejections.episodes) == {"reward_error"}
+        assert "row 2 of 3: the reward" in rollout.rejections.examples["reward_error"]
+        outcome = rollout.evaluate(prompts, Calls(is_first_bad=False), num_prompts=3)
+        assert (outcome.num_prompts, outcome.reward) == (3, 0.5)
+        assert outcome.metrics == {"right": 0.5, "tools": 4.0}
 
 
 def test_letter_sort_from_scratch_and_with_shuffled_rewards(tmp_path: Path) -> None:

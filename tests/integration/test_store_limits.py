@@ -47,7 +47,7 @@ def test_a_limit_of_one_batch_slows_admission_and_fails_nothing(
             summary = run.summary()
             assert summary["num_rows_trained"] == NUM_STEPS * BATCH_GROUPS * 2
             assert summary["num_rows_trained_twice"] == 0
-            assert summary["num_rows_rejected"] == 0
+            assert summary["num_episodes_rejected"] == 0
         # without the limit all groups are admitted under version 0; with it, none ahead of its step
         assert group_staleness(free) == list(range(NUM_STEPS))
         assert group_staleness(limited) == [0] * NUM_STEPS
@@ -89,25 +89,33 @@ FULL_ROWS = (
 )
 
 
-@pytest.mark.parametrize("every_longer", [0, 3], ids=["all fit", "some are too long"])
+@pytest.mark.parametrize(
+    ("every_longer", "num_rows"),
+    [(0, 1), (3, 1), (3, 2)],
+    ids=["all fit", "some are too long", "episodes of two rows"],
+)
 def test_the_least_store_that_is_accepted_holds_a_batch_of_full_rows(
-    tiny_config: Callable[..., GRPOConfig], start_rollout: Callable[..., Any], every_longer: int
+    tiny_config: Callable[..., GRPOConfig],
+    start_rollout: Callable[..., Any],
+    every_longer: int,
+    num_rows: int,
 ) -> None:
+    settings = (*FULL_ROWS, f"rollout.max_episode_tokens={57 * num_rows}")
     with pytest.raises(ConfigError) as refusal:
-        tiny_config(*FULL_ROWS, "rollout.store_bytes=1")
+        tiny_config(*settings, "rollout.store_bytes=1")
     (least,) = map(
         int, re.findall(r"rollout\.store_bytes: expected at least (\d+)", str(refusal.value))
     )
-    workflow = episodes.Tokens(57, every_longer)
+    workflow = episodes.Tokens(57, every_longer, num_rows)
     prompts = letter_prompts(16, seed=9)
-    num_rows = [3, 3, 2] if every_longer else [BATCH_GROUPS] * 3  # the others are rejected
-    with start_rollout(*FULL_ROWS, f"rollout.store_bytes={least}") as rollout:
-        for expected in num_rows:
+    num_kept = [3, 3, 2] if every_longer else [BATCH_GROUPS] * 3  # the others are rejected
+    with start_rollout(*settings, f"rollout.store_bytes={least}") as rollout:
+        for expected in num_kept:
             batch = rollout.rollout_batch(prompts, workflow, BATCH_GROUPS)
-            assert [row.sequence_length for row in batch.rows] == [57] * expected
+            assert [row.sequence_length for row in batch.rows] == [57] * expected * num_rows
             (stats,) = rollout.worker_stats()
             assert stats["store_bytes"] == expected * least // BATCH_GROUPS
-        rejected = set(rollout.rejections.rows)
+        rejected = set(rollout.rejections.episodes)
         assert rejected == ({"workflow_error"} if every_longer else set())
 
 

@@ -71,7 +71,7 @@ class OwnerProcess:
             (Run(0, 0, len(lengths)),),
         )
         columns = Columns({"input_ids": "int32", "behavior_logprobs": "bfloat16"}, (shard,))
-        rows = tuple(RowMetadata(0, i, n, 0.0, 0, ()) for i, n in enumerate(lengths))
+        rows = tuple(RowMetadata(0, i, n, 0.0, 0, (), 0) for i, n in enumerate(lengths))
         return BatchMetadata(self.node_id, 0, (columns,), rows)
 
     def end(self) -> None:

@@ -76,7 +76,7 @@ class Owner:
         )
         dtypes = {n: str(values.dtype).removeprefix("torch.") for n, values in fields.items()}
         rows = tuple(
-            RowMetadata(first_group + i, 0, length, 1.0, 0, ((0, length),))
+            RowMetadata(first_group + i, 0, length, 1.0, 0, ((0, length),), 0)
             for i, length in enumerate(lengths)
         )
         return BatchMetadata(shard.shard_id, 0, (Columns(dtypes, (shard,)),), rows)

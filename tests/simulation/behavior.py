@@ -27,7 +27,8 @@ class Behavior:
         sweep_delay_s: the same, of the reply to a sweep.
         give_up_s: how long a group goes on that the worker was told to end.
         group_rejection: probability that all rows of a group are rejected.
-        row_rejection: the same, of each row.
+        episode_rejection: the same, of each episode.
+        episode_rows: that an episode has.
     """
 
     generation_s: Number = 1.0
@@ -41,4 +42,5 @@ class Behavior:
     sweep_delay_s: Number = 0.0
     give_up_s: Number = 0.0
     group_rejection: float = 0.0
-    row_rejection: float = 0.0
+    episode_rejection: float = 0.0
+    episode_rows: Number = 1

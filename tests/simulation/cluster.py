@@ -47,13 +47,18 @@ class GroupStart:
 
 @dataclass
 class TrainedStep:
-    """What the ranks were given to train at one policy version, over all minibatches."""
+    """What the ranks were given to train at one policy version, by number of the minibatch."""
 
     version: int
     time_s: float
     num_running_groups: int
-    rows: list[RowMetadata] = field(default_factory=list)
+    minibatches: dict[int, list[RowMetadata]] = field(default_factory=dict)
     min_token_versions: set[int | None] = field(default_factory=set)
+
+    @property
+    def rows(self) -> list[RowMetadata]:
+        """Those of all minibatches."""
+        return [row for rows in self.minibatches.values() for row in rows]
 
 
 class SimulatedCluster:
@@ -65,6 +70,7 @@ class SimulatedCluster:
         agents: by name of their node.
         workers: by name, e.g. `rollout/0`.
         starts: groups that workers were asked to run, in order.
+        sealed_rows: (group id, attempt) -> the rows that a worker sealed.
         trained: what the ranks trained, in order.
         sealed_versions: (time, version) of each rank's publications.
         on_forgotten: is told the id and the group of every shard of rows that a sweep drops.
@@ -79,6 +85,7 @@ class SimulatedCluster:
         self.rng = random.Random(seed)
         self.workers: dict[str, SimulatedWorker] = {}
         self.starts: list[GroupStart] = []
+        self.sealed_rows: dict[tuple[int, int], tuple[RowMetadata, ...]] = {}
         self.trained: list[TrainedStep] = []
         self.sealed_versions: list[tuple[float, int]] = []
         self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
@@ -159,11 +166,11 @@ class SimulatedCluster:
             )
         )
 
-    def note_trained(self, version: int, batch: BatchMetadata) -> None:
+    def note_trained(self, version: int, minibatch: int, batch: BatchMetadata) -> None:
         if not self.trained or self.trained[-1].version != version:
             num_running = sum(len(worker.running) for worker in self.rollout_workers)
             self.trained.append(TrainedStep(version, self.now_s, num_running))
-        self.trained[-1].rows += batch.rows
+        self.trained[-1].minibatches.setdefault(minibatch, []).extend(batch.rows)
         self.trained[-1].min_token_versions.add(batch.min_token_version)
 
 

@@ -63,6 +63,7 @@ class Settings:
     max_concurrent_groups: int = 64
     store_groups: int = 1000
     max_context_tokens: int = 64
+    max_episode_tokens: int = 0
     max_rejection_rate: float = 1.0
     rejection_window: int = 20
     group_timeout_s: float = 50_000.0
@@ -75,7 +76,9 @@ class Settings:
 
     @property
     def group_bytes(self) -> int:
-        return trajectory_bytes(self.group_size * self.max_context_tokens)
+        return trajectory_bytes(
+            self.group_size * (self.max_episode_tokens or self.max_context_tokens)
+        )
 
 
 class WatchedLedger(Ledger):
@@ -237,6 +240,9 @@ class TrainingRun:
         assert batch.global_step == version
         assert len(batch.group_ids) == settings.batch_groups
         assert list(batch.group_ids) == sorted(batch.group_ids), "the oldest groups come first"
+        attempts = {row.group_id: row.attempt for row in batch.rows}
+        sealed = [row for key in attempts.items() for row in self.cluster.sealed_rows[key]]
+        assert list(batch.rows) == sealed, "batches consist of whole groups"
         for row in batch.rows:
             assert row.admitted_version == self.admitted[row.group_id][1]
             # tokens are of versions that existed, none older than the group's admission
@@ -287,6 +293,11 @@ class TrainingRun:
         assert step.min_token_versions == {batch.min_token_version}
         expected = Counter((row.group_id, row.sequence_length) for row in batch.rows)
         assert Counter((row.group_id, row.sequence_length) for row in step.rows) == expected
+        episodes = [{(r.group_id, r.episode) for r in rows} for rows in step.minibatches.values()]
+        sizes = [len(of_minibatch) for of_minibatch in episodes]
+        assert sum(sizes) == len(batch.episodes), "an episode lies in two minibatches"
+        assert len(sizes) == min(self.settings.num_minibatches, len(batch.episodes))
+        assert max(sizes) - min(sizes) <= 1
         if self.settings.max_staleness == 0:
             assert {span[0] for row in step.rows for span in row.version_spans} == {step.version}
             assert step.num_running_groups == 0, "generation goes on while a step is trained"
@@ -391,6 +402,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         over_bound=settings.over_bound,
         max_concurrent_groups=settings.max_concurrent_groups,
         max_context_tokens=settings.max_context_tokens,
+        max_episode_tokens=settings.max_episode_tokens,
         store_bytes=settings.store_groups * settings.group_bytes,
         group_timeout_s=settings.group_timeout_s,
         max_rejection_rate=settings.max_rejection_rate,

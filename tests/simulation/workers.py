@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from simulation.behavior import Number
@@ -231,24 +232,27 @@ class SimulatedRolloutWorker(SimulatedWorker):
             await self.is_awake.wait()
         finally:
             del self.running[key]
-        num_rows = group.group_size
-        num_kept = sum(rng.random() >= behavior.row_rejection for _ in range(num_rows))
+        kept = [n for n in range(group.group_size) if rng.random() >= behavior.episode_rejection]
         if rng.random() < behavior.group_rejection:
-            num_kept = 0
-        num_rejected = num_rows - num_kept
+            kept = []
+        num_rejected = group.group_size - len(kept)
         rejected = {"reward_error": (num_rejected, "it raised")} if num_rejected else {}
-        if not num_kept:
+        if not kept:
             return calls.GroupReply(rejected=rejected)
-        rows = tuple(self._row(group, began) for _ in range(num_kept))
-        rewards = sum(row.reward for row in rows)
-        return calls.GroupReply(
-            self._seal(group, rows), rejected, {"accuracy": (rewards, num_kept)}
+        rows = tuple(
+            self._row(group, began, episode)
+            for episode in kept
+            for _ in range(int(self.cluster.draw(behavior.episode_rows)))
         )
+        accuracy = fmean(row.reward for row in rows)
+        metrics = {"accuracy": (accuracy * len(kept), len(kept))}
+        return calls.GroupReply(self._seal(group, rows), rejected, metrics)
 
     def check_room(self) -> None:
         """Whatever runs here may fill its rows, and one more group is about to begin."""
         config, num_groups = self.config, len(self.running) + len(self.store.group_of) + 1
-        group_bytes = trajectory_bytes(config["group_size"] * config["max_context_tokens"])
+        episode_tokens = config["max_episode_tokens"] or config["max_context_tokens"]
+        group_bytes = trajectory_bytes(config["group_size"] * episode_tokens)
         if num_groups * group_bytes > self.store.max_bytes:
             raise StoreFull(f"{self.name} was given {num_groups} groups of {group_bytes} bytes")
 
@@ -288,7 +292,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
             for i in range(num_tokens)
         ]
 
-    def _row(self, group: calls.RunGroup, began_s: float) -> RowMetadata:
+    def _row(self, group: calls.RunGroup, began_s: float, episode: int) -> RowMetadata:
         num_tokens = int(self.cluster.draw(self.cluster.behavior.completion_tokens))
         # versions ascend: a few tokens tell where they change, and then stand for their share
         samples = self._versions(began_s, min(num_tokens, 50))
@@ -301,10 +305,12 @@ class SimulatedRolloutWorker(SimulatedWorker):
             reward=float(self.cluster.rng.random() < 0.5),
             admitted_version=group.admitted_version,
             version_spans=tuple(sorted(counts.items())),
+            episode=episode,
         )
 
     def _seal(self, group: calls.RunGroup, rows: tuple[RowMetadata, ...]) -> BatchMetadata:
         num_tokens = sum(row.sequence_length for row in rows)
+        self.cluster.sealed_rows[group.group_id, group.attempt] = rows
         shard = ShardMetadata(
             node_id=self.name,
             node_addr=self.address,
@@ -357,9 +363,9 @@ class SimulatedTrainWorker(SimulatedWorker):
                 await self.read_shards(batch)
 
         async def update(_: None) -> dict[str, float]:
-            for batch in args.minibatches:
+            for number, batch in enumerate(args.minibatches):
                 if self.is_head:
-                    self.cluster.note_trained(self.version, batch)
+                    self.cluster.note_trained(self.version, number, batch)
             await self.cluster.spend(self.cluster.behavior.training_s)
             return {"loss": 0.0}
 

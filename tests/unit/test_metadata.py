@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,37 +68,59 @@ def test_union_joins_the_columns_of_equal_rows(batch: BatchMetadata, data: st.Da
         united.union(other)
 
 
-@given(batches(), st.integers(1, 6), st.sampled_from(["tokens", "rows"]))
+@given(batches(), st.integers(1, 6), st.sampled_from(["tokens", "episodes"]))
 def test_split_gives_every_row_to_one_part(batch: BatchMetadata, n: int, balance: Any) -> None:
     parts = batch.partition(n, balance)
     assert len(parts) == n
     assert sorted(row for part in parts for row in part) == list(range(batch.total_batch_size))
     assert all(part == sorted(part) for part in parts)
     assert batch.split(n, balance) == [batch.take(part) for part in parts]
-    if balance == "rows":
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        assert [row for part in parts for row in part] == list(range(batch.total_batch_size))
+    if balance == "episodes":
+        keys = [(row.group_id, row.episode) for row in batch.rows]
+        of_parts = [{keys[row] for row in part} for part in parts]
+        # in order of their first row, and each in one part
+        cut = [key for key in dict.fromkeys(keys) for part in of_parts if key in part]
+        assert cut == list(dict.fromkeys(keys))
+        firsts = [[keys.index(key) for key in part] for part in of_parts if part]
+        assert all(max(a) < min(b) for a, b in itertools.pairwise(firsts))
+        assert max(map(len, of_parts)) - min(map(len, of_parts)) <= 1
     else:
         loads = [sum(batch.sequence_lengths[row] for row in part) for part in parts]
         assert max(loads) - min(loads) <= max(batch.sequence_lengths, default=0)
 
 
+def test_episodes_of_one_row_are_cut_as_rows_are() -> None:
+    rows = tuple(RowMetadata(i // 4, 0, 9, 0.0, 0, (), i % 4) for i in range(8))
+    batch = BatchMetadata("b", 0, (), rows)
+    assert batch.episodes == tuple((i,) for i in range(8))
+    assert batch.partition(3, "episodes") == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+def test_the_rows_of_an_episode_stay_together() -> None:
+    numbers = [(0, 0), (0, 0), (0, 0), (0, 2), (1, 0), (1, 1), (1, 1)]  # (0, 1) was rejected
+    rows = tuple(RowMetadata(group, 0, 9, 0.0, 0, (), episode) for group, episode in numbers)
+    batch = BatchMetadata("b", 0, (), rows)
+    assert batch.episodes == ((0, 1, 2), (3,), (4,), (5, 6))
+    assert batch.partition(2, "episodes") == [[0, 1, 2, 3], [4, 5, 6]]
+    assert batch.partition(3, "episodes") == [[0, 1, 2], [3], [4, 5, 6]]
+
+
 def test_parts_of_equal_tokens_are_filled_evenly() -> None:
-    rows = tuple(RowMetadata(i, 0, 0, 0.0, 0, ()) for i in range(6))
+    rows = tuple(RowMetadata(i, 0, 0, 0.0, 0, (), 0) for i in range(6))
     batch = BatchMetadata("b", 0, (), rows)
     assert sorted(map(len, batch.partition(3))) == [2, 2, 2]
 
 
 def test_rows_on_which_nothing_is_computed_weigh_nothing() -> None:
     lengths = (40, 10, 30, 20, 10)
-    rows = tuple(RowMetadata(i, 0, length, 0.0, 0, ()) for i, length in enumerate(lengths))
+    rows = tuple(RowMetadata(i, 0, length, 0.0, 0, (), 0) for i, length in enumerate(lengths))
     batch = BatchMetadata("b", 0, (), rows).with_advantages([0.0, 1.0, -0.5, 2.0, 0.0])
     loads = [sum(lengths[row] for row in part if row not in (0, 4)) for part in batch.partition(2)]
     assert sorted(loads) == [30, 30]
 
 
 def row(**changes: Any) -> RowMetadata:
-    return replace(RowMetadata(1, 0, 10, 0.5, 3, ((3, 4), (5, 2))), **changes)
+    return replace(RowMetadata(1, 0, 10, 0.5, 3, ((3, 4), (5, 2)), 0), **changes)
 
 
 def small_batch() -> BatchMetadata:

@@ -49,7 +49,7 @@ def test_a_damaged_batch_is_refused_or_one_that_fits_together(
 
 
 def test_a_run_that_claims_many_rows_is_refused_before_they_are_listed() -> None:
-    row = RowMetadata(1, 0, 9, 1.0, 0, ())
+    row = RowMetadata(1, 0, 9, 1.0, 0, (), 0)
     shard = ShardMetadata("rollout/0", "tcp://127.0.0.1:5000", "life.1", (Run(0, 0, 1),))
     batch = BatchMetadata("b", 0, (Columns({"input_ids": "int32"}, (shard,)),), (row,))
     packed = msgspec.msgpack.decode(encode(batch))
@@ -71,8 +71,9 @@ def training_batch(num_groups: int, sequence_length: int) -> BatchMetadata:
                 reward=rng.random(),
                 admitted_version=250,
                 version_spans=tuple((250 + v, sequence_length // 3) for v in range(3)),
+                episode=episode,
             )
-            for _ in range(8)
+            for episode in range(8)
         )
         shard = ShardMetadata(
             node_id=f"rollout/{group % 4}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +50,43 @@ class UnequalLengths(Workflow):
 
 
 class Tokens(Workflow):
-    """Rows of that many tokens, given by nobody; every `every_longer`-th has one more."""
+    """Rows of that many tokens, given by nobody; every `every_longer`-th episode has one more."""
 
-    def __init__(self, num_tokens: int, every_longer: int = 0) -> None:
+    def __init__(self, num_tokens: int, every_longer: int = 0, num_rows: int = 1) -> None:
         self.num_tokens = num_tokens
         self.every_longer = every_longer
+        self.num_rows = num_rows
         self._num_begun = 0
 
-    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+    async def run_episode(
+        self, prompt: dict[str, Any], engine: EpisodeEngine
+    ) -> Trajectory | Sequence[Trajectory]:
         self._num_begun += 1
         is_longer = self.every_longer and self._num_begun % self.every_longer == 0
-        n = self.num_tokens + bool(is_longer)
-        return Trajectory([3] * n, [True] * n, [-1.0] * n, [0] * n, [1.0] * n, 1.0)
+        lengths = [self.num_tokens] * (self.num_rows - 1) + [self.num_tokens + bool(is_longer)]
+        rows = [
+            Trajectory([3] * n, [True] * n, [-1.0] * n, [0] * n, [1.0] * n, 1.0) for n in lengths
+        ]
+        return rows if len(rows) > 1 else rows[0]
+
+
+class Calls(Workflow):
+    """Episodes of three rows, given by nobody; the first one of each prompt may have a bad row."""
+
+    def __init__(self, is_first_bad: bool) -> None:
+        self.is_first_bad = is_first_bad
+        self._begun: set[str] = set()
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[Trajectory]:
+        is_bad = self.is_first_bad and prompt["prompt"] not in self._begun
+        self._begun.add(prompt["prompt"])
+        rewards = (1.0, float("nan") if is_bad else 0.0, 0.5)
+        metrics = ({"right": 1.0}, {"right": 0.0, "tools": 4.0}, {})
+        n = 8
+        return [
+            Trajectory([3] * n, [True] * n, [-1.0] * n, [0] * n, [1.0] * n, reward, dict(named))
+            for reward, named in zip(rewards, metrics, strict=True)
+        ]
 
 
 class Raises(Workflow):
@@ -69,18 +95,26 @@ class Raises(Workflow):
 
 
 class SlowForSome(SingleTurnWorkflow):
-    """Every `every`-th episode of a worker waits between its generation and its reward."""
+    """Every `every`-th answer of a worker is late; an episode gives one or several as its rows."""
 
-    def __init__(self, every: int, delay_s: float) -> None:
+    def __init__(self, every: int, delay_s: float, num_rows: int) -> None:
         super().__init__(right)
         self.every = every
         self.delay_s = delay_s
+        self.num_rows = num_rows
         self._num_begun = 0
 
-    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
+    async def run_episode(  # type: ignore[override]
+        self, prompt: dict[str, Any], engine: EpisodeEngine
+    ) -> Trajectory | Sequence[Trajectory] | None:
+        rows = await asyncio.gather(*(self._answer(prompt, engine) for _ in range(self.num_rows)))
+        return rows if self.num_rows > 1 else rows[0]
+
+    async def _answer(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory:
         self._num_begun += 1
         is_slow = self._num_begun % self.every == 0
         trajectory = await super().run_episode(prompt, engine)
+        assert trajectory is not None
         if is_slow:
             await asyncio.sleep(self.delay_s)
         return trajectory

@@ -88,7 +88,7 @@ def test_servers_that_are_lost_cost_no_row(
         summary = run.summary()
         assert summary["num_rows_trained"] == 24 * 4 * 2
         assert summary["num_rows_trained_twice"] == 0
-        assert summary["num_rows_rejected"] == 0
+        assert summary["num_episodes_rejected"] == 0
         run.wait_until_gone()
 
 

@@ -31,6 +31,54 @@ def test_every_pair_of_scopes(mean: str, std: str) -> None:
     assert found == pytest.approx(by_hand(mean, std, 1e-3), rel=1e-12)
 
 
+EPISODES = [0, 0, 0, 0, 0, 1, 1]  # two rows of a's first, two of b's first
+ROWS_OF_EPISODE = [2, 2, 2, 1, 2, 1, 1]
+
+
+def by_episodes(mean: str, std: str, eps: float) -> list[float]:
+    """Each reward as often as gives every episode the same number of them."""
+    advantages = []
+    for reward, group in zip(REWARDS, GROUPS, strict=True):
+        repeated = {
+            scope: [
+                r
+                for r, g, num_rows in zip(REWARDS, GROUPS, ROWS_OF_EPISODE, strict=True)
+                for _ in range(2 // num_rows)
+                if scope == "batch" or g == group
+            ]
+            for scope in ("group", "batch")
+        }
+        value = reward - (math.fsum(repeated[mean]) / len(repeated[mean]) if mean != "none" else 0)
+        advantages.append(value / (statistics.pstdev(repeated[std]) + eps if std != "none" else 1))
+    return advantages
+
+
+@pytest.mark.parametrize("mean", ["group", "batch", "none"])
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_an_episode_counts_once_however_many_rows_it_has(mean: str, std: str) -> None:
+    found = normalized_advantages(REWARDS, GROUPS, EPISODES, mean=mean, std=std, eps=1e-3)
+    assert found == pytest.approx(by_episodes(mean, std, 1e-3), rel=1e-12)
+    is_weighted = (mean, std) != ("none", "none")
+    assert (
+        found != normalized_advantages(REWARDS, GROUPS, mean=mean, std=std)
+    ).any() == is_weighted
+
+
+def test_episodes_of_one_row_change_no_bit() -> None:
+    rewards = np.random.default_rng(0).normal(size=64)
+    groups, episodes = np.repeat(np.arange(8), 8), np.tile(np.arange(8), 8)
+    found = normalized_advantages(rewards, groups, episodes, mean="group", std="batch")
+    assert (found == normalized_advantages(rewards, groups, mean="group", std="batch")).all()
+
+
+def test_equal_rewards_of_the_rows_of_episodes_get_zero() -> None:
+    for scope in ("group", "batch"):
+        alone = normalized_advantages([0.1] * 3, [5] * 3, [0] * 3, mean=scope, std=scope)
+        assert not alone.any()
+        uneven = normalized_advantages([0.1] * 4, [5] * 4, [0, 0, 0, 1], mean=scope, std=scope)
+        assert not uneven.any()
+
+
 def test_settings_enums_are_scopes() -> None:
     found = normalized_advantages(REWARDS, GROUPS, mean=NormScope.batch, std=NormScope.none)
     assert found == pytest.approx(by_hand("batch", "none", 0.0), rel=1e-12)
@@ -88,6 +136,8 @@ def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"shape \(2,\) do not fit 3 group ids"):
         normalized_advantages([0.0, 1.0], [0, 0, 0])
+    with pytest.raises(ValueError, match="shorter"):
+        normalized_advantages([0.0, 1.0], [0, 0], [0])
     with pytest.raises(ValueError, match=r"mean='rank': expected one of group, batch, none"):
         normalized_advantages([0.0], [0], mean="rank")
     with pytest.raises(ValueError, match=r"std='rank'"):

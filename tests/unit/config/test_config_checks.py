@@ -26,6 +26,10 @@ Load = Callable[..., GRPOConfig]
             "rollout.max_staleness: expected an integer at least 0, got -1",
         ),
         ("rollout.group_size=0", "rollout.group_size: expected an integer at least 1, got 0"),
+        (
+            "rollout.max_episode_tokens=4095",
+            "rollout.max_episode_tokens: expected 0 or at least rollout.max_context_tokens=4096",
+        ),
         ("rollout.train_batch_groups=0", "rollout.train_batch_groups: expected an integer at le"),
         ("generation.temperature=0", "generation.temperature: expected a number above 0, got 0"),
         ("generation.top_p=0", "generation.top_p: expected a number above 0 and at most 1, got 0"),
@@ -143,7 +147,7 @@ def test_store_limit_under_one_batch(load: Load, setting: str, num_groups: int) 
     assert str(caught.value) == (
         f"rollout.{setting}: expected at least {least} (room for {num_groups} of the "
         f"rollout.train_batch_groups=3 groups of a batch; a group takes up to {GROUP_BYTES} bytes: "
-        "rollout.group_size=4 rows of rollout.max_context_tokens=100 tokens), "
+        "rollout.group_size=4 episodes of rollout.max_context_tokens=100 tokens), "
         f"got {least - 1}; give more room, or smaller batches or shorter contexts"
     )
 

@@ -25,11 +25,16 @@ def trajectory_tensors(num_tokens: int) -> dict[str, torch.Tensor]:
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[RolloutConfig, list[int]]:
     """Settings, and the lengths of the rows that one group may have: some may be rejected."""
+    max_rows = draw(st.integers(1, 3))  # of an episode
+    context = draw(st.integers(2, 200))
     rollout = RolloutConfig(
-        group_size=draw(st.integers(1, 9)), max_context_tokens=draw(st.integers(2, 200))
+        group_size=draw(st.integers(1, 9)),
+        max_context_tokens=context,
+        max_episode_tokens=0 if max_rows == 1 else max_rows * context,
     )
-    row_length = st.integers(1, rollout.max_context_tokens)
-    return rollout, draw(st.lists(row_length, min_size=1, max_size=rollout.group_size))
+    episode = st.lists(st.integers(1, context), min_size=1, max_size=max_rows)
+    episodes = draw(st.lists(episode, min_size=1, max_size=rollout.group_size))
+    return rollout, [length for lengths in episodes for length in lengths]
 
 
 @settings(max_examples=300, derandomize=True)
@@ -59,6 +64,9 @@ def test_the_padding_of_short_rows_counts() -> None:
     rollout = RolloutConfig(group_size=1, max_context_tokens=57)
     assert max_group_bytes(rollout) == 4 * 256 + 64  # not 57 * 17 = 969
     assert describe_largest_group(rollout) == (
-        "a group takes up to 1088 bytes: rollout.group_size=1 rows of "
+        "a group takes up to 1088 bytes: rollout.group_size=1 episodes of "
         "rollout.max_context_tokens=57 tokens"
     )
+    rollout = RolloutConfig(group_size=1, max_context_tokens=57, max_episode_tokens=114)
+    assert max_group_bytes(rollout) == 4 * 512 + 128
+    assert "=1 episodes of rollout.max_episode_tokens=114 tokens" in describe_largest_group(rollout)

@@ -168,7 +168,7 @@ def test_too_many_rejections_end_the_run_with_their_cause(mode: OverBound) -> No
         )
         async with TrainingRun(settings).started() as run:
             error = await fails_within(100.0, run.step(), TooManyRejections)
-            assert "40 of the last 40 rows were rejected" in str(error)
+            assert "40 of the last 40 episodes were rejected" in str(error)
             assert "reward_error x" in str(error)
             assert "it raised" in str(error)
             assert run.rollout.groups.ledger.num(GroupState.rejected) < 60
@@ -178,10 +178,10 @@ def test_too_many_rejections_end_the_run_with_their_cause(mode: OverBound) -> No
 
 
 def test_rejections_below_the_limit_do_not_end_the_run() -> None:
-    behavior = Behavior(group_rejection=0.2, row_rejection=0.1)
+    behavior = Behavior(group_rejection=0.2, episode_rejection=0.1)
     settings = Settings(max_rejection_rate=0.6, behavior=behavior, num_steps=20)
     run = run_virtual(TrainingRun(settings).play())
-    assert run.rollout.rejections.rows["reward_error"] > 20
+    assert run.rollout.rejections.episodes["reward_error"] > 20
     assert run.rejected
 
 

@@ -46,7 +46,8 @@ behaviors = st.builds(
     sweep_delay_s=st.sampled_from([0.0, up_to(5.0)]),
     give_up_s=st.builds(up_to, st.sampled_from([0.0, 3.0])),
     group_rejection=st.sampled_from([0.0, 0.1, 0.4]),
-    row_rejection=st.sampled_from([0.0, 0.3]),
+    episode_rejection=st.sampled_from([0.0, 0.3]),
+    episode_rows=st.sampled_from([1, 3, lambda rng: rng.randint(1, 3)]),
 )
 
 
@@ -56,6 +57,7 @@ def runs(draw: st.DrawFn, over_bound: OverBound, max_eta: int = 5) -> Settings:
     batch_groups = draw(st.integers(1, 6))
     least_store = -(-batch_groups // workers)
     eta = draw(st.integers(0, max_eta))
+    behavior = draw(behaviors)
     return Settings(
         num_steps=5 + 2 * eta,
         over_bound=over_bound,
@@ -71,7 +73,8 @@ def runs(draw: st.DrawFn, over_bound: OverBound, max_eta: int = 5) -> Settings:
         evaluate_every=draw(st.sampled_from([0, 1, 3])),
         num_prompts=draw(st.sampled_from([1, 5, 1000])),
         seed=draw(st.integers(0, 2**32)),
-        behavior=draw(behaviors),
+        max_episode_tokens=0 if behavior.episode_rows == 1 else 3 * 64,
+        behavior=behavior,
     )
 
 
@@ -137,6 +140,34 @@ def test_without_staleness_generation_and_training_take_turns(run_settings: Sett
     for start in run.cluster.starts:
         assert start.time_s >= sealed_at[start.admitted_version]
         assert start.worker_version == start.admitted_version
+
+
+@pytest.mark.parametrize("mode", OverBound)
+def test_episodes_of_several_rows_are_batched_and_trained_whole(mode: OverBound) -> None:
+    """In stores that groups of the longest rows fill; `TrainingRun` checks the rest."""
+    behavior = Behavior(
+        generation_s=lognormal(4.0, 1.0),
+        completion_tokens=60,
+        episode_rejection=0.2,
+        episode_rows=lambda rng: rng.randint(1, 3),
+    )
+    run = play(
+        Settings(
+            num_steps=12,
+            over_bound=mode,
+            group_size=3,
+            num_ranks=2,
+            num_minibatches=5,
+            store_groups=3,
+            max_episode_tokens=3 * 64,
+            behavior=behavior,
+        )
+    )
+    num_rows = {len(rows) for batch in run.batches for rows in batch.episodes}
+    assert num_rows == {1, 2, 3}
+    num_episodes = {len(batch.episodes) for batch in run.batches}
+    assert len(num_episodes) > 1, "no episode was rejected"
+    assert run.rollout.rejections.episodes["reward_error"] > 0
 
 
 def slow_tail(mode: OverBound, seed: int) -> Settings:

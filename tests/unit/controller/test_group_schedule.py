@@ -167,7 +167,7 @@ class Run:
         """One to three rows; each token by the version that its worker had at its time."""
         admitted = self.admitted_at[group_id]
         rows = []
-        for _ in range(self.random.randint(1, 3)):
+        for episode in range(self.random.randint(1, 3)):
             num_tokens = self.random.randint(1, 20)
             end = since + (self.now - since) * self.random.random()
             lag = self.random.randint(0, self.scenario.publication_lag)
@@ -176,7 +176,9 @@ class Run:
                 time = since + (end - since) * (t + 1) / num_tokens
                 versions[max(admitted, bisect_right(self.published, time) - 1 - lag)] += 1
             spans = tuple(sorted(versions.items()))
-            rows.append(RowMetadata(group_id, attempt, num_tokens + 4, 1.0, admitted, spans))
+            rows.append(
+                RowMetadata(group_id, attempt, num_tokens + 4, 1.0, admitted, spans, episode)
+            )
         return BatchMetadata(f"g{group_id}.{attempt}", 0, (), tuple(rows))
 
     def reject(self, group_id: int, reason: str) -> None:

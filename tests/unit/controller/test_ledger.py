@@ -18,7 +18,7 @@ PROMPT = PromptReference(dataset=0, index=7, seed=3)
 def batch_of(
     group_id: int, attempt: int = 0, admitted_version: int = 0, num_rows: int = 2
 ) -> BatchMetadata:
-    row = RowMetadata(group_id, attempt, 9, 1.0, admitted_version, ((admitted_version, 5),))
+    row = RowMetadata(group_id, attempt, 9, 1.0, admitted_version, ((admitted_version, 5),), 0)
     return BatchMetadata(f"g{group_id}", 0, (), (row,) * num_rows)
 
 

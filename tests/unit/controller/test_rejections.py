@@ -4,7 +4,7 @@ import pytest
 
 from areal_sc.controller.rejections import Rejections
 from areal_sc.errors import TooManyRejections
-from areal_sc.metadata import RowMetadata
+from areal_sc.metadata import BatchMetadata, RowMetadata
 
 
 def test_the_rate_is_that_of_a_whole_window() -> None:
@@ -12,11 +12,11 @@ def test_the_rate_is_that_of_a_whole_window() -> None:
     rejections.add_group({"reward_error": [4, "boom"]}, 4)
     rejections.check_rate()  # one group says nothing yet
     rejections.add_group({}, 4)
-    rejections.check_rate()  # half of the rows: at the limit, not over it
+    rejections.check_rate()  # half of the episodes: at the limit, not over it
     rejections.add_group({"timeout": [1, "slow"]}, 4)
     rejections.check_rate()  # the first group has left the window
     rejections.add_group({"timeout": [4, "slower"]}, 4)
-    with pytest.raises(TooManyRejections, match=r"5 of the last 8 rows .*timeout x5.*boom"):
+    with pytest.raises(TooManyRejections, match=r"5 of the last 8 episodes .*timeout x5.*boom"):
         rejections.check_rate()
 
 
@@ -32,11 +32,15 @@ def test_causes_come_by_their_number_and_keep_their_first_message() -> None:
 def test_stale_groups_waste_the_tokens_that_they_have_and_are_no_rejections() -> None:
     rejections = Rejections(window=1, max_rate=0.1)
     rejections.add_stale_running(8)
-    rows = [RowMetadata(0, 0, 10, 0.0, 0, ((0, 3), (1, 2))), RowMetadata(0, 0, 9, 0.0, 0, ())]
-    rejections.add_stale_finished(rows)
+    rows = [
+        RowMetadata(0, 0, 10, 0.0, 0, ((0, 3),), 0),
+        RowMetadata(0, 0, 10, 0.0, 0, ((1, 2),), 0),
+        RowMetadata(0, 0, 9, 0.0, 0, (), 1),
+    ]
+    rejections.add_stale_finished(BatchMetadata("b", 0, (), tuple(rows)))
     rejections.add_group({}, 4)
     rejections.check_rate()
-    assert (rejections.num_stale_rows, rejections.wasted_tokens) == (10, 5)
+    assert (rejections.num_stale_episodes, rejections.wasted_tokens) == (10, 5)
 
 
 def test_counts_go_on_from_a_snapshot() -> None:
@@ -46,4 +50,5 @@ def test_counts_go_on_from_a_snapshot() -> None:
     after = Rejections(window=1, max_rate=1.0)
     after.restore(before.snapshot())
     after.add_group({"timeout": [1, "slow"]}, 4)
-    assert (after.rows["timeout"], after.num_stale_rows) == (4, 2)
+    assert (after.episodes["timeout"], after.num_stale_episodes) == (4, 2)
+    assert after.num_episodes == 6

@@ -27,7 +27,7 @@ def group(
     made = Group(group_id, PromptReference(0, group_id, 0), admitted_version, state=state)
     if state is FINISHED:
         spans = spans or ((admitted_version, 4),)
-        row = RowMetadata(group_id, 0, 10, 1.0, admitted_version, spans)
+        row = RowMetadata(group_id, 0, 10, 1.0, admitted_version, spans, 0)
         made.batch = BatchMetadata(f"g{group_id}", 0, (), (row,))
     return made
 
@@ -99,7 +99,7 @@ def test_mask_rejects_only_groups_without_a_trainable_token() -> None:
 
 def test_one_row_with_a_trainable_token_keeps_its_group() -> None:
     mixed = group(0, 0, FINISHED)
-    rows = tuple(RowMetadata(0, 0, 9, 0.0, 0, ((version, 3),)) for version in (0, 5))
+    rows = tuple(RowMetadata(0, 0, 9, 0.0, 0, ((version, 3),), 0) for version in (0, 5))
     mixed.batch = BatchMetadata("g0", 0, (), rows)
     assert ids(StalenessPolicy(1, 1, OverBound.mask).form_batch([mixed], 6).groups) == [0]
 
@@ -211,9 +211,9 @@ def test_wait_waits_only_when_no_choice_of_finished_groups_would_do(
 
 def test_stats_of_a_batch_by_hand() -> None:
     rows = [
-        RowMetadata(0, 0, 30, 1.0, 2, ((2, 10), (4, 6))),
-        RowMetadata(0, 0, 20, 0.0, 2, ((3, 4),)),
-        RowMetadata(1, 0, 20, 0.0, 5, ((5, 20), (6, 0))),
+        RowMetadata(0, 0, 30, 1.0, 2, ((2, 10), (4, 6)), 0),
+        RowMetadata(0, 0, 20, 0.0, 2, ((3, 4),), 0),
+        RowMetadata(1, 0, 20, 0.0, 5, ((5, 20), (6, 0)), 0),
     ]
     stats = StalenessStats.of(rows, 6)
     assert stats.token_mean == pytest.approx((4 * 10 + 2 * 6 + 3 * 4 + 1 * 20) / 40)
@@ -229,6 +229,6 @@ def test_stats_of_a_batch_by_hand() -> None:
 
 def test_stats_without_rows_or_tokens_are_zero() -> None:
     assert StalenessStats.of([], 3) == StalenessStats(0.0, 0, 0.0, 0, 0, 0, 0.0)
-    nothing_trained = [RowMetadata(0, 0, 5, 0.0, 1, ((1, 4),))]
+    nothing_trained = [RowMetadata(0, 0, 5, 0.0, 1, ((1, 4),), 0)]
     stats = StalenessStats.of(nothing_trained, 3, min_token_version=2)
     assert (stats.token_mean, stats.token_max, stats.masked_share) == (0.0, 0, 1.0)

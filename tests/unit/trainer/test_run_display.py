@@ -81,7 +81,7 @@ def show_everything(
             wall_time_s=101.0,
             num_rows_trained=7680,
             num_rows_trained_twice=0,
-            num_rows_rejected=8,
+            num_episodes_rejected=8,
         )
         display.on_finish(summary)
 
@@ -200,7 +200,7 @@ def test_live_display_at_80_columns(
     result = lines[lines.index("training: 30 steps in 0.00s") + 1 :]
     assert "accuracy     0.200 before, 0.940 after, 0.990 greedy" in result
     assert "reward       0.200 before, 0.900 after" in result
-    assert "rows         7,680 trained, 0 twice, 8 rejected" in result
+    assert "rows         7,680 trained, 0 twice, 8 episodes rejected" in result
     assert "  summary.json  logs/" in result
 
 

@@ -48,7 +48,7 @@ REQUIRED_IN_SUMMARY = {
     "max_group_staleness",
     "num_rows_trained",
     "num_rows_trained_twice",
-    "num_rows_rejected",
+    "num_episodes_rejected",
     "controller_bytes_per_row",
     "generated_tokens_per_s",
     "trained_tokens_per_s",
@@ -82,7 +82,7 @@ def test_summary_of_a_run(make_step: MakeStep, make_evaluation: MakeEvaluation) 
         first_step_s=8.5,
         num_rows_trained=30,
         num_rows_trained_twice=0,
-        num_rows_rejected=4,
+        num_episodes_rejected=4,
     )
     values = json.loads(summary.to_json())
     assert values.keys() >= REQUIRED_IN_SUMMARY
@@ -98,7 +98,7 @@ def test_summary_of_a_run(make_step: MakeStep, make_evaluation: MakeEvaluation) 
         "max_group_staleness": 12,
         "num_rows_trained": 30,
         "num_rows_trained_twice": 0,
-        "num_rows_rejected": 4,
+        "num_episodes_rejected": 4,
         "num_masked_tokens": 50,
         "num_wasted_tokens": 7,
         "controller_bytes_per_row": 100.0,

@@ -226,7 +226,8 @@ def test_more_elements_than_the_limit_are_refused_on_both_sides(value: Any) -> N
 
 
 def test_the_metadata_of_a_large_batch_is_within_the_limits() -> None:
-    row = RowMetadata(131_072, 1, 123_456, 0.73125, 41, ((38, 900), (39, 4000), (40, 126_000)), 0.5)
+    spans = ((38, 900), (39, 4000), (40, 126_000))
+    row = RowMetadata(131_072, 1, 123_456, 0.73125, 41, spans, 7, 0.5)
     batch = BatchMetadata("b", 41, (), (row,) * 50_000)
     message = Request("id", "life", "ppo_update", pack(batch))
     arrived = decoded(encode(message, LIMITS))

@@ -42,7 +42,7 @@ def test_the_declarations_of_the_workers_differ_in_name() -> None:
 
 
 def test_metadata_that_does_not_fit_together_is_refused_while_it_is_decoded() -> None:
-    row = RowMetadata(1, 0, 9, 1.0, 0, ())
+    row = RowMetadata(1, 0, 9, 1.0, 0, (), 0)
     shard = ShardMetadata("rollout/0", "tcp://127.0.0.1:5000", "life.1", (Run(0, 0, 1),))
     batch = BatchMetadata("b", 0, (Columns({"input_ids": "int32"}, (shard,)),), (row,))
     assert calls.COMPUTE_LOGPROBS.read_args(pack(batch)) == batch

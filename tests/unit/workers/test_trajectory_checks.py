@@ -1,0 +1,66 @@
+"""What becomes of what a workflow returns."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.workers.trajectory_checks import Rejection, checked_episode
+from areal_sc.workflows.base import Trajectory
+
+LIMITS = RolloutConfig(max_context_tokens=8, max_episode_tokens=20)
+
+
+def row(num_tokens: int, **changes: Any) -> Trajectory:
+    n = num_tokens
+    return replace(Trajectory([3] * n, [True] * n, [-1.0] * n, [0] * n, [1.0] * n, 1.0), **changes)
+
+
+@pytest.mark.parametrize(
+    ("returned", "lengths"),
+    [
+        (row(8), [8]),
+        ([row(8)], [8]),
+        ((row(8), row(8), row(4)), [8, 8, 4]),  # the limit
+    ],
+)
+def test_one_trajectory_or_several(returned: Any, lengths: list[int]) -> None:
+    rows = checked_episode(returned, LIMITS, is_trained=True)
+    assert isinstance(rows, list)
+    assert [len(row.input_ids) for row in rows] == lengths
+
+
+@pytest.mark.parametrize(
+    ("returned", "cause", "message"),
+    [
+        (None, "rejected", "the workflow returned None"),
+        ([], "rejected", "the workflow returned no trajectory"),
+        (1.0, "workflow_error", "a Trajectory, a list of them, or None, got float"),
+        ([row(2), None], "workflow_error", "row 2 of 2: run_episode must .* got NoneType"),
+        ([row(2), row(9)], "workflow_error", "row 2 of 2: .* 9 tokens.*max_context_tokens=8"),
+        ([row(2, reward=float("nan")), row(3)], "reward_error", "row 1 of 2: the reward must"),
+        ([row(7)] * 3, "workflow_error", "3 rows have 21 tokens together, expected at most 20"),
+        ([row(9)], "workflow_error", "^the trajectory has 9 tokens"),
+    ],
+)
+def test_one_bad_row_rejects_the_episode(returned: Any, cause: str, message: str) -> None:
+    rejection = checked_episode(returned, LIMITS, is_trained=True)
+    assert isinstance(rejection, Rejection)
+    assert rejection.cause == cause
+    assert re.search(message, rejection.message)
+
+
+def test_without_a_limit_of_its_own_an_episode_has_that_of_a_row() -> None:
+    limits = RolloutConfig(max_context_tokens=8)
+    assert isinstance(checked_episode([row(4), row(4)], limits, is_trained=True), list)
+    assert isinstance(checked_episode([row(4), row(5)], limits, is_trained=True), Rejection)
+
+
+def test_a_greedy_row_is_for_evaluations() -> None:
+    greedy = [row(2), row(2, temperatures=[0.0, 0.0])]
+    assert isinstance(checked_episode(greedy, LIMITS, is_trained=False), list)
+    assert isinstance(checked_episode(greedy, LIMITS, is_trained=True), Rejection)
