@@ -69,7 +69,10 @@ class GeneratorHandle:
 
     Attributes:
         worker_class: `module:name` of the engine.
+        left_files: pattern of the names of files in shared memory that it leaves when it is killed.
     """
+
+    left_files: ClassVar[str] = ""
 
     config: RolloutConfig
     config_class: ClassVar[type[RolloutConfig]] = RolloutConfig

@@ -19,6 +19,7 @@ from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError
 
 __all__ = [
+    "LEFT_FILES",
     "FSDPPPOActor",
     "FSDPSFTActor",
     "LocalGenerator",
@@ -33,6 +34,9 @@ _TRAINERS = (FSDPPPOActor, FSDPSFTActor)
 _GENERATORS = MappingProxyType(
     {RolloutEngine.local: LocalGenerator, RolloutEngine.sglang: SGLangEngine}
 )
+
+LEFT_FILES = tuple({kind.left_files for kind in _GENERATORS.values() if kind.left_files})
+"""Patterns of the names of files that killed servers leave in shared memory."""
 
 _HANDLES: Mapping[str, Any] = MappingProxyType(
     {handle.__name__: handle for handle in (*_TRAINERS, *_GENERATORS.values())}

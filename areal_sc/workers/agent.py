@@ -157,8 +157,8 @@ class Agent:
             for end in (terminated.wait(), self._orphaned(), self._fork_server.is_gone.wait())
         ]
         try:
-            print(self._interface.reachable(await self._server.start()), self._incarnation)
-            sys.stdout.flush()
+            address = self._interface.reachable(await self._server.start())
+            os.write(sys.stdout.fileno(), f"{address} {self._incarnation}\n".encode())
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
                 end.result()

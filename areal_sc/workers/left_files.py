@@ -9,12 +9,9 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
+from areal_sc.engines.handles import LEFT_FILES
 from areal_sc.transport.arena.folder import SHARED_MEMORY
-
-PATTERN: Final = "sglang_loads_*.shm"
-"""By these files the processes of an SGLang server tell each other how busy they are."""
 
 
 def delete_left_files(since_s: float, folder: Path = SHARED_MEMORY) -> None:
@@ -24,7 +21,7 @@ def delete_left_files(since_s: float, folder: Path = SHARED_MEMORY) -> None:
         since_s: Unix time; files that have not changed since then are left alone.
     """
     left = set()
-    for path in folder.glob(PATTERN):
+    for path in (path for pattern in LEFT_FILES for path in folder.glob(pattern)):
         with suppress(FileNotFoundError):
             status = path.stat(follow_symlinks=False)
             if status.st_uid == os.geteuid() and status.st_ctime >= since_s:

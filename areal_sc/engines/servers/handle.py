@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,8 +58,6 @@ class ServersHandle(GeneratorHandle):
         client_class: `module:name` of their `ServerClient`.
         scheduler_title: part of the titles of those of their processes that compute.
         support_setting: that limits the tokens of a truncated distribution.
-        left_files: finds, in a process's memory map, files of shared memory that a killed server
-            leaves; the first group is the path.
     """
 
     name: ClassVar[str]
@@ -69,7 +66,6 @@ class ServersHandle(GeneratorHandle):
     client_class: ClassVar[str]
     scheduler_title: ClassVar[str]
     support_setting: ClassVar[str]
-    left_files: ClassVar[re.Pattern[str]]
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:

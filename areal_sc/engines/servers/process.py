@@ -33,6 +33,7 @@ from areal_sc.engines.servers import launcher
 from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.handle import ServerPlace, ServersHandle
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
+from areal_sc.transport.arena.folder import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ _READY_POLL_S = 0.25
 _HEALTH_TIMEOUT_S = 30.0
 _PORT_IN_USE = "address already in use"
 _PROC = Path("/proc")
+_MAPPED_PATH = re.compile(r" (/\S+)$", re.MULTILINE)
+"""Of a line in a process's memory map."""
 _STOPPED_STATES = ("T", "t")  # by a signal, by a debugger
 _ENDED_STATES = ("Z", "X")
 
@@ -298,15 +301,16 @@ def find_by_title(session: int, part: str) -> list[int]:
     return [pid for pid in session_members(session) if part in _title(pid)]
 
 
-def mapped_files(session: int, pattern: re.Pattern[str]) -> set[Path]:
-    """Files that members of a session map; `pattern` finds their paths in a memory map."""
+def mapped_files(session: int, pattern: str) -> set[Path]:
+    """Files in shared memory that members of a session map, with names like `pattern`."""
     found = set()
     for pid in session_members(session):
         try:
             maps = (_PROC / str(pid) / "maps").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
-        found |= {Path(name) for name in pattern.findall(maps)}
+        mapped = {Path(name) for name in _MAPPED_PATH.findall(maps)}
+        found |= {path for path in mapped if path.parent == SHARED_MEMORY and path.match(pattern)}
     return found
 
 

@@ -8,7 +8,6 @@ before, so it is a share of what they leave. The rest is for what both need in a
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -41,9 +40,7 @@ class SGLangEngine(ServersHandle):
     scheduler_title: ClassVar[str] = "scheduler"
     support_setting: ClassVar[str] = "sglang.args.sampling_mask_max_tokens"
     # in which a server's processes tell each other how busy they are
-    left_files: ClassVar[re.Pattern[str]] = re.compile(
-        r" (/dev/shm/sglang_loads_\S+\.shm)$", re.MULTILINE
-    )
+    left_files: ClassVar[str] = "sglang_loads_*.shm"
 
     def arguments(self, place: ServerPlace) -> list[str]:
         return server_arguments(self.config, place)
