@@ -23,17 +23,16 @@ import importlib.util
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self
+
+import msgspec
 
 from areal_sc.errors import WorkflowError
 
 _SCRIPT_PREFIX = "areal_sc_script_"
 """Module names of loaded scripts; `sys.modules` is the registry of what is loaded."""
-
-_Made = TypeVar("_Made")
 
 
 class Referable:
@@ -58,9 +57,8 @@ class Referable:
         return self._constructor_arguments
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ObjectReference:
-    """A module-level function or class, or an instance constructed from plain arguments.
+class ObjectReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function, a class, an enum's member, or an instance made from plain arguments.
 
     Attributes:
         target: `package.module:qualname`, or `/absolute/script.py:qualname`.
@@ -69,65 +67,52 @@ class ObjectReference:
         search_path: folder that must be on `sys.path` to import the target, or None.
     """
 
-    target: str
-    args: tuple[Any, ...] | None = None
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    target: Annotated[str, msgspec.Meta(pattern=":")]
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] = {}
     search_path: str | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """A dict that JSON and msgpack can hold."""
-        return {
-            "target": self.target,
-            "args": None if self.args is None else list(self.args),
-            "kwargs": dict(self.kwargs),
-            "search_path": self.search_path,
-        }
+        return msgspec.structs.asdict(self)
 
     @classmethod
     def from_wire(cls, wire: Any) -> Self:
         """Raises: WorkflowError: `wire` is not what `to_wire` made."""
-        if not isinstance(wire, dict) or set(wire) != {"target", "args", "kwargs", "search_path"}:
-            raise WorkflowError(f"not an object reference: {wire!r}")
-        target, args, kwargs = wire["target"], wire["args"], wire["kwargs"]
-        search_path = wire["search_path"]
-        if (
-            not isinstance(target, str)
-            or ":" not in target
-            or not isinstance(args, list | tuple | None)
-            or not isinstance(kwargs, dict)
-            or not isinstance(search_path, str | None)
-        ):
-            raise WorkflowError(f"not an object reference: {wire!r}")
-        return cls(target, None if args is None else tuple(args), kwargs, search_path)
+        try:
+            return msgspec.convert(wire, cls)
+        except msgspec.ValidationError as error:
+            raise WorkflowError(f"not an object reference: {wire!r}: {error}") from error
 
 
 def reference_of(obj: Any) -> ObjectReference:
-    """Names a Referable instance, or a function or class defined at the top of a module.
+    """Names a function or class of a module, an enum's member, or a Referable or dataclass.
 
     Raises: WorkflowError: another process could not make the object again; says what to do.
     """
-    if isinstance(obj, Referable):
-        cls = type(obj)
-        target, search_path = _target_of(cls)
-        args, kwargs = obj.constructor_arguments()
-        return ObjectReference(
-            target,
-            tuple(
-                _encode(value, f"argument {i} of {cls.__qualname__}")
-                for i, value in enumerate(args)
-            ),
-            {
-                name: _encode(value, f"argument {name!r} of {cls.__qualname__}")
-                for name, value in kwargs.items()
-            },
-            search_path,
-        )
+    if isinstance(obj, enum.Enum):
+        target, search_path = _target_of(type(obj))
+        return ObjectReference(f"{target}.{obj.name}", search_path=search_path)
     if isinstance(obj, types.FunctionType | types.BuiltinFunctionType | type):
         target, search_path = _target_of(obj)
-        return ObjectReference(target, None, {}, search_path)
-    raise WorkflowError(
-        f"{_short(obj)} cannot be sent to workers: give an instance of a Workflow or Prompts "
-        "subclass, or a function defined at the top level of a module or of your script"
+        return ObjectReference(target, search_path=search_path)
+    if isinstance(obj, Referable):
+        args, kwargs = obj.constructor_arguments()
+    elif dataclasses.is_dataclass(obj):
+        args = ()
+        kwargs = {f.name: getattr(obj, f.name) for f in dataclasses.fields(obj) if f.init}
+    else:
+        raise WorkflowError(
+            f"{_short(obj)} cannot be sent to workers: give an instance of a Workflow or Prompts "
+            "subclass, or a function defined at the top level of a module or of your script"
+        )
+    target, search_path = _target_of(type(obj))
+    owner = type(obj).__qualname__
+    return ObjectReference(
+        target,
+        [_encode(value, f"argument {i} of {owner}") for i, value in enumerate(args)],
+        {name: _encode(value, f"argument {name!r} of {owner}") for name, value in kwargs.items()},
+        search_path,
     )
 
 
@@ -136,12 +121,17 @@ def resolve(reference: ObjectReference) -> Any:
 
     Raises: WorkflowError: the module or name is not there, or does not take the arguments.
     """
-    obj = _import_target(reference.target, reference.search_path)
+    found = _import_target(reference.target, reference.search_path)
     if reference.args is None:
-        return obj
+        return found
     args = [_decode(value) for value in reference.args]
     kwargs = {name: _decode(value) for name, value in reference.kwargs.items()}
-    return _construct(reference.target, obj, args, kwargs)
+    try:
+        return found(*args, **kwargs)
+    except TypeError as error:
+        raise WorkflowError(
+            f"{reference.target} cannot be constructed with its recorded arguments: {error}"
+        ) from error
 
 
 def _target_of(obj: Any) -> tuple[str, str | None]:
@@ -195,36 +185,20 @@ def _location_of(module: types.ModuleType) -> tuple[str, str | None]:
             )
         return name, None  # built into the interpreter
     file = Path(str(module.__file__)).resolve()
-    if name not in ("__main__", "__mp_main__") and not name.startswith(_SCRIPT_PREFIX):
-        levels = name.count(".") + (2 if file.stem == "__init__" else 1)
-        root = file.parents[levels - 1] if levels <= len(file.parents) else file.parent
-        if root in {Path(entry or ".").resolve() for entry in sys.path}:
+    if name not in ("__main__", "__mp_main__"):
+        inner = file.parent / file.name.partition(".")[0]
+        inner = inner.parent if inner.name == "__init__" else inner
+        parts = name.split(".")
+        if inner.parts[-len(parts) :] == tuple(parts):
+            root = inner.parents[len(parts) - 1]
             return name, None if _is_always_importable(root) else str(root)
-        if _finds(name, file):
-            return name, None
     return str(file), str(file.parent)
 
 
 def _is_always_importable(root: Path) -> bool:
     """Whether every process of this interpreter has `root` on its `sys.path`."""
     own = Path(__file__).resolve().parents[2]
-    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    return root == own or root in installed
-
-
-def _finds(module_name: str, file: Path) -> bool:
-    """Whether an import hook, e.g. of an editable installation, leads to the module's package."""
-    top = module_name.partition(".")[0]
-    for finder in sys.meta_path:
-        find_spec = getattr(finder, "find_spec", None)
-        spec = find_spec(top, None) if find_spec else None
-        if spec is None:
-            continue
-        places = list(spec.submodule_search_locations or [])
-        if spec.origin and Path(spec.origin).resolve() == file:
-            return True
-        return any(file.is_relative_to(Path(place).resolve()) for place in places)
-    return False
+    return root in {own, *(Path(path).resolve() for path in sysconfig.get_paths().values())}
 
 
 def _import_target(target: str, search_path: str | None) -> Any:
@@ -270,14 +244,11 @@ def _load_script(path: Path) -> types.ModuleType:
 
 
 # JSON form of arguments: None, bool, int, float, str and lists stand for themselves, a dict with
-# str keys too; everything else is a dict with the one tag "$", which says what it is.
+# str keys too; everything else is a dict with the tag "$", which says what it is.
 
 
 def _encode(value: Any, where: str) -> Any:
-    if isinstance(value, enum.Enum):
-        target, search_path = _target_of(type(value))
-        return {"$": "enum", "target": target, "search_path": search_path, "name": value.name}
-    if value is None or isinstance(value, bool | int | float | str):
+    if not isinstance(value, enum.Enum) and isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, list):
         return [_encode(item, where) for item in value]
@@ -290,16 +261,10 @@ def _encode(value: Any, where: str) -> Any:
         return {"$": "dict", "items": items}
     if isinstance(value, Path):
         return {"$": "path", "path": str(value.absolute())}
-    if isinstance(value, Referable | types.FunctionType | types.BuiltinFunctionType | type):
+    if isinstance(
+        value, Referable | enum.Enum | types.FunctionType | types.BuiltinFunctionType | type
+    ) or dataclasses.is_dataclass(value):
         return {"$": "reference", "reference": reference_of(value).to_wire()}
-    if dataclasses.is_dataclass(value):
-        target, search_path = _target_of(type(value))
-        fields = {
-            field.name: _encode(getattr(value, field.name), f"{where}, field {field.name!r}")
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        return {"$": "dataclass", "target": target, "search_path": search_path, "fields": fields}
     raise WorkflowError(
         f"{where} is {_short(value)}, which cannot be sent to workers: pass plain values (numbers, "
         "strings, lists, dicts, dataclasses, functions of a module) and build the rest from them "
@@ -308,7 +273,7 @@ def _encode(value: Any, where: str) -> Any:
 
 
 def _decode(wire: Any) -> Any:
-    if isinstance(wire, list | tuple):
+    if isinstance(wire, list):
         return [_decode(item) for item in wire]
     if not isinstance(wire, dict):
         return wire
@@ -323,25 +288,8 @@ def _decode(wire: Any) -> Any:
             return Path(wire["path"])
         case "reference":
             return resolve(ObjectReference.from_wire(wire["reference"]))
-        case "enum":
-            return _import_target(wire["target"], wire["search_path"])[wire["name"]]
-        case "dataclass":
-            cls = _import_target(wire["target"], wire["search_path"])
-            fields = {name: _decode(value) for name, value in wire["fields"].items()}
-            return _construct(wire["target"], cls, [], fields)
         case tag:
             raise WorkflowError(f"an argument of unknown kind {tag!r} in an object reference")
-
-
-def _construct(
-    target: str, cls: Callable[..., _Made], args: list[Any], kwargs: dict[str, Any]
-) -> _Made:
-    try:
-        return cls(*args, **kwargs)
-    except TypeError as error:
-        raise WorkflowError(
-            f"{target} cannot be constructed with its recorded arguments: {error}"
-        ) from error
 
 
 def _short(obj: Any) -> str:

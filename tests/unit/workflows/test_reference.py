@@ -171,7 +171,7 @@ def test_a_shadowed_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_cannot_be_loaded_names_the_target(target: str, message: str) -> None:
     with pytest.raises(WorkflowError, match=message) as caught:
-        resolve(ObjectReference(target, (), {"typo": 1}))
+        resolve(ObjectReference(target, [], {"typo": 1}))
     assert target in str(caught.value)
 
 
