@@ -25,17 +25,17 @@ _MARKER = re.compile(
 _BETWEEN_BOXES = re.compile(r"[\s$,.;]*(?:(?:and|or)[\s$]*)?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s+[A-Z])|(?:(?<![\d)}!])!|\?)(?=\s|$)|\.\s*$")
 _REFUSED_BEHIND = re.compile(
-    r"(?:\b(?:not|than|least|most|between|from|no|never|except|times|plus|minus|by|over|squared"
-    r"|neither|nor|or equal|exceeds|below|above|under|before|after|within|without|excluding"
-    r"|unlike|almost|nearly|twice|double|triple|minimum|maximum|mod|step|question|equation)"
-    r"|(?:\bnot|\bcannot|\bnever|n't)(?:\s+[a-z]+){1,2}"
-    r"|\b(?:all|any\w*|every\w*|nothing)(?:\s+[a-z]+)?\s+but|\bup to|\binstead of"
-    r"|(?:%|\d|\b(?:percent|out|half|thirds?|quarters?|fourths?|fifths?|tenths?|multiples?|power"
-    r"|roots?|square|cube|factors?|divisors?|minimum|maximum))\s+of),?$",
+    r"(?:\b(?:not|than|least|most|between|from|no|never|except|times|plus|minus|by|over|nor|below"
+    r"|above|under|before|after|within|without|almost|nearly|twice|double|mod|step|question"
+    r"|equation|exceeds|up to|instead of)"
+    r"|(?:\bnot|\bcannot|\bnever)(?:\s+[a-z]+){1,2}|n't(?:\s+[a-z]+){0,2}"
+    r"|\b(?:all|any\w*|every\w*|nothing)(?:\s+[a-z]+)?\s+but"
+    r"|(?:%|\d|\b(?:percent|out|half|thirds?|quarters?|multiples?|power|roots?|square|cube"
+    r"|factors?|divisors?|minimum|maximum))\s+of),?$",
     re.IGNORECASE,
 )
 _DENIED = re.compile(
-    r"[^,;:]*?\s(?:cannot|can't|(?:is|was|does|did|can|could|would)(?:n't|\s+not)"
+    r"[^,;:]*?\s(?:cannot|[a-z]+n't|(?:is|was|does|did|can)\s+not"
     r"|(?:is|was|seems|looks)\s+(?:[a-z]+\s+)?(?:wrong|incorrect|impossible|invalid|false))\b",
     re.IGNORECASE,
 )
@@ -50,7 +50,6 @@ _CLAUSE_END = re.compile(
 _LIST_SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
 _ITEM_SEPARATOR = re.compile(r"[,;]")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_UNION = re.compile(r"\\cup(?![A-Za-z])")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\approx(?![A-Za-z])")
 _NAME = re.compile(
     r"\\?[A-Za-z]\w*'?(?:_\{?\w+\}?)?(?:\([A-Za-z\d,]+\))?|\([A-Za-z](?:,[A-Za-z])+\)"
@@ -86,7 +85,7 @@ class Group:
     """Several answers.
 
     Attributes:
-        kind: `list` (no brackets: 3, 4 or 5), `union`, `{}`, or the brackets: `()`, `[)`, ...
+        kind: `list` (no brackets: 3, 4 or 5), `{}`, or the brackets: `()`, `[)`, ...
         items: in the order of the text.
         latex: all of it.
         name: as that of a Quantity.
@@ -199,13 +198,9 @@ def _is_connector(word: str) -> bool:
 def _read(text: str) -> Answer | None:
     if "\\pm" in text:
         text = f"{text.replace(chr(92) + 'pm', '+')}, {text.replace(chr(92) + 'pm', '-')}"
-    for separator, kind in ((_LIST_SEPARATOR, "list"), (_UNION, "union")):
-        parts = _split(text, separator)
-        if len(parts) > 1:
-            items = [_read(part) for part in parts]
-            if any(item is None for item in items):
-                return None
-            return Group(kind, tuple(item for item in items if item is not None), text)
+    parts = _split(text, _LIST_SEPARATOR)
+    if len(parts) > 1:
+        return _read_group("list", parts, text)
     parts = _split(text, _EQUALS)
     if len(parts) > 1:
         return _read_equation(text, parts)
@@ -239,11 +234,13 @@ def _read_brackets(text: str) -> Answer | None:
         kind = f"{opening}{closing}".replace("\\", "")
         if len(parts) == 1 and kind == "()":
             return _read(inner)
-        items = [_read(part) for part in parts]
-        if any(item is None for item in items):
-            return None
-        return Group(kind, tuple(item for item in items if item is not None), text)
+        return _read_group(kind, parts, text)
     return None
+
+
+def _read_group(kind: str, parts: list[str], text: str) -> Group | None:
+    items = tuple(item for part in parts if (item := _read(part)) is not None)
+    return Group(kind, items, text) if len(items) == len(parts) else None
 
 
 def _read_quantity(text: str) -> Quantity | None:

@@ -7,7 +7,6 @@ rest by math-verify, whose own time limits (signal.alarm) are off: the reward's 
 from __future__ import annotations
 
 import logging
-import math
 import re
 from fractions import Fraction
 from functools import lru_cache
@@ -21,22 +20,16 @@ if TYPE_CHECKING:
 MIN_ROUNDED_DIGITS = 6
 """A decimal is taken for a number that it rounds, as 0.333333 for 1/3, from so many digits on."""
 
-MAX_DIGITS = 20_000
-"""Powers and factorials with more digits are not computed: 9^(9^9) equals only itself."""
+MAX_EXPONENT = 20_000
+"""Larger powers and factorials are not computed: 9^(9^9) equals only itself."""
 
 _PRECISION = 40
 _EQUAL_DIGITS = 30
-_NUMBER = re.compile(r"\(?([-+]?)\s*(\d+(?:\.\d*)?)\)?", re.ASCII)
-_FRACTION = re.compile(
-    r"([-+]?)\s*(?:\\frac\{([-+]?\d+)\}\{(\d+)\}|([-+]?\d+)\s*/\s*(\d+))", re.ASCII
-)
+_FRACTION = re.compile(r"^([-+]?\s*)\\frac\{([-+]?\d+)\}\{(\d+)\}$", re.ASCII)
+_NUMBER = re.compile(r"\(?[-+]?[\d./]+\)?", re.ASCII)
 _INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
 _LONE_DECIMAL = re.compile(r"(-?)(\d+)\.(\d*)", re.ASCII)
 _DECIMAL = re.compile(r"\d+\.\d*")
-
-
-class Unparsable(ValueError):
-    """The parser does not take it."""
 
 
 def are_equal(gold: Answer, given: Answer) -> bool:
@@ -58,7 +51,7 @@ def are_equal(gold: Answer, given: Answer) -> bool:
 
 
 def check_parsable(answer: Answer) -> None:
-    """Raises: Unparsable: a part of it is no mathematics that the library takes."""
+    """Raises: ValueError: a part of it is no mathematics that the library takes."""
     if isinstance(answer, Group):
         for item in answer.items:
             check_parsable(item)
@@ -74,21 +67,18 @@ def warm_up() -> None:
 
 def exact_number(latex: str) -> Fraction | None:
     """Value of an integer, a decimal or a fraction of integers; None of everything else."""
-    if number := _NUMBER.fullmatch(latex):
-        return Fraction(number[1] + number[2].rstrip("."))
-    if fraction := _FRACTION.fullmatch(latex):
-        numerator, denominator = fraction[2] or fraction[4], fraction[3] or fraction[5]
-        if int(denominator):
-            sign = -1 if fraction[1] == "-" else 1
-            return sign * Fraction(int(numerator), int(denominator))
-    return None
+    plain = _FRACTION.sub(r"\1\2/\3", latex).replace(" ", "")
+    try:
+        return Fraction(plain.strip("()")) if _NUMBER.fullmatch(plain) else None
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 @lru_cache(maxsize=256)
 def parsed(latex: str) -> sympy.Basic:
     """The expression, not evaluated.
 
-    Raises: Unparsable.
+    Raises: ValueError: the library does not take it.
     """
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from sympy import Basic, MatrixBase, nan, zoo
@@ -104,11 +94,11 @@ def parsed(latex: str) -> sympy.Basic:
             ),
         )
     except Exception as error:  # the parser raises whatever it likes
-        raise Unparsable(f"{latex!r}: {type(error).__name__}") from error
+        raise ValueError(f"{latex!r}: {type(error).__name__}") from error
     if isinstance(expression, MatrixBase):
         return expression.as_immutable()
     if not isinstance(expression, Basic) or expression in (zoo, nan):
-        raise Unparsable(f"{latex!r}: {expression!r}")
+        raise ValueError(f"{latex!r}: {expression!r}")
     return expression
 
 
@@ -127,19 +117,11 @@ def _are_equal_quantities(gold: Quantity, given: Quantity) -> bool:
 
 def _are_equal_groups(gold: Group, given: Group) -> bool:
     kinds = {gold.kind, given.kind}
-    if kinds <= {"list", "{}"} and "{}" in kinds:
-        return _is_subset(gold, given) and _is_subset(given, gold)
-    if gold.kind != given.kind or len(gold.items) != len(given.items):
+    if "{}" not in kinds and len(gold.items) != len(given.items):
         return False
-    if gold.kind not in ("list", "union"):
-        return all(map(are_equal, gold.items, given.items))
-    left = list(given.items)
-    for item in gold.items:
-        match = next((index for index, other in enumerate(left) if are_equal(item, other)), None)
-        if match is None:
-            return False
-        del left[match]
-    return True
+    if kinds <= {"list", "{}"}:
+        return _is_subset(gold, given) and _is_subset(given, gold)
+    return gold.kind == given.kind and all(map(are_equal, gold.items, given.items))
 
 
 def _is_subset(one: Group, other: Group) -> bool:
@@ -147,11 +129,13 @@ def _is_subset(one: Group, other: Group) -> bool:
 
 
 def _are_equal_values(gold: str, given: str) -> bool:
+    value: Any
+    other_value: Any
     if gold == given:
         return True
-    exact = exact_number(gold), exact_number(given)
-    if exact[0] is not None and exact[1] is not None:
-        return exact[0] == exact[1] or _is_rounded(gold, given, (exact[0], exact[1]))
+    value, other_value = exact_number(gold), exact_number(given)
+    if value is not None and other_value is not None:
+        return value == other_value or _rounds_one(gold, given, value, other_value)
     import sympy
 
     one, other = parsed(gold), parsed(given)
@@ -159,28 +143,33 @@ def _are_equal_values(gold: str, given: str) -> bool:
         return True
     if not (_is_computable(one) and _is_computable(other)):
         return False
-    values = _constant(one), _constant(other)
-    if values[0] is None or values[1] is None:
-        return values == (None, None) and _verify(one, other)
-    if not (values[0].is_finite and values[1].is_finite):
-        return bool(values[0] == values[1])
-    scale = max(abs(values[0]), abs(values[1]))
-    if abs(values[0] - values[1]) <= scale * sympy.Rational(1, 10**_EQUAL_DIGITS):
+    value, other_value = _constant(one), _constant(other)
+    if value is None or other_value is None:
+        return value is other_value and _verify(one, other)
+    if not (value.is_finite and other_value.is_finite):
+        return bool(value == other_value)
+    allowed = max(abs(value), abs(other_value)) * sympy.Rational(1, 10**_EQUAL_DIGITS)
+    if abs(value - other_value) <= allowed:
         return True
-    return all(value.is_real for value in values) and _is_rounded(gold, given, values)
+    is_real = value.is_real and other_value.is_real
+    return bool(is_real and _rounds_one(gold, given, value, other_value))
 
 
-def _is_rounded(one: str, other: str, values: tuple[Any, Any]) -> bool:
-    """Whether one is a decimal that the other rounds or is cut off to; two decimals are exact."""
-    decimals = [_LONE_DECIMAL.fullmatch(one), _LONE_DECIMAL.fullmatch(other)]
-    if (decimals[0] is None) == (decimals[1] is None):
+def _rounds_one(one: str, other: str, value: Any, other_value: Any) -> bool:
+    """Whether one of them is a decimal that the other rounds to; two decimals are exact."""
+    if _LONE_DECIMAL.fullmatch(one) and _LONE_DECIMAL.fullmatch(other):
         return False
-    decimal = decimals[0] or decimals[1]
-    assert decimal is not None
-    sign, whole, places = decimal.groups()
+    return _rounds_to(other_value, one) or _rounds_to(value, other)
+
+
+def _rounds_to(value: Any, decimal: str) -> bool:
+    """Whether the value, rounded or cut off, is this decimal, which has digits enough."""
+    written = _LONE_DECIMAL.fullmatch(decimal)
+    if written is None:
+        return False
+    sign, whole, places = written.groups()
     if len((whole + places).lstrip("0")) < MIN_ROUNDED_DIGITS:
         return False
-    value = values[0] if decimals[1] else values[1]
     unit = Fraction(1, 10 ** len(places))
     excess = (-value if sign else value) - Fraction(f"{whole}.{places}0")
     return bool(-unit / 2 <= excess < unit)
@@ -221,27 +210,13 @@ def _verify(gold: sympy.Basic, given: sympy.Basic) -> bool:
 
 
 def _is_computable(expression: sympy.Basic) -> bool:
-    """Whether no part has more than MAX_DIGITS digits."""
-    return _num_digits(expression) <= MAX_DIGITS
-
-
-def _num_digits(expression: Any) -> float:
-    """An upper bound, without computing the number."""
+    """Whether every exponent, and what every factorial is of, is at most MAX_EXPONENT."""
     import sympy
 
-    if isinstance(expression, sympy.Rational):
-        return math.log10(max(abs(expression.p), expression.q))
-    parts = [_num_digits(part) for part in expression.args]
-    if any(part > MAX_DIGITS for part in parts):
-        return math.inf
-    if isinstance(expression, sympy.Pow | sympy.exp):
-        base = parts[0] if isinstance(expression, sympy.Pow) else 0.44
-        return max(parts[-1], base * 10 ** min(parts[-1], 300))
-    if isinstance(expression, sympy.factorial | sympy.factorial2 | sympy.gamma):
-        return 10 ** min(parts[0], 300) * max(1.0, parts[0])
-    if isinstance(expression, sympy.Add):
-        return max(parts) + math.log10(len(parts))
-    return sum(parts)
+    growing = sympy.Pow | sympy.exp | sympy.factorial | sympy.factorial2 | sympy.gamma
+    parts = sympy.postorder_traversal(expression)  # an exponent's own exponents come first
+    exponents = (part.args[-1] for part in parts if isinstance(part, growing))
+    return all(part.free_symbols or abs(sympy.N(part)) <= MAX_EXPONENT for part in exponents)
 
 
 def _constant(expression: sympy.Basic) -> Any:

@@ -22,17 +22,10 @@ MATH_CHARACTERS = {
     "\N{UNION}": r"\cup ",
     "\N{ELEMENT OF}": r"\in ",
     "\N{ALMOST EQUAL TO}": r"\approx ",
-    "\N{VULGAR FRACTION ONE HALF}": r" \frac{1}{2}",
-    "\N{VULGAR FRACTION ONE QUARTER}": r" \frac{1}{4}",
-    "\N{VULGAR FRACTION THREE QUARTERS}": r" \frac{3}{4}",
-    "\N{VULGAR FRACTION ONE THIRD}": r" \frac{1}{3}",
-    "\N{VULGAR FRACTION TWO THIRDS}": r" \frac{2}{3}",
     "\N{DEGREE SIGN}": r"^\circ",
-    "\N{NARROW NO-BREAK SPACE}": r"\,",
-    "\N{NO-BREAK SPACE}": " ",
-    "\N{THIN SPACE}": r"\,",
 }
 _SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+_FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
 _TEXT_COMMAND = re.compile(
     r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname|rm|textit)\s*\{([^{}]*)\}"
 )
@@ -52,8 +45,7 @@ _LAYOUT = [
         (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
         (r"\\\$", "$"),
         (r"(?<![\w)}\]])\*\*|\*\*(?![\w({\\])|`", ""),
-        (r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le"),
-        (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
+        (r"\\([lg]e)q(?:slant)?(?![A-Za-z])", r"\\\1"),
         (r"\.\.\.", "\u2026"),
     )
 ]
@@ -96,7 +88,8 @@ def plain_latex(text: str) -> str:
     for character, latex in MATH_CHARACTERS.items():
         text = text.replace(character, latex)
     text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
-    text = unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
+    text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text))
+    text = text.replace("\N{MINUS SIGN}", "-").replace("\N{FRACTION SLASH}", "/")
     for pattern, replacement in _LAYOUT:
         text = pattern.sub(replacement, text)
     text = _without_text_commands(text)

@@ -7,10 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_sc.errors import ConfigError
-from areal_sc.workflows import math_answer
 from areal_sc.workflows.base import declare_reward
-from areal_sc.workflows.math_answer import Answer
-from areal_sc.workflows.math_compare import Unparsable, are_equal, check_parsable, warm_up
+from areal_sc.workflows.math_answer import (
+    Answer,
+    final_answer,
+    last_expression,
+    last_sentence,
+    read_answer,
+    read_first_clause,
+)
+from areal_sc.workflows.math_compare import are_equal, check_parsable, warm_up
 from areal_sc.workflows.math_notation import plain_words
 
 TIME_LIMIT_S = 5.0
@@ -58,11 +64,11 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
         except ValueError as error:
             faults.append(f"row {index}: {error}")
     if faults:
-        more = f"\n  and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
+        named = faults[:_MAX_NAMED]
+        if len(faults) > _MAX_NAMED:
+            named.append(f"and {len(faults) - _MAX_NAMED} more")
         raise ConfigError(
-            f"{len(faults)} reference answers cannot be read:\n  "
-            + "\n  ".join(faults[:_MAX_NAMED])
-            + more
+            "\n  ".join([f"{len(faults)} reference answers cannot be read:", *named])
             + "\nexpected a number, an expression, a list, a tuple, a set, or a word; "
             "mend these rows, or leave them out"
         )
@@ -73,45 +79,33 @@ def _read_reference(text: str) -> Answer | str:
 
     Raises: ValueError: it is neither.
     """
-    marked = math_answer.final_answer(text)
+    marked = final_answer(text)
     content = text if marked is None else marked
-    answer = math_answer.read_answer(content)
-    if answer is None and marked is not None:
-        answer = math_answer.read_first_clause(content)
-    if answer is not None:
-        try:
-            check_parsable(answer)
-        except Unparsable as error:
-            raise ValueError(f"the reference answer {text!r} cannot be parsed") from error
-        return answer
+    answer = read_answer(content) or (read_first_clause(content) if marked is not None else None)
     words = plain_words(content)
-    if re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", words):
+    if answer is None and re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", words):
         return words
-    raise ValueError(f"the reference answer {text!r} cannot be parsed")
+    try:
+        if answer is None:
+            raise ValueError("neither mathematics nor words")
+        check_parsable(answer)
+    except ValueError as error:
+        raise ValueError(f"the reference answer {text!r} cannot be parsed") from error
+    return answer
 
 
 def _has_words(gold: str, completion: str) -> bool:
-    marked = math_answer.final_answer(completion)
+    marked = final_answer(completion)
     text = completion if marked is None else marked
-    return gold in (
-        plain_words(text),
-        plain_words(math_answer.last_sentence(text)),
-    )
+    return gold in (plain_words(text), plain_words(last_sentence(text)))
 
 
 def _given_answer(completion: str) -> Answer | None:
     """The one answer that the completion gives, None where none is understood."""
-    marked = math_answer.final_answer(completion)
+    marked = final_answer(completion)
     if marked is not None:
-        return (
-            math_answer.read_answer(marked)
-            or math_answer.read_first_clause(marked)
-            or math_answer.read_first_clause(math_answer.last_expression(marked, is_only=True))
-        )
-    sentence = math_answer.last_sentence(completion)
-    expression = math_answer.last_expression(sentence)
-    return (
-        math_answer.read_answer(sentence)
-        or math_answer.read_answer(expression)
-        or math_answer.read_first_clause(expression)
-    )
+        expression = last_expression(marked, is_only=True)
+        return read_answer(marked) or read_first_clause(marked) or read_first_clause(expression)
+    sentence = last_sentence(completion)
+    expression = last_expression(sentence)
+    return read_answer(sentence) or read_answer(expression) or read_first_clause(expression)

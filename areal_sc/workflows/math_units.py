@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 MULTIPLIERS = {
     "hundred": "100",
@@ -13,53 +14,24 @@ MULTIPLIERS = {
     "dozen": "12",
 }
 
-_ALIASES = {
-    alias: short
-    for short, aliases in {
-        "m": "meter metre",
-        "cm": "centimeter centimetre",
-        "mm": "millimeter millimetre",
-        "km": "kilometer kilometre",
-        "in": "inch inche",
-        "ft": "foot feet",
-        "yd": "yard",
-        "mi": "mile",
-        "g": "gram gm",
-        "kg": "kilogram kilo",
-        "mg": "milligram",
-        "lb": "pound",
-        "oz": "ounce",
-        "l": "liter litre",
-        "ml": "milliliter millilitre",
-        "s": "second sec",
-        "min": "minute",
-        "h": "hour hr",
-        "day": "d",
-        "wk": "week",
-        "yr": "year",
-        "mi/h": "mph",
-        "km/h": "kmh kph",
-        "$": "dollar usd",
-        "€": "euro eur",
-        "£": "gbp",
-        "¢": "cent",
-        "°": "degree deg",
-        "rad": "radian",
-        "n": "newton",
-        "j": "joule",
-        "w": "watt",
-        "v": "volt",
-        "hz": "hertz",
-        "pa": "pascal",
-        "°c": "celsius",
-        "°f": "fahrenheit",
-    }.items()
-    for alias in (short, *aliases.split())
-}
-_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
-_ENDING = re.compile(r"of|in|an?|each|every|for|at|altogether|total|the|on", re.IGNORECASE)
+_UNITS = """
+    m meter metre, cm centimeter centimetre, mm millimeter millimetre, km kilometer kilometre,
+    in inch inche, ft foot feet, yd yard, mi mile, g gram gm, kg kilogram kilo, mg milligram,
+    lb pound, oz ounce, l liter litre, ml milliliter millilitre, s second sec, min minute,
+    h hour hr, day d, wk week, yr year, mi/h mph, km/h kmh kph, $ dollar usd, € euro eur, £ gbp,
+    ¢ cent, ° degree deg, rad radian, n newton, j joule, w watt, v volt, hz hertz, pa pascal,
+    °c celsius, °f fahrenheit
+"""
+_SHORT = {name: row.split()[0] for row in _UNITS.split(",") for name in row.split()}
+"""Every way to write a unit, in the singular -> the short one."""
+
+_ENDING = re.compile(
+    r"of|in|an?|each|every|for|to|at|altogether|total|the|on|per|more|less|fewer", re.IGNORECASE
+)
+"""What stands behind one of these is no unit: `5 apples in total`."""
+
 _CHANGING = re.compile(
-    r"to|over|plus|minus|times|divided|squared|cubed|factorial|point|or|and|more|less|fewer|than"
+    r"over|plus|minus|times|divided|squared|cubed|factorial|point|or|and|than"
     r"|but|not|out|pairs?|mod|modulo|base|half|halves|(?:third|quarter|fourth|fifth|sixth|eighth"
     r"|tenth|hundredth)s?",
     re.IGNORECASE,
@@ -69,6 +41,8 @@ _CHANGING = re.compile(
 _CURRENCY = re.compile(r"^([-+]?)\s*([$€£¥¢])\s*(?=[-+\d.(\\])")
 _CURRENCY_BEHIND = re.compile(r"(?<=[\d})])\s*([€£¥¢])$")
 _BASE = re.compile(r"(?<=\d)\s*_\s*\{?(\d+)\}?$")
+_PER = re.compile(r"\s*/\s*(?=[A-Za-z])|(?<=[A-Za-z])\s+per\s+", re.IGNORECASE)
+_POWER = re.compile(r"\b(sq|cu)(?:uare|bic)?\s+([A-Za-z]+)", re.IGNORECASE)
 _GLUED = re.compile(r"(.*[\d})])(°?[A-Za-z][A-Za-z/]*(?:\^\{?-?\d\}?)?|°)")
 _COMMAND = re.compile(r"\\(?:frac|cdot|times)")
 _WORD = re.compile(r"(°?[A-Za-z]+|°|[$€£¥¢])(?:\^?\{?(-?\d)\}?)?")
@@ -80,14 +54,15 @@ def split_unit(text: str) -> tuple[str, tuple[str, ...]]:
     A word is a unit that is known, or one of three letters or more that stands apart. Other
     letters stay: they are variables.
     """
-    unit: list[str] = []
     if base := _BASE.search(text):
         return text[: base.start()], (f"base {base[1]}",)
+    if currency := _CURRENCY_BEHIND.search(text):
+        return text[: currency.start()], (currency[1],)
+    unit: list[str] = []
     if currency := _CURRENCY.match(text):
         text, unit = currency[1] + text[currency.end() :], [currency[2]]
-    elif currency := _CURRENCY_BEHIND.search(text):
-        return text[: currency.start()], (currency[1],)
-    tokens = re.sub(r"\s*/\s*(?=[A-Za-z])", "/", text).split()
+    text = _POWER.sub(lambda m: f"{m[2]}^{'2' if m[1].lower() == 'sq' else '3'}", text)
+    tokens = _PER.sub("/", text).split()
     words: list[str] = []
     while len(tokens) > 1 and _is_unit_word(tokens[-1]):
         words.insert(0, tokens.pop())
@@ -100,54 +75,33 @@ def split_unit(text: str) -> tuple[str, tuple[str, ...]]:
     core = " ".join(tokens)
     if any(len(word) == 1 for word in words) and re.search(r"[A-Za-z]", _COMMAND.sub("", core)):
         return text, ()  # 2 r h
-    return core, (*_short(words), *unit)
+    named = takewhile(lambda word: not _ENDING.fullmatch(word), words)
+    return core, (*map(_short, named), *unit)
 
 
 def _is_unit_word(token: str) -> bool:
-    if _ENDING.fullmatch(token) or _CHANGING.fullmatch(token):
-        return True
-    if token.lower() in (*_POWERS, "per"):
-        return True
-    return _is_known(token) or bool(re.fullmatch(r"[A-Za-z][A-Za-z'-]{2,}\)?", token))
+    return bool(
+        _ENDING.fullmatch(token)
+        or _CHANGING.fullmatch(token)
+        or _is_known(token)
+        or re.fullmatch(r"[A-Za-z][A-Za-z'/-]{2,}(?:\^\d)?\)?", token)
+    )
 
 
 def _is_known(token: str) -> bool:
-    parts = token.split("/")
-    matches = [_WORD.fullmatch(part) for part in parts]
-    return all(match is not None and _singular(match[1]) in _ALIASES for match in matches)
+    matches = [_WORD.fullmatch(part) for part in token.split("/")]
+    return all(match is not None and _singular(match[1]) in _SHORT for match in matches)
 
 
 def _singular(word: str) -> str:
     lower = word.lower()
-    if lower in _ALIASES:
-        return lower
-    return lower.removesuffix("s") if len(lower) > 2 else lower
+    return lower if lower in _SHORT or len(lower) < 3 else lower.removesuffix("s")
 
 
-def _short(words: list[str]) -> tuple[str, ...]:
-    short: list[str] = []
-    power, is_divisor = "", False
-    for word in words:
-        lower = word.lower()
-        if _ENDING.fullmatch(word):
-            break
-        if lower == "per":
-            is_divisor = True
-        elif lower in _POWERS:
-            power = _POWERS[lower]
-        else:
-            name = "/".join(_short_part(part) for part in word.split("/")) + power
-            if is_divisor and short:
-                short[-1] += f"/{name}"
-            else:
-                short.append(name)
-            power, is_divisor = "", False
-    return tuple(short)
-
-
-def _short_part(part: str) -> str:
-    match = _WORD.fullmatch(part)
-    if match is None:
-        return part.lower()
-    name = _singular(match[1])
-    return _ALIASES.get(name, name) + (f"^{match[2]}" if match[2] else "")
+def _short(word: str) -> str:
+    """`km/h^2` of `kilometers/hours^2`."""
+    parts = (_WORD.fullmatch(part) or (part, part, "") for part in word.split("/"))
+    names = ((_singular(part[1]), part[2]) for part in parts)
+    return "/".join(
+        _SHORT.get(name, name) + (f"^{power}" if power else "") for name, power in names
+    )

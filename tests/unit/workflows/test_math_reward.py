@@ -267,6 +267,10 @@ RIGHT = [
     ("9 sq ft", "The answer is 9 square feet"),
     ("9 cu ft", "The answer is 9 cubic feet"),
     ("9 ft^3", "The answer is 9 cubic feet"),
+    ("109", "Answer: She needs 109 more points."),
+    ("3", "It takes 3 hours to fill the tank."),
+    ("15", "She earns $15 per hour."),
+    ("3/8", r"\boxed{⅜}"),
 ]
 
 WRONG = [
@@ -506,6 +510,7 @@ WRONG = [
     ("5", "The correct answer is 5!"),
     ("5", "The answer is 5 or 6."),
     ("5", "- 5"),
+    ("5", "It isn't 5."),
 ]
 
 
@@ -555,20 +560,19 @@ def test_words_around_an_answer_that_change_nothing(
         (
             r"\boxed{5 @}",
             "squared cubed factorial pairs pair half halves third quarter fourth fifth sixth "
-            "eighth tenth hundredth thirds more less fewer over plus minus times divided point and "
-            "than out modulo mod base to or",
+            "eighth tenth hundredth thirds over plus minus times divided point and than out modulo "
+            "mod base or",
         ),
         (
             "We see that it is @ 5.",
-            "not than least most between from no never except times plus minus by over squared "
-            "neither nor exceeds below above under before after within without excluding unlike "
-            "almost nearly twice double triple minimum maximum mod step question equation up#to "
-            "instead#of anything#but less#than#or#equal not#quite#exactly",
+            "not than least most between from no never except times plus minus by over nor exceeds "
+            "below above under before after within without almost nearly twice double mod step "
+            "question equation up#to instead#of anything#but not#quite#exactly",
         ),
         (
             "We have the @ of 5.",
-            "% 3 percent out half third thirds quarter quarters fourth fifth tenth multiple power "
-            "root roots square cube factor factors divisor divisors minimum maximum",
+            "% 3 percent out half third thirds quarter quarters multiple power root roots square "
+            "cube factor factors divisor divisors minimum maximum",
         ),
         (
             "We see that 5 @.",
