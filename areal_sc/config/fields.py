@@ -9,10 +9,11 @@ settings; its meaning is the first line of its docstring, as a choice's is its e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from enum import Enum
 from functools import reduce
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from areal_sc.errors import ConfigError
 
@@ -81,24 +82,28 @@ def shared(template: str, alone: Any, meaning: str = "", **bounds: Any) -> Any:
     return field(default=template, metadata=metadata)
 
 
-def schema_fields(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+def schema_fields(
+    schema: type[Any], prefix: str = "", *, also_shared: bool = False
+) -> Iterator[tuple[str, Field[Any], Any]]:
     """Every setting and section of a dataclass: dotted path, field, annotated type; parents first.
 
-    A section that takes the value of another one by `${...}` is listed, its settings are not:
-    they have one place to be set.
+    Args:
+        also_shared: also the settings of a section that is taken from another one by `${...}`;
+            they have one place to be set, which is there.
     """
     annotations = get_type_hints(schema)
     for found in fields(schema):
         path = prefix + found.name
         annotation = annotations[found.name]
         yield path, found, annotation
-        if is_section(annotation) and TEMPLATE not in found.metadata:
-            yield from schema_fields(annotation, f"{path}.")
+        if is_section(annotation) and (also_shared or TEMPLATE not in found.metadata):
+            yield from schema_fields(annotation, f"{path}.", also_shared=also_shared)
 
 
-def known_keys(schema: type[Any]) -> dict[str, Any]:
-    """Dotted path of every setting and section -> its annotated type."""
-    return {path: annotation for path, _, annotation in schema_fields(schema)}
+def known_keys(schema: type[Any], *, also_shared: bool = False) -> dict[str, Any]:
+    """Dotted path of every setting and section, as `schema_fields` -> its annotated type."""
+    found = schema_fields(schema, also_shared=also_shared)
+    return {path: annotation for path, _, annotation in found}
 
 
 def shared_settings(schema: type[Any]) -> dict[str, str]:
@@ -112,6 +117,18 @@ def shared_settings(schema: type[Any]) -> dict[str, str]:
 
 def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and is_dataclass(annotation)
+
+
+def is_choice(annotation: Any) -> bool:
+    """Whether the setting is one of a few words."""
+    return isinstance(annotation, type) and issubclass(annotation, Enum)
+
+
+def is_free_form(key: str, keys: Mapping[str, Any]) -> bool:
+    """Whether `key` lies in a mapping whose keys the schema does not name, such as `task`."""
+    parts = key.split(".")
+    parents = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return any(get_origin(keys.get(parent)) is dict for parent in parents)
 
 
 def value_at(config: Any, key: str) -> Any:

@@ -1,45 +1,35 @@
-"""From a YAML file and overrides to a configuration, by hydra's compose on structured dataclasses.
+"""From a YAML file and overrides to a configuration, by OmegaConf on structured dataclasses.
 
     schema (dataclass defaults)  <-  `defaults:` of the YAML  <-  the YAML  <-  key=value
 
-Each takes precedence over those to its left. Hydra is used for composition alone: it starts no
-job, changes no directory, sets up no logging, and its global state is as before afterwards.
+Each takes precedence over those to its left. Each value is set by itself, so that an error names
+the file or override that it stands in. Overrides are written in hydra's grammar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from areal_sc.config import explain
-from areal_sc.config.explain import expected, is_choice, is_free_form
-from areal_sc.config.fields import known_keys, shared_settings
+from areal_sc.config.fields import (
+    is_choice,
+    is_free_form,
+    is_section,
+    known_keys,
+    shared_settings,
+)
 from areal_sc.errors import ConfigError
 
 T = TypeVar("T")
-
-HYDRA_VERSION_BASE = "1.3"
-"""The hydra release whose defaults composition follows; newer ones keep to it."""
-
-OPEN_MAPPINGS = ("sglang.args", "sglang.environment", "actor.ppo.loss_settings")
-"""Settings that take any key: what the keys may be is known elsewhere. The keys of `task`
-are those of the YAML, so that a slip on the command line is noticed."""
-
-_SCHEMA_NAME = "areal_sc_schema"
-_PRIMARY_NAME = "areal_sc_primary"
 
 
 def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T]) -> T:
@@ -47,34 +37,21 @@ def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T])
 
     Raises: ConfigError: anything that is wrong with the files or the settings.
     """
-    _require_mapping(config_path)
-    keys = known_keys(schema)
-    parsed = _parse_overrides(overrides)
-    folder = config_path.absolute().parent
-    with _isolated_hydra():
-        store = ConfigStore.instance()
-        store.store(name=_SCHEMA_NAME, node=_defaults(schema))
-        store.store(
-            name=_PRIMARY_NAME,
-            node={"defaults": [_SCHEMA_NAME, config_path.absolute().stem, "_self_"]},
-        )
-        try:
-            with initialize_config_dir(str(folder), version_base=HYDRA_VERSION_BASE):
-                composed = compose(_PRIMARY_NAME, _opened(parsed))
-        except (
-            HydraException,
-            OmegaConfBaseException,
-            yaml.YAMLError,
-            OSError,
-            ValueError,
-        ) as error:
-            raise explain.refused_composition(error, config_path, parsed, keys) from None
-    _require_known_keys(composed, config_path, parsed, keys)
-    _require_all_set(composed, config_path, keys)
+    if not config_path.is_file():
+        kind = "is a folder" if config_path.is_dir() else "there is no such file"
+        raise ConfigError(f"--config {config_path}: {kind} (current directory: {Path.cwd()})")
+    if config_path.suffix != ".yaml":
+        raise ConfigError(f"--config {config_path}: expected a name that ends in .yaml")
+    parsed = [_parse_override(text) for text in overrides]
+    composition = _Composition(schema)
+    composition.read_file(config_path)
+    for override in parsed:
+        composition.apply_override(override)
+    _require_all_set(composition.config, config_path, composition.keys)
     try:
-        config = OmegaConf.to_object(composed)
+        config = OmegaConf.to_object(composition.config)
     except OmegaConfBaseException as error:
-        raise explain.refused_value(error, config_path, keys) from None
+        raise explain.refused_interpolation(error, config_path, composition.keys) from None
     assert isinstance(config, schema)
     return config
 
@@ -84,96 +61,115 @@ def config_text(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
-def _defaults(schema: type[Any]) -> DictConfig:
-    """A schema's defaults; shared settings lead to where they are taken from by `${...}`."""
-    defaults: DictConfig = OmegaConf.structured(schema)
-    for key, template in shared_settings(schema).items():
-        OmegaConf.update(defaults, key, template, merge=False)
-    return defaults
+class _Composition:
+    """A schema's values while files and overrides replace them.
 
+    Attributes:
+        keys: dotted path -> type of the settings that have their place here.
+        config: the values; shared settings lead to where they are taken from by `${...}`.
+    """
 
-@contextmanager
-def _isolated_hydra() -> Iterator[None]:
-    """Hides hydra's process-wide state from the caller, and the caller's from us."""
-    state = Singleton.get_state()
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().clear()
-        Singleton.set_state(state)
+    def __init__(self, schema: type[Any]) -> None:
+        self.keys = known_keys(schema)
+        self._all_keys = known_keys(schema, also_shared=True)
+        self._shared = shared_settings(schema)
+        self.config: DictConfig = OmegaConf.structured(schema)
+        for key, template in self._shared.items():
+            OmegaConf.update(self.config, key, template, merge=False)
 
+    def read_file(self, path: Path) -> None:
+        """Sets what the files of its defaults list say, then what the file itself says."""
+        content = _read_mapping(path)
+        names = content.pop("defaults", [])
+        if not isinstance(names, list):
+            raise ConfigError(f"{path}: defaults must be a list (got {type(names).__name__})")
+        for name in names if "_self_" in names else [*names, "_self_"]:
+            file = path.parent / f"{name}.yaml"
+            if name == "_self_":
+                self._set(str(path), "", content)
+            elif file.is_file():
+                self.read_file(file)
+            else:
+                raise ConfigError(
+                    f"{path}: its defaults list names {name!r}, but there is no {file}"
+                )
 
-def _require_mapping(config_path: Path) -> None:
-    if not config_path.is_file():
-        kind = "is a folder" if config_path.is_dir() else "there is no such file"
-        raise ConfigError(f"--config {config_path}: {kind} (current directory: {Path.cwd()})")
-    if config_path.suffix != ".yaml":
-        raise ConfigError(f"--config {config_path}: expected a name that ends in .yaml")
-    try:
-        content = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise explain.broken_yaml(error, config_path) from None
-    except OSError as error:
-        raise ConfigError(f"--config {config_path}: {error.strerror}") from None
-    if content is not None and not isinstance(content, dict):
-        raise ConfigError(
-            f"{config_path}: expected `key: value` lines, got a {type(content).__name__}"
-        )
+    def apply_override(self, override: Override) -> None:
+        key, where = override.get_key_element().lstrip("+"), f"override {override.input_line}"
+        if key.startswith("task.") and is_free_form(key, self.keys):
+            section, _, name = key.rpartition(".")
+            known = OmegaConf.select(self.config, section) or {}
+            if not (name in list(known) or override.is_add() or override.is_force_add()):
+                raise explain.unknown_key(where, key, self.keys)  # most likely a slip
+        self._set(where, key, override.value())
 
+    def _set(self, where: str, key: str, value: Any) -> None:
+        """Sets one setting, or all those of a section; '' is the top level.
 
-def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    parser = OverridesParser.create()
-    parsed = []
-    for text in overrides:
+        Raises: ConfigError: the schema does not have it, or it is of another type.
+        """
+        annotation = self._all_keys.get(key)
+        if isinstance(value, dict) and (not key or is_section(annotation)):
+            if key in self._shared:  # from here on it may differ from where it is taken from
+                own = OmegaConf.select(self.config, key)
+                OmegaConf.update(self.config, key, own, merge=False)
+            for name, inner in value.items():
+                self._set(where, f"{key}.{name}".lstrip("."), inner)
+            return
+        if annotation is None and not is_free_form(key, self.keys):
+            raise explain.unknown_key(where, key, self.keys)
         try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"override {text}: not of the form key=value ({reason}); "
-                "quote special characters twice: 'key=\"value\"'"
-            ) from None
-        if override.is_sweep_override():
-            raise ConfigError(
-                f"override {text}: one value is needed, not several; "
-                "a list is written key=[a,b], a string with a comma 'key=\"a,b\"'"
-            )
-        if override.is_delete():
-            raise ConfigError(f"override {text}: a setting cannot be removed; give it a value")
-        parsed.append(override)
-    return parsed
+            if is_section(annotation) and "${" not in str(value):
+                raise ValidationError
+            OmegaConf.update(self.config, key, value, force_add=True)
+        except OmegaConfBaseException as error:
+            raise explain.refused_value(error, where, key, annotation, value) from None
 
 
-def _opened(overrides: Sequence[Override]) -> list[str]:
-    """The overrides as text; those of open mappings may add a key without a `+`."""
-    texts = []
-    for override in overrides:
-        key = override.key_or_group
-        is_open = any(key == name or key.startswith(f"{name}.") for name in OPEN_MAPPINGS)
-        is_change = not (override.is_add() or override.is_force_add())
-        texts.append(("++" if is_open and is_change else "") + str(override.input_line))
-    return texts
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """The content of a YAML file.
+
+    Raises: ConfigError: it cannot be read, or is no mapping; says where it stops being YAML.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict | None):
+            kind = type(content).__name__
+            raise ConfigError(f"{path}: expected `key: value` lines, got a {kind}")
+        # unlike yaml, OmegaConf refuses a key that is there twice, and takes 1e-5 for a number
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # type: ignore[return-value]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except OmegaConfBaseException as error:
+        raise explain.refused_value(error, str(path), str(error.full_key)) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise explain.broken_yaml(error, path) from None
 
 
-def _require_known_keys(
-    composed: DictConfig, config_path: Path, overrides: Sequence[Override], keys: Mapping[str, Any]
-) -> None:
-    """Refuses what `+key=value` slipped past the schema."""
-    for override in overrides:
-        key = override.key_or_group
-        if override.is_add() and key not in keys and not is_free_form(key, keys):
-            raise explain.unknown_key(f"override {override.input_line}", key, keys)
-    for name in composed:
-        if str(name) not in keys:
-            raise explain.unknown_key(str(config_path), str(name), keys)
+def _parse_override(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"override {text}: not of the form key=value ({reason}); "
+            "quote special characters twice: 'key=\"value\"'"
+        ) from None
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"override {text}: one value is needed, not several; "
+            "a list is written key=[a,b], a string with a comma 'key=\"a,b\"'"
+        )
+    if override.is_delete():
+        raise ConfigError(f"override {text}: a setting cannot be removed; give it a value")
+    return override
 
 
 def _require_all_set(composed: DictConfig, source: Path, keys: Mapping[str, Any]) -> None:
     missing = list(_missing_keys(composed))
     if missing:
         first = keys.get(missing[0])
-        choices = f" ({expected(first)})" if is_choice(first) else ""
+        choices = f" ({explain.expected(first)})" if is_choice(first) else ""
         raise ConfigError(
             f"{source}: no value for {', '.join(missing)}{choices}; "
             f"set it in the YAML or on the command line ({missing[0]}=...)"

@@ -1,4 +1,4 @@
-"""Every setting of a run, as dataclasses that hydra fills.
+"""Every setting of a run, as dataclasses.
 
 A setting's line gives its default, its meaning and its range; `--help` shows all three, and
 `checks.py` holds what goes together. A `shared` setting takes the value of another one unless it is

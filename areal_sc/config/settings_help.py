@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from areal_sc.config.explain import expected, is_choice
-from areal_sc.config.fields import MEANING, RANGE, is_section, schema_fields
+from areal_sc.config.explain import expected
+from areal_sc.config.fields import MEANING, RANGE, is_choice, is_section, schema_fields
 
 _INDENT = 6
 

@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 
 from areal_sc.config.fields import is_section, known_keys
-from areal_sc.config.loader import compose_config, config_text
+from areal_sc.config.loader import config_text
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.preflight.load import load_config
@@ -122,7 +119,7 @@ def test_composition_from_another_working_directory(tmp_path: Path) -> None:
     relative = os.path.relpath(folder / "x.yaml", elsewhere)
     done = run_python(LOAD_AND_SHOW, "--config", relative, "actor.device=cpu", cwd=elsewhere)
     assert (done.stdout, done.stderr) == ("there 1 3\n", "")
-    assert list(elsewhere.iterdir()) == []  # no run folder or log of hydra's
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_user_schema_adds_typed_settings(write_yaml: WriteYaml) -> None:
@@ -216,20 +213,6 @@ def test_help_tells_every_setting_and_fits_the_terminal(
     assert shown == set(known_keys(GameConfig)) - sections
 
 
-def test_hydra_state_of_the_caller_is_left_alone(write_yaml: WriteYaml, tmp_path: Path) -> None:
-    path = write_yaml()
-    ConfigStore.instance().store(name="callers_own", node={"a": 1})
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        compose_config(path, [], GRPOConfig)
-        with pytest.raises(ConfigError):
-            compose_config(path, ["nonsense=1"], GRPOConfig)
-        assert compose("callers_own") == {"a": 1}
-    assert not [name for name in ConfigStore.instance().repo if "areal_sc" in name]
-    GlobalHydra.instance().clear()
-    compose_config(path, [], GRPOConfig)
-    assert not GlobalHydra.instance().is_initialized()
-
-
 def test_warnings_are_logged(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     load()
     assert caplog.records == []
@@ -246,14 +229,3 @@ print([name for name in ("torch", "transformers", "numpy") if name in sys.module
 """
     done = run_python(code, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
-def test_sections_are_chosen_from_a_folder(write_yaml: WriteYaml, tmp_path: Path) -> None:
-    (tmp_path / "actor").mkdir()
-    (tmp_path / "actor" / "small.yaml").write_text("path: small\nnum_threads: 2\n")
-    (tmp_path / "actor" / "big.yaml").write_text("path: big\n")
-    path = write_yaml("defaults: [{actor: small}]\nrun_dir: r\ntotal_steps: 1\n")
-    small = load_config(["--config", str(path)], GRPOConfig).actor
-    assert (small.path, small.num_threads) == ("small", 2)
-    big = load_config(["--config", str(path), "actor=big", "actor.seed=5"], GRPOConfig).actor
-    assert (big.path, big.num_threads, big.seed) == ("big", 1, 5)
