@@ -6,7 +6,6 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,23 +30,6 @@ directory.
 """
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A parsed command line.
-
-    Attributes:
-        config_path: the YAML file, as given.
-        overrides: `key=value` in hydra's grammar, those that flags stand for included, last.
-        print_config: show the resolved settings and end.
-        dry_run: show what would be started, and whether it fits, and end.
-    """
-
-    config_path: Path
-    overrides: tuple[str, ...]
-    print_config: bool
-    dry_run: bool
-
-
 class _Parser(argparse.ArgumentParser):
     """Flags are shown by argparse; examples and settings follow as wide as the terminal."""
 
@@ -64,11 +46,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"command line: {message}; {self.prog} --help shows what is possible")
 
 
-def parse_arguments(argv: Sequence[str], schema: type[Any]) -> Arguments:
+def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespace:
     """Splits a command line, without the program's name, into its parts.
 
     Args:
         schema: the dataclass of the settings, which `--help` shows.
+    Returns: `config`: path of the YAML; `overrides`: `key=value` in hydra's grammar, those that
+        flags stand for included, last; `print_config` and `dry_run`: show that, and end.
     Raises:
         ConfigError: no `--config`, an unknown flag, or a value that is not `key=value`.
         SystemExit: `--help`, after it has been shown.
@@ -86,20 +70,17 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> Arguments:
         action="store_true",
         help="check placement and memory, show what would be started, and end",
     )
-    parser.add_argument(
-        "--overwrite",
-        dest="flag_overrides",
-        action="append_const",
-        const="overwrite=true",
-        help="empty the run folder first (overwrite=true)",
-    )
-    parser.add_argument(
-        "--resume",
-        dest="flag_overrides",
-        action="append_const",
-        const="resume=must",
-        help="go on with the run in run_dir, or fail if there is none (resume=must)",
-    )
+    for flag, override, help_text in (
+        ("--overwrite", "overwrite=true", "empty the run folder first"),
+        ("--resume", "resume=must", "go on with the run in run_dir, or fail if there is none"),
+    ):
+        parser.add_argument(
+            flag,
+            dest="flag_overrides",
+            action="append_const",
+            const=override,
+            help=f"{help_text} ({override})",
+        )
     parsed = parser.parse_intermixed_args(list(argv))
     for override in parsed.overrides:
         if "=" not in override and not override.startswith("~"):
@@ -107,9 +88,5 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> Arguments:
             raise ConfigError(f"command line: expected key=value, got {override!r}{hint}")
     if parsed.config is None:
         raise ConfigError("command line: no settings given; name a YAML file by --config FILE.yaml")
-    return Arguments(
-        config_path=parsed.config,
-        overrides=(*parsed.overrides, *(parsed.flag_overrides or ())),
-        print_config=parsed.print_config,
-        dry_run=parsed.dry_run,
-    )
+    parsed.overrides += parsed.flag_overrides or ()
+    return parsed

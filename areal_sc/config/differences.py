@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -40,31 +39,19 @@ FREE = (
 """Settings and sections that may change without a word: they do not touch what is learned."""
 
 ABSENT = "(not set)"
+"""Stands for the value on a side that does not have the setting."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One setting with two values; `ABSENT` where a side does not have it."""
-
-    key: str
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.old} -> {self.new}"
-
-
-def config_differences(old_text: str, new_text: str) -> list[Difference]:
-    """The settings that differ between two configurations given as YAML, in the order of the new.
+def config_differences(old_text: str, new_text: str) -> dict[str, str]:
+    """Setting -> `old -> new`, where two configurations given as YAML differ, in the new's order.
 
     Raises: RunFolderError: a text is not a YAML mapping.
     """
     old, new = (dict(_leaves(_parse(text))) for text in (old_text, new_text))
-    return [
-        Difference(key, old.get(key, ABSENT), new.get(key, ABSENT))
-        for key in dict.fromkeys([*new, *old])
-        if old.get(key, ABSENT) != new.get(key, ABSENT)
-    ]
+    pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in [*new, *old]}
+    return {
+        key: f"{before} -> {after}" for key, (before, after) in pairs.items() if before != after
+    }
 
 
 def check_resumable(old_text: str, new_text: str) -> list[str]:
@@ -74,18 +61,19 @@ def check_resumable(old_text: str, new_text: str) -> list[str]:
     Raises: RunFolderError: settings changed that cannot; lists them and the reasons.
     """
     differences = config_differences(old_text, new_text)
-    refused = [change for change in differences if change.key in FIXED]
+    refused = [
+        f"\n  {key}: {change} ({FIXED[key]})" for key, change in differences.items() if key in FIXED
+    ]
     if refused:
-        listed = "".join(f"\n  {change} ({FIXED[change.key]})" for change in refused)
         raise RunFolderError(
-            f"the run cannot be resumed, because settings changed that cannot:{listed}\n"
+            f"the run cannot be resumed, because settings changed that cannot:{''.join(refused)}\n"
             "set them back, or start another run (another run_dir, or --overwrite)"
         )
-    return [str(change) for change in differences if not _is_free(change.key)]
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+    return [
+        f"{key}: {change}"
+        for key, change in differences.items()
+        if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
+    ]
 
 
 def _parse(text: str) -> dict[str, Any]:

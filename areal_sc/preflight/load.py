@@ -42,7 +42,7 @@ def load_config(
         SystemExit: `--help`, `--print-config` or `--dry-run`, after it has been shown.
     """
     arguments = parse_arguments(argv, schema)
-    config = compose_config(arguments.config_path, arguments.overrides, schema)
+    config = compose_config(arguments.config, arguments.overrides, schema)
     if arguments.print_config:
         sys.stdout.write(config_text(config))
         raise SystemExit(0)

@@ -18,13 +18,13 @@ Load = Callable[..., GRPOConfig]
 def test_differences_of_nested_settings() -> None:
     old = "a: 1\nb: {c: 2, d: 3}\ne: [1, 2]\n"
     new = "a: 1\nb: {c: 4, f: 5}\ne: [1]\n"
-    assert [str(difference) for difference in config_differences(old, new)] == [
-        "b.c: 2 -> 4",
-        "b.f: (not set) -> 5",
-        "e: [1, 2] -> [1]",
-        "b.d: 3 -> (not set)",
+    assert list(config_differences(old, new).items()) == [
+        ("b.c", "2 -> 4"),
+        ("b.f", "(not set) -> 5"),
+        ("e", "[1, 2] -> [1]"),
+        ("b.d", "3 -> (not set)"),
     ]
-    assert config_differences(old, old) == []
+    assert config_differences(old, old) == {}
 
 
 def test_settings_that_do_not_touch_learning_change_in_silence(load: Load) -> None:

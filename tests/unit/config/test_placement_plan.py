@@ -43,9 +43,12 @@ def stand_in(folder: Path, num_parameters: int, **sizes: int) -> Path:
     """A model folder that has sizes, but no values."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(sizes))
-    entry = {"dtype": "F32", "shape": [num_parameters], "data_offsets": [0, 0]}
-    header = json.dumps({"w": entry}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    size = 4 * num_parameters
+    entry = {"dtype": "F32", "shape": [num_parameters], "data_offsets": [0, size]}
+    header = json.dumps({"w": entry})
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header.encode())
+        file.truncate(file.tell() + size)  # takes no room on the disk
     return folder
 
 
