@@ -25,9 +25,7 @@ from areal_sc.config.schema import (
     GRPOConfig,
     LrSchedule,
     NormScope,
-    OverBound,
     Resume,
-    RolloutConfig,
     WeightUpdateMethod,
 )
 from areal_sc.config.sharing import differing_sections
@@ -37,6 +35,32 @@ from areal_sc.errors import ConfigError
 
 MIN_HEARTBEATS_TO_ORPHAN = 2
 """Heartbeats that must be missing before a worker gives its controller up."""
+
+_IDLE = (
+    # with this setting at this value, these have no effect; why, where that is not plain
+    ("actor.optimizer.schedule", LrSchedule.constant, ["actor.optimizer.min_lr_ratio"], ""),
+    ("actor.ppo.use_behavior_weight", False, ["actor.ppo.behavior_weight_cap"], ""),
+    ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
+    ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
+    (
+        "rollout.max_rejection_rate",
+        1,
+        ["rollout.rejection_window"],
+        "no share of rejections ends the run",
+    ),
+    (
+        "checkpoint.every_steps",
+        0,
+        ["checkpoint.every_minutes", "checkpoint.keep"],
+        "only the final model is kept",
+    ),
+    (
+        "actor.ppo.num_minibatches",
+        1,
+        ["actor.ppo.clip_low", "actor.ppo.clip_high"],
+        "the only update starts at the clip's centre",
+    ),
+)
 
 
 def check_config(
@@ -53,22 +77,19 @@ def check_config(
     """
     _check_python_values(config)
     check_ranges(config)
-    _check_lists_and_names(config)
-    _check_transport(config)
+    _check_names(config)
     _check_batch(config)
     _check_lengths(config)
-    _check_model_context(config)
     _check_store(config)
     _check_times(config)
     _check_weight_update(config)
     make_generator(config.rollout).check(config)
-    num_devices = _check_devices(config, count_devices)
     return [
         *_distribution_warnings(config),
         *_effect_warnings(config),
         *_step_warnings(config),
         *_rank_warnings(config),
-        *_dtype_warnings(config, num_devices),
+        *_check_devices(config, count_devices),
     ]
 
 
@@ -79,6 +100,12 @@ def check_models(config: GRPOConfig) -> None:
     """
     for path in dict.fromkeys((config.actor.path, config.rollout.path)):
         check_model_folder(path)
+
+
+def _require(config: GRPOConfig, key: str, is_right: bool, expected: str) -> None:
+    """Raises: ConfigError: what is required of the setting is not so."""
+    if not is_right:
+        raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
 
 
 def _check_python_values(config: GRPOConfig) -> None:
@@ -93,232 +120,182 @@ def _check_python_values(config: GRPOConfig) -> None:
         )
 
 
-def _check_lists_and_names(config: GRPOConfig) -> None:
+def _check_names(config: GRPOConfig) -> None:
+    """Names and lists, as far as this machine can tell; local workers are all that there are."""
     for key in ("run_dir", "actor.path", "rollout.path", "transport.bind"):
         if not value_at(config, key):
             raise ConfigError(f"{key}: expected a name, got an empty one")
-    for token in config.generation.stop_token_ids:
-        if token < 0:
-            raise ConfigError(
-                f"generation.stop_token_ids: expected token ids of at least 0, got {token}"
-            )
+    are_ids = all(token >= 0 for token in config.generation.stop_token_ids)
+    _require(config, "generation.stop_token_ids", are_ids, "token ids of at least 0")
     if config.overwrite and config.resume == Resume.must:
         raise ConfigError(
             "resume: must needs the run that overwrite=true would delete; give one of them"
         )
-
-
-def _check_transport(config: GRPOConfig) -> None:
-    """What this machine has; local workers are all that there are."""
-    bind, shared_memory = config.transport.bind, config.transport.shared_memory
-    if (why := why_not_listen(bind)) is not None:
-        names = ", ".join(interface_names())
+    if (why := why_not_listen(config.transport.bind)) is not None:
         raise ConfigError(
             "transport.bind: expected an IPv4 address of this machine, one of its network "
-            f"interfaces ({names}), or 0.0.0.0 for all (ports are chosen by the system), got "
-            f"{bind!r}: {why}"
+            f"interfaces ({', '.join(interface_names())}), or 0.0.0.0 for all (ports are chosen by "
+            f"the system), got {config.transport.bind!r}: {why}"
         )
-    is_folder = os.path.isabs(os.path.expanduser(shared_memory))
-    if shared_memory not in ("auto", "off") and not is_folder:
-        raise ConfigError(
-            "transport.shared_memory: expected auto, off, or the absolute path of a folder, got "
-            f"{shared_memory!r}"
-        )
+    shared_memory = config.transport.shared_memory
+    _require(
+        config,
+        "transport.shared_memory",
+        shared_memory in ("auto", "off") or os.path.isabs(os.path.expanduser(shared_memory)),
+        "auto, off, or the absolute path of a folder",
+    )
 
 
 def _check_batch(config: GRPOConfig) -> None:
     rollout, ppo = config.rollout, config.actor.ppo
     num_episodes = rollout.train_batch_groups * rollout.group_size
-    if ppo.num_minibatches > num_episodes:
-        raise ConfigError(
-            f"actor.ppo.num_minibatches: expected at most {num_episodes} "
-            "(rollout.train_batch_groups * rollout.group_size, the episodes of a step), "
-            f"got {ppo.num_minibatches}"
-        )
+    _require(
+        config,
+        "actor.ppo.num_minibatches",
+        ppo.num_minibatches <= num_episodes,
+        f"at most {num_episodes} (rollout.train_batch_groups * rollout.group_size, the episodes of "
+        "a step)",
+    )
+    sizes = {NormScope.group: rollout.group_size, NormScope.batch: num_episodes}
     for key in ("advantage_mean", "advantage_std"):
         scope = value_at(ppo, key)
-        sizes = {NormScope.group: rollout.group_size, NormScope.batch: num_episodes}
-        size = sizes.get(scope, 2)
-        if size < 2:
-            raise ConfigError(
-                f"rollout.group_size: expected at least 2 with actor.ppo.{key}={scope} "
-                f"(one answer alone has no better or worse), got {rollout.group_size}"
-            )
+        _require(
+            config,
+            "rollout.group_size",
+            sizes.get(scope, 2) >= 2,
+            f"at least 2 with actor.ppo.{key}={scope} (one answer alone has no better or worse)",
+        )
 
 
 def _check_lengths(config: GRPOConfig) -> None:
-    context = config.rollout.max_context_tokens
-    if config.generation.max_new_tokens >= context:
-        raise ConfigError(
-            f"generation.max_new_tokens: expected less than rollout.max_context_tokens={context}, "
-            f"which is prompt and answer, got {config.generation.max_new_tokens}"
-        )
-    if config.rollout.episode_tokens < context:
-        raise ConfigError(
-            f"rollout.max_episode_tokens: expected 0 or at least "
-            f"rollout.max_context_tokens={context}, the longest row, "
-            f"got {config.rollout.max_episode_tokens}"
-        )
-    if config.actor.max_tokens_per_micro_batch < context:
-        raise ConfigError(
-            f"actor.max_tokens_per_micro_batch: expected at least "
-            f"rollout.max_context_tokens={context}, the longest row, "
-            f"got {config.actor.max_tokens_per_micro_batch}"
-        )
-
-
-def _check_model_context(config: GRPOConfig) -> None:
-    for path in dict.fromkeys((config.actor.path, config.rollout.path)):
+    rollout = config.rollout
+    context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
+    _require(
+        config,
+        "generation.max_new_tokens",
+        config.generation.max_new_tokens < context,
+        f"less than {named}={context}, which is prompt and answer",
+    )
+    _require(
+        config,
+        "rollout.max_episode_tokens",
+        rollout.episode_tokens >= context,
+        f"0 or at least {named}={context}, the longest row",
+    )
+    _require(
+        config,
+        "actor.max_tokens_per_micro_batch",
+        config.actor.max_tokens_per_micro_batch >= context,
+        f"at least {named}={context}, the longest row",
+    )
+    for path in dict.fromkeys((config.actor.path, rollout.path)):
         shape = read_model_shape(path)
-        limit = shape.max_context_tokens if shape else None
-        if limit is not None and config.rollout.max_context_tokens > limit:
-            raise ConfigError(
-                f"rollout.max_context_tokens: expected at most {limit} "
-                f"(the context of the model in {path}), got {config.rollout.max_context_tokens}"
-            )
+        limit = (shape and shape.max_context_tokens) or context
+        _require(
+            config, named, context <= limit, f"at most {limit} (the context of the model in {path})"
+        )
 
 
 def _check_store(config: GRPOConfig) -> None:
+    """Each limit leaves room for the groups of a batch that may lie there, each as a whole."""
     rollout = config.rollout
-    # a group lies whole in one store
-    groups_per_worker = -(-rollout.train_batch_groups // rollout.num_workers)
-    _require_room("rollout.store_bytes", rollout.store_bytes, groups_per_worker, rollout)
-    if rollout.node_store_bytes:
-        # the local scheduler starts all workers on one node
-        num_groups = rollout.train_batch_groups
-        _require_room("rollout.node_store_bytes", rollout.node_store_bytes, num_groups, rollout)
-
-
-def _require_room(key: str, limit: int, num_groups: int, rollout: RolloutConfig) -> None:
-    """Raises: ConfigError: the limit is less than that many groups of a batch may take."""
-    least = num_groups * max_group_bytes(rollout)
-    if limit < least:
-        raise ConfigError(
-            f"{key}: expected at least {least} (room for {num_groups} of the "
-            f"rollout.train_batch_groups={rollout.train_batch_groups} groups of a batch; "
-            f"{describe_largest_group(rollout)}), got {limit}; give more room, or smaller batches "
-            "or shorter contexts"
-        )
+    num_groups = {
+        "store_bytes": -(-rollout.train_batch_groups // rollout.num_workers),
+        "node_store_bytes": rollout.train_batch_groups,  # all workers are on one node
+    }
+    for name, count in num_groups.items():
+        limit, least = value_at(rollout, name), count * max_group_bytes(rollout)
+        if limit < least and (limit or name == "store_bytes"):
+            raise ConfigError(
+                f"rollout.{name}: expected at least {least} (room for {count} of the "
+                f"rollout.train_batch_groups={rollout.train_batch_groups} groups of a batch; "
+                f"{describe_largest_group(rollout)}), got {limit}; give more room, or smaller "
+                "batches or shorter contexts"
+            )
 
 
 def _check_times(config: GRPOConfig) -> None:
-    scheduler = config.scheduler
-    least = MIN_HEARTBEATS_TO_ORPHAN * scheduler.heartbeat_interval_s
-    if scheduler.orphan_timeout_s < least:
-        raise ConfigError(
-            f"scheduler.orphan_timeout_s: expected at least {least:g} "
-            f"({MIN_HEARTBEATS_TO_ORPHAN} heartbeats of scheduler.heartbeat_interval_s), "
-            f"got {scheduler.orphan_timeout_s:g}"
-        )
+    least = MIN_HEARTBEATS_TO_ORPHAN * config.scheduler.heartbeat_interval_s
+    _require(
+        config,
+        "scheduler.orphan_timeout_s",
+        config.scheduler.orphan_timeout_s >= least,
+        f"at least {least:g} ({MIN_HEARTBEATS_TO_ORPHAN} heartbeats of "
+        "scheduler.heartbeat_interval_s)",
+    )
 
 
 def _check_weight_update(config: GRPOConfig) -> None:
-    rollout, update = config.rollout, config.weight_update
-    is_collective = update.method == WeightUpdateMethod.collective
-    if is_collective and rollout.max_unavailable:
-        raise ConfigError(
-            "rollout.max_unavailable: expected 0 with weight_update.method=collective (a "
-            f"broadcast needs all servers at one time), got {rollout.max_unavailable}"
-        )
-    if update.method == WeightUpdateMethod.disk and not update.folder:
-        raise ConfigError("weight_update.folder: expected a folder that trainers and servers see")
+    method = config.weight_update.method
+    _require(
+        config,
+        "rollout.max_unavailable",
+        method != WeightUpdateMethod.collective or not config.rollout.max_unavailable,
+        "0 with weight_update.method=collective (a broadcast needs all servers at one time)",
+    )
+    _require(
+        config,
+        "weight_update.folder",
+        method != WeightUpdateMethod.disk or bool(config.weight_update.folder),
+        "a folder that trainers and servers see",
+    )
 
 
-def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> int:
-    """Returns: number of CUDA devices; 0 where none is asked for."""
-    roles = [
-        (
-            "actor",
-            make_actor(config.actor).devices[0],
-            "parallel.data",
-            config.actor.parallel.num_ranks,
-        ),
-        (
-            "rollout",
-            make_generator(config.rollout).devices[0],
-            "num_workers",
-            config.rollout.num_workers,
-        ),
-    ]
-    if all(device == Device.cpu for _, device, _, _ in roles):
-        return 0
+def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list[str]:
+    """Returns: a warning, where float32 is computed on CUDA."""
+    actor, rollout = config.actor, config.rollout
+    roles = (
+        ("actor", make_actor(actor), actor.dtype, "parallel.data", actor.parallel.num_ranks),
+        ("rollout", make_generator(rollout), rollout.dtype, "num_workers", rollout.num_workers),
+    )
+    if all(handle.devices[0] == Device.cpu for _, handle, _, _, _ in roles):
+        return []
     num_devices = count_devices()
-    for role, device, setting, num_workers in roles:
-        kind = resolved_device(device, num_devices, f"{role}.device")
-        if kind == Device.cuda and num_workers > num_devices:
-            raise ConfigError(
-                f"{role}.{setting}: expected at most {num_devices} with "
-                f"{role}.device={device} (the CUDA devices of this machine), got "
-                f"{num_workers}; {role}.device=cpu needs none"
-            )
-    return num_devices
+    slow = []
+    for role, handle, dtype, setting, num_workers in roles:
+        device = handle.devices[0]
+        if resolved_device(device, num_devices, f"{role}.device") == Device.cpu:
+            continue
+        _require(
+            config,
+            f"{role}.{setting}",
+            num_workers <= num_devices,
+            f"at most {num_devices} with {role}.device={device} (the CUDA devices of this machine; "
+            f"{role}.device=cpu needs none)",
+        )
+        if dtype == Dtype.float32:
+            slow.append(f"{role}.dtype=float32")
+    return slow and [
+        f"{' and '.join(slow)} on CUDA: several times slower than bfloat16, which needs half "
+        "the memory for it; the trainer's parameters and optimizer state are float32 anyway"
+    ]
 
 
 def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
     """Settings by which the trained distribution is not the one that was sampled from."""
     generation = config.generation
-    if generation.top_p < 1:
-        yield (
-            f"generation.top_p={generation.top_p:g} cuts the sampled distribution, "
-            "the trainer's is over the whole vocabulary"
-        )
-    if generation.top_k > 0:
-        yield (
-            f"generation.top_k={generation.top_k} cuts the sampled distribution, "
-            "the trainer's is over the whole vocabulary"
-        )
+    for name, cuts in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
+        if cuts:
+            yield (
+                f"generation.{name}={value_at(generation, name)} cuts the sampled distribution, "
+                "the trainer's is over the whole vocabulary"
+            )
 
 
 def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
     """Settings that the user changed and that change nothing."""
-    ppo, optimizer, rollout = config.actor.ppo, config.actor.optimizer, config.rollout
-    without_effect = [
-        # (the setting, whether something makes it idle, what does)
-        (
-            "actor.optimizer.min_lr_ratio",
-            optimizer.schedule == LrSchedule.constant,
-            "actor.optimizer.schedule=constant",
-        ),
-        (
-            "actor.ppo.behavior_weight_cap",
-            not ppo.use_behavior_weight,
-            "actor.ppo.use_behavior_weight=false",
-        ),
-        (
-            "actor.ppo.advantage_eps",
-            ppo.advantage_std == NormScope.none,
-            "actor.ppo.advantage_std=none",
-        ),
-        (
-            "rollout.over_bound",
-            rollout.max_staleness == 0 and rollout.over_bound != OverBound.train,
-            "rollout.max_staleness=0: no group is ever over the bound",
-        ),
-        (
-            "rollout.rejection_window",
-            rollout.max_rejection_rate == 1,
-            "rollout.max_rejection_rate=1: no share of rejections ends the run",
-        ),
-        *(
-            (
-                f"checkpoint.{name}",
-                config.checkpoint.every_steps == 0,
-                "checkpoint.every_steps=0: only the final model is kept",
-            )
-            for name in ("every_minutes", "keep")
-        ),
-    ]
-    if ppo.clip_center == ClipCenter.proximal and ppo.num_minibatches == 1:
-        # the policy of the only minibatch is the proximal one, so its ratio is 1
-        reason = "actor.ppo.num_minibatches=1: the only update starts at the clip's centre"
-        without_effect += [
-            (f"actor.ppo.{name}", True, reason) for name in ("clip_low", "clip_high")
-        ]
     defaults = GRPOConfig()
-    for key, is_idle, reason in without_effect:
-        value = value_at(config, key)
-        if is_idle and value != value_at(defaults, key):
-            yield f"{key}={value} has no effect with {reason}"
+    for cause, idle_value, keys, why in _IDLE:
+        for key in keys:
+            value = value_at(config, key)
+            if value_at(config, cause) != idle_value or value == value_at(defaults, key):
+                continue
+            if key.startswith("actor.ppo.clip_") and (
+                config.actor.ppo.clip_center != ClipCenter.proximal
+            ):
+                continue
+            reason = f": {why}" if why else ""
+            yield f"{key}={value} has no effect with {cause}={str(idle_value).lower()}{reason}"
 
 
 def _step_warnings(config: GRPOConfig) -> Iterator[str]:
@@ -345,21 +322,4 @@ def _rank_warnings(config: GRPOConfig) -> Iterator[str]:
         yield (
             f"actor.parallel.data={ranks}: a minibatch has {rows} rows, so some ranks are idle "
             "in it"
-        )
-
-
-def _dtype_warnings(config: GRPOConfig, num_devices: int) -> Iterator[str]:
-    roles = {
-        "actor": (make_actor(config.actor).devices[0], config.actor.dtype),
-        "rollout": (make_generator(config.rollout).devices[0], config.rollout.dtype),
-    }
-    named = [
-        f"{role}.dtype=float32"
-        for role, (device, dtype) in roles.items()
-        if dtype == Dtype.float32 and resolved_device(device, num_devices) == Device.cuda
-    ]
-    if named:
-        yield (
-            f"{' and '.join(named)} on CUDA: several times slower than bfloat16, which needs half "
-            "the memory for it; the trainer's parameters and optimizer state are float32 anyway"
         )
