@@ -31,30 +31,19 @@ class Range:
         infinite: infinity is allowed too.
     """
 
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
+    ge: float = -math.inf
+    gt: float = -math.inf
+    le: float = math.inf
+    lt: float = math.inf
     infinite: bool = False
 
     def __contains__(self, value: float) -> bool:
-        if math.isnan(value) or (math.isinf(value) and not self.infinite):
-            return False
-        return (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
+        is_below = value < self.lt or (self.infinite and value == math.inf)
+        return self.ge <= value <= self.le and value > self.gt and is_below
 
     def __str__(self) -> str:
-        bounds = (
-            ("at least", self.ge),
-            ("above", self.gt),
-            ("at most", self.le),
-            ("below", self.lt),
-        )
-        return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+        bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
+        return " and ".join(f"{word} {end}" for word, end in bounds.items() if math.isfinite(end))
 
 
 def setting(default: Any, meaning: str = "", **bounds: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,24 +122,17 @@ def available_memory_bytes(root: Path) -> int | None:
         root: `/`, under which `proc` and `sys` are read.
     """
     bounds = []
-    try:
+    with suppress(OSError):
         meminfo = (root / "proc/meminfo").read_text()
-    except OSError:
-        meminfo = ""
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            bounds.append(int(line.split()[1]) * 1024)
+        bounds += [int(kib) * 1024 for kib in re.findall(r"MemAvailable:\s+(\d+)", meminfo)]
     for limit, used in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        (
-            "sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        try:
-            bounds.append(max(0, int((root / limit).read_text()) - int((root / used).read_text())))
-        except (OSError, ValueError):  # no such cgroup version, or the word "max": no limit
-            continue
+        folder = root / "sys/fs/cgroup"
+        with suppress(OSError, ValueError):  # no such cgroup version, or the word "max": no limit
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            bounds.append(max(0, left))
     return min(bounds, default=None)
 
 
@@ -151,17 +145,12 @@ def _installed_cuda_memory(
         lines = [line.strip() for line in listed.splitlines() if line.strip()]
         # in MiB; devices without memory of their own answer [N/A]
         return tuple(int(line) << 20 if line.isdecimal() else None for line in lines)
-    nodes = [node for node in device_folder.glob("nvidia*") if node.name[6:].isdecimal()]
-    return (None,) * len(nodes)
+    return (None,) * sum(node.name[6:].isdecimal() for node in device_folder.glob("nvidia*"))
 
 
 def _command_output(command: list[str]) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+        ).stdout
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field
 from inspect import cleandoc
@@ -30,10 +29,11 @@ def settings_help(schema: type[Any], width: int) -> str:
             if found.default is NO_DEFAULT:  # those of a shared section are shown where they are
                 lines += ["", *_wrapped(f"{path}: {meaning}".rstrip(": "), width, "")]
             continue
-        lines.append(f"  {path}={_shown(_default(found))}")
+        lines.append(f"  {path}={_default(found)}")
         first, *choices = meaning.splitlines() or [""]
-        allowed = ", ".join(map(str, [expected(annotation), *_range(found)]))
-        lines += _wrapped(f"{first} ({allowed})".lstrip(), width, " " * _INDENT)
+        bounds = f", {found.metadata[RANGE]}" if RANGE in found.metadata else ""
+        allowed = f"({expected(annotation)}{bounds})"
+        lines += _wrapped(f"{first} {allowed}".lstrip(), width, " " * _INDENT)
         for choice in filter(None, choices):
             lines += _wrapped(choice, width, " " * (_INDENT + 2))
     return "\n".join(lines) + "\n"
@@ -52,21 +52,13 @@ def meaning_of(found: Field[Any], annotation: Any) -> str:
     return document.partition("\n")[0]
 
 
-def _default(found: Field[Any]) -> Any:
+def _default(found: Field[Any]) -> str:
+    value = found.default
     if found.default_factory is not NO_DEFAULT:
-        return found.default_factory()
-    return found.default
-
-
-def _shown(value: Any) -> str:
+        value = found.default_factory()
     if value == MISSING:
         return "(required)"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _range(found: Field[Any]) -> Iterator[Any]:
-    if RANGE in found.metadata:
-        yield found.metadata[RANGE]
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:

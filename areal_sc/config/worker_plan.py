@@ -76,36 +76,20 @@ class Plan:
     @property
     def short_places(self) -> list[str]:
         """Places whose known memory is less than what is needed."""
-        short = []
-        for place, needed in self.needed_bytes.items():
-            available = self.available_bytes.get(place)
-            if available is not None and needed > available:
-                short.append(place)
-        return short
+        known = {place: count for place, count in self.available_bytes.items() if count is not None}
+        needed = self.needed_bytes
+        return [place for place in needed if needed[place] > known.get(place, needed[place])]
 
     def lines(self) -> list[str]:
         """The plan as text, one line a worker and one a place."""
-        header = ("worker", "device", "parameters", "optimizer", "KV cache", "store up to")
-        table = [
-            (
-                f"{worker.role}/{worker.index}",
-                worker.device,
-                *map(
-                    format_bytes,
-                    (
-                        worker.parameter_bytes,
-                        worker.optimizer_bytes,
-                        worker.kv_bytes,
-                        worker.store_bytes,
-                    ),
-                ),
-            )
-            for worker in self.workers
-        ]
         lines = [
-            f"{row[0]:<12}{row[1]:<8}" + "".join(f"{cell:>13}" for cell in row[2:])
-            for row in [header, *table]
+            f"{'worker':<12}{'device':<8}{'parameters':>13}{'optimizer':>13}{'KV cache':>13}"
+            f"{'store up to':>13}"
         ]
+        for worker in self.workers:
+            sizes = (worker.parameter_bytes, worker.optimizer_bytes, worker.kv_bytes)
+            cells = (f"{format_bytes(size):>13}" for size in (*sizes, worker.store_bytes))
+            lines.append(f"{f'{worker.role}/{worker.index}':<12}{worker.device:<8}{''.join(cells)}")
         for place, needed in sorted(self.needed_bytes.items()):
             available = self.available_bytes.get(place)
             of = "an unknown amount" if available is None else format_bytes(available)

@@ -22,9 +22,11 @@ DECLARATION = "areal_sc_declaration"
 _Reward = TypeVar("_Reward", bound=RewardFunction)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardDeclaration:
-    """What a sync reward says about itself.
+    """What a sync reward says about itself; a decorator, by the name of `declare_reward`.
+
+    Without one, passing `rollout.reward_timeout_s` rejects the episode.
 
     Attributes:
         late_reward: what it means by taking long: no failure, but this number.
@@ -37,21 +39,12 @@ class RewardDeclaration:
     late_after_s: float
     prepare: Callable[[], None]
 
+    def __call__(self, reward: _Reward) -> _Reward:
+        setattr(reward, DECLARATION, self)
+        return reward
 
-def declare_reward(
-    *, late_reward: float, late_after_s: float, prepare: Callable[[], None]
-) -> Callable[[_Reward], _Reward]:
-    """Decorates a sync reward with a `RewardDeclaration`.
 
-    Without one, passing `rollout.reward_timeout_s` rejects the episode.
-    """
-    declaration = RewardDeclaration(late_reward, late_after_s, prepare)
-
-    def declare(function: _Reward) -> _Reward:
-        setattr(function, DECLARATION, declaration)
-        return function
-
-    return declare
+declare_reward = RewardDeclaration
 
 
 @dataclass

@@ -67,7 +67,6 @@ def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts
             "areal_sc.Prompts, so that workers make it again from its constructor's arguments, or "
             "give areal_sc.JsonlPrompts(path)"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     tell_at = time.monotonic() + PROGRESS_INTERVAL_S
     with replace_file(path) as file:
         iterator = iter(rows)

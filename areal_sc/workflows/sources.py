@@ -7,13 +7,15 @@ a socket; what arrives is the file's number.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import hashlib
 import json
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError, WorkflowError
 from areal_sc.run_folder import RunFolder
 from areal_sc.workflows.base import Prompts, Workflow
@@ -28,19 +30,18 @@ PromptSource = Prompts | Sequence[Mapping[str, Any]]
 class SourceRegistry:
     """Numbers the workflows and datasets that a controller was given.
 
-    Several controllers share the folder, and copies are made in threads: a number belongs to who
-    made its file.
+    Equal sources have the same number, a hash of their reference, so controllers and restarts of
+    the script can share the folder.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = RunFolder(run_dir).sources
         self._numbers: dict[int, int] = {}
-        self._written: dict[str, int] = {}
         self._kept: list[object] = []  # keeps ids in `_numbers` from being reused
         self._prompts: dict[int, Prompts] = {}
 
     def register_workflow(self, workflow: Workflow) -> int:
-        """Number of the workflow; the same object gets the same number.
+        """Number of the workflow; an equal one gets the same number.
 
         Raises: WorkflowError: it cannot be built again in a worker (a lambda, a local class ...).
             RunFolderError: its file cannot be written.
@@ -49,7 +50,9 @@ class SourceRegistry:
             raise WorkflowError(
                 f"expected an instance of areal_sc.Workflow, got {type(workflow).__name__}"
             )
-        return self._register(workflow)
+        if id(workflow) not in self._numbers:
+            self._keep(workflow, self._write(workflow))
+        return self._numbers[id(workflow)]
 
     async def register_prompts_async(self, prompts: PromptSource) -> int:
         """As `register_prompts`, but copies in a thread, so that the event loop goes on.
@@ -66,59 +69,49 @@ class SourceRegistry:
         Raises: WorkflowError: it is empty, too large to be copied, or cannot be built again in a
             worker. RunFolderError: its file cannot be written.
         """
-        known = self._numbers.get(id(prompts))
-        if known is not None:
-            return known
-        if isinstance(prompts, Prompts):
-            dataset = prompts
-        else:
-            with self._new_file("prompts-{}.jsonl") as (_, path):
-                dataset = write_prompts(prompts, path)
-        if len(dataset) == 0:
-            raise WorkflowError(
-                f"the dataset {type(dataset).__name__} is empty: expected at least 1 prompt, got 0"
-            )
-        number = self._register(dataset)
-        self._numbers[id(prompts)] = number
-        self._kept.append(prompts)
-        self._prompts[number] = dataset
-        return number
+        if id(prompts) not in self._numbers:
+            dataset = prompts if isinstance(prompts, Prompts) else self._copy(prompts)
+            if len(dataset) == 0:
+                kind = type(dataset).__name__
+                raise WorkflowError(f"the dataset {kind} is empty: expected at least 1 prompt")
+            number = self._write(dataset)
+            self._prompts[number] = dataset
+            self._keep(prompts, number)
+        return self._numbers[id(prompts)]
 
     def prompts(self, number: int) -> Prompts:
         """The dataset of that number."""
         return self._prompts[number]
 
-    def _register(self, source: Referable) -> int:
-        if id(source) in self._numbers:
-            return self._numbers[id(source)]
-        wire = json.dumps(reference_of(source).to_wire(), sort_keys=True)
-        if wire not in self._written:  # an equal object, made anew, is the same source
-            with self._new_file("{}.json") as (number, path):
-                path.write_text(wire)
-            self._written[wire] = number
-        self._numbers[id(source)] = self._written[wire]
+    def _keep(self, source: object, number: int) -> None:
         self._kept.append(source)
-        return self._written[wire]
+        self._numbers[id(source)] = number
 
-    @contextmanager
-    def _new_file(self, name: str) -> Iterator[tuple[int, Path]]:
-        """A number that is free, and the empty file of that number, which the block fills.
+    def _copy(self, rows: Sequence[Mapping[str, Any]]) -> Prompts:
+        path = self._folder / f"prompts-{secrets.token_hex(8)}.jsonl"
+        with _writing(path):
+            return write_prompts(rows, path)
 
-        Raises: RunFolderError: it cannot be written.
-        """
-        path = self._folder
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            for number in itertools.count():
-                path = self._folder / name.format(number)
-                try:
-                    path.touch(exist_ok=False)
-                    break
-                except FileExistsError:
-                    continue
-            yield number, path
-        except OSError as error:
-            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+    def _write(self, source: Referable) -> int:
+        wire = json.dumps(reference_of(source).to_wire(), sort_keys=True).encode()
+        number = int.from_bytes(hashlib.blake2b(wire, digest_size=6).digest())
+        path = self._folder / f"{number}.json"
+        with _writing(path):
+            write_atomic(path, wire)
+        return number
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Makes the folder of a file that the block writes.
+
+    Raises: RunFolderError: one of them cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
 class SourceReader:

@@ -60,7 +60,7 @@ def test_rows_keep_their_keys_and_text(tmp_path: Path) -> None:
         {"prompt": "a\u2028b", "answer": "ä"},
         {"prompt": "\ud83d", "n": 3, "nested": {"x": [1, None]}},
     ]
-    prompts = write_prompts(rows, tmp_path / "made" / "list.jsonl")
+    prompts = write_prompts(rows, tmp_path / "list.jsonl")
     assert [prompts[i] for i in range(len(prompts))] == rows
 
 
