@@ -1,6 +1,6 @@
 """Finding the final answer of a text, and reading it as quantities, lists and tuples. No sympy.
 
-    text ── final_answer ──► "3 cm and 5 cm" ── read_answer ──► Group("list", 3 cm, 5 cm)
+    text ── final_answer ──► "3 cm and 5 cm" ── read_answer ──► a list of 3 cm and 5 cm
 
 Reading is strict: either all of an answer is understood, or it is no mathematics. A number is never
 picked out of something that was not understood.
@@ -16,13 +16,17 @@ from areal_sc.workflows.math_units import MULTIPLIERS, split_unit
 
 MAX_ANSWER_CHARS = 1000
 
+_NESTED = r"(?:\\.|[^{}\\])*+"
+for _ in range(6):  # braces within braces
+    _NESTED = rf"(?:\\.|[^{{}}\\]|\{{{_NESTED}\}})*+"
+_BOX_COMMAND = r"\\(?:boxed|fbox)\b\s*"
+_BOX = rf"{_BOX_COMMAND}(?:\{{{_NESTED}\}}|(?<=\s)[^\s{{])"
 _MARKER = re.compile(
-    r"####|<answer>|\\(?:boxed|fbox)\s*(?=\{)|\\boxed\s+(?=[^\s{])"
-    r"|\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*"
+    rf"(?P<boxes>{_BOX}(?:[\s$,.;]*(?:(?:and|or)[\s$]*)?{_BOX})*)|(?P<broken>{_BOX_COMMAND})"
+    r"|####|<answer>|\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*"
     r"|\bfinal answer\b\**:?\**\s*\n",
-    re.IGNORECASE,
+    re.IGNORECASE | re.DOTALL,
 )
-_BETWEEN_BOXES = re.compile(r"[\s$,.;]*(?:(?:and|or)[\s$]*)?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s+[A-Z])|(?:(?<![\d)}!])!|\?)(?=\s|$)|\.\s*$")
 _REFUSED_BEHIND = re.compile(
     r"(?:\b(?:not|than|least|most|between|from|no|never|except|times|plus|minus|by|over|nor|below"
@@ -40,6 +44,7 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 _MATH_WORD = re.compile(r".*(?:\\[A-Za-z]|[=+^]).*|[-*/<>|&]|[xyznk]|pi|sqrt.*")
+_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between"}
 _NOT_EMPTY = re.compile(r"[^\s*`$\\\[\]()]|\\[^\[\]()]")
 _CLAUSE_END = re.compile(
     r"(?:[,;]\s*|\s+)\(?(?:because|since|as|so|which|when|where|that|if|after|but|not|for|at"
@@ -62,42 +67,27 @@ _UNREADABLE = re.compile(
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """One expression.
+class Answer:
+    """One value, or a group of them.
 
     Attributes:
-        latex: the expression, in LaTeX that the parser takes.
+        latex: all of it, in LaTeX that the parser takes.
         name: what it is the value of, as `x` in `x = 5`; empty if that is not said.
-        unit: the words behind it, shortened: ("km/h",); without them any unit is meant.
-        is_percent: it was followed by a percent sign.
         equation: the whole of it in LaTeX, where it is an equation.
+        unit: the words behind a value, shortened: ("km/h",); without them any unit is meant.
+        is_percent: a percent sign followed the value.
+        kind: of a group: `list` (no brackets: 3, 4 or 5), `{}`, or the brackets: `()`, `[)`, ...;
+            empty of one value.
+        items: of a group, in the order of the text.
     """
 
     latex: str
     name: str = ""
+    equation: str = ""
     unit: tuple[str, ...] = ()
     is_percent: bool = False
-    equation: str = ""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Several answers.
-
-    Attributes:
-        kind: `list` (no brackets: 3, 4 or 5), `{}`, or the brackets: `()`, `[)`, ...
-        items: in the order of the text.
-        latex: all of it.
-        name: as that of a Quantity.
-    """
-
-    kind: str
-    items: tuple[Answer, ...]
-    latex: str
-    name: str = ""
-
-
-Answer = Quantity | Group
+    kind: str = ""
+    items: tuple[Answer, ...] = ()
 
 
 def final_answer(text: str) -> str | None:
@@ -108,19 +98,16 @@ def final_answer(text: str) -> str | None:
     markers = list(_MARKER.finditer(text))
     if not markers:
         return None
-    marker = markers[-1]
-    if not marker.group().startswith("\\"):
-        return _behind(text[marker.end() :])
-    answer, _ = _box(text, marker.end())
-    start = marker.start()
-    for previous in reversed(markers[:-1]):
-        if not previous.group().startswith("\\"):
-            break
-        content, end = _box(text, previous.end())
-        if end > start or not _BETWEEN_BOXES.fullmatch(text, end, start):
-            break
-        answer, start = f"{content}, {answer}", previous.start()
-    return answer
+    last = markers[-1]
+    if last["boxes"]:
+        boxes = re.findall(_BOX, last["boxes"], re.DOTALL)
+        contents = (re.sub(_BOX_COMMAND, "", box, count=1) for box in boxes)
+        return ", ".join(box[1:-1] if box.startswith("{") else box for box in contents)
+    if last["broken"]:
+        return ""
+    # the rest of the line, or the next line that is not empty; its first sentence
+    lines = [line for line in text[last.end() :].splitlines() if _NOT_EMPTY.search(line)]
+    return _SENTENCE_END.split(lines[0].strip().partition("</")[0])[0] if lines else ""
 
 
 def last_sentence(text: str) -> str:
@@ -144,7 +131,7 @@ def last_expression(sentence: str, *, is_only: bool = False) -> str:
         return ""
     end = len(words) - is_math[::-1].index(True)
     start = end - 1
-    while start > 0 and (is_math[start - 1] or _is_connector(words[start - 1])):
+    while start > 0 and (is_math[start - 1] or words[start - 1].lower() in _CONNECTORS):
         start -= 1
     while not is_math[start]:
         start += 1
@@ -166,33 +153,11 @@ def read_first_clause(text: str) -> Answer | None:
     return read_answer(_CLAUSE_END.sub("", text, count=1)) if len(text) <= 4000 else None
 
 
-def _behind(text: str) -> str:
-    """The rest of the line, or the next line that is not empty; its first sentence."""
-    lines = [line.strip() for line in text.splitlines() if _NOT_EMPTY.search(line)]
-    return _SENTENCE_END.split(lines[0].partition("</")[0])[0] if lines else ""
-
-
-def _box(text: str, start: int) -> tuple[str, int]:
-    """Content of the braces at `start`, and where they end there; nothing without an end."""
-    if text[start : start + 1] != "{":
-        return text[start : start + 1], start + 1
-    depth = 0
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0) * (text[position - 1] != "\\")
-        if depth == 0:
-            return text[start + 1 : position], position + 1
-    return "", len(text)
-
-
 def _looks_like_math(word: str) -> bool:
     bare = word.strip("*_`$.,;:!?()[]{}")
     if any(character in MATH_CHARACTERS or character.isnumeric() for character in bare):
         return True
     return bool(_MATH_WORD.fullmatch(bare or word))
-
-
-def _is_connector(word: str) -> bool:
-    return word.lower().strip(",") in {"and", "or", "", "to", "not", "between"}
 
 
 def _read(text: str) -> Answer | None:
@@ -214,9 +179,7 @@ def _read_equation(text: str, parts: list[str]) -> Answer | None:
     value = _read(parts[-1])
     first = re.sub(r"\s", "", parts[0])
     if value is not None and _NAME.fullmatch(first):
-        if isinstance(value, Quantity):
-            value = replace(value, equation=text)
-        return replace(value, name=first)
+        return replace(value, name=first, equation=text)
     if value is not None and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", first)):
         return value
     quantity = _read_quantity(text)
@@ -238,12 +201,12 @@ def _read_brackets(text: str) -> Answer | None:
     return None
 
 
-def _read_group(kind: str, parts: list[str], text: str) -> Group | None:
+def _read_group(kind: str, parts: list[str], text: str) -> Answer | None:
     items = tuple(item for part in parts if (item := _read(part)) is not None)
-    return Group(kind, items, text) if len(items) == len(parts) else None
+    return Answer(text, kind=kind, items=items) if len(items) == len(parts) else None
 
 
-def _read_quantity(text: str) -> Quantity | None:
+def _read_quantity(text: str) -> Answer | None:
     text, unit = split_unit(text)
     if unit and unit[0] in MULTIPLIERS:
         text, unit = f"({text})\\cdot{MULTIPLIERS[unit[0]]}", unit[1:]
@@ -255,7 +218,7 @@ def _read_quantity(text: str) -> Quantity | None:
         return None
     if _UNREADABLE.search(_COMMAND.sub(" \\\\ ", text)):
         return None
-    return Quantity(text, "", unit, is_percent)
+    return Answer(text, unit=unit, is_percent=is_percent)
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:

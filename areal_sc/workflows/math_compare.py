@@ -7,12 +7,13 @@ rest by math-verify, whose own time limits (signal.alarm) are off: the reward's 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from areal_sc.workflows.math_answer import Answer, Group, Quantity
+from areal_sc.workflows.math_answer import Answer
 
 if TYPE_CHECKING:
     import sympy
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 MIN_ROUNDED_DIGITS = 6
 """A decimal is taken for a number that it rounds, as 0.333333 for 1/3, from so many digits on."""
 
-MAX_EXPONENT = 20_000
-"""Larger powers and factorials are not computed: 9^(9^9) equals only itself."""
+MAX_DIGITS = 20_000
+"""Powers and factorials with more digits are not computed: 9^(9^9) equals only itself."""
 
 _PRECISION = 40
 _EQUAL_DIGITS = 30
@@ -36,26 +37,21 @@ def are_equal(gold: Answer, given: Answer) -> bool:
     """Whether the answer given is the reference answer. Not symmetric: units may be left out."""
     if gold.name and given.name and gold.name != given.name:
         return False
-    if isinstance(gold, Quantity) and isinstance(given, Quantity):
-        return _are_equal_quantities(gold, given)
-    if isinstance(gold, Group) and isinstance(given, Group):
-        return _are_equal_groups(gold, given)
-    for one, other in ((gold, given), (given, gold)):
-        if isinstance(one, Group) and isinstance(other, Quantity):
-            if one.kind == "{}":
-                return len(one.items) == 1 and are_equal(one.items[0], other)
-            return _INEQUALITY.search(other.latex) is not None and _verify(
-                parsed(gold.latex), parsed(given.latex)
-            )
-    return False
+    if bool(gold.kind) == bool(given.kind):
+        return _are_equal_groups(gold, given) if gold.kind else _are_equal_quantities(gold, given)
+    group, value = (gold, given) if gold.kind else (given, gold)
+    if group.kind == "{}":
+        return len(group.items) == 1 and are_equal(group.items[0], value)
+    return _INEQUALITY.search(value.latex) is not None and _verify(
+        parsed(gold.latex), parsed(given.latex)
+    )
 
 
 def check_parsable(answer: Answer) -> None:
     """Raises: ValueError: a part of it is no mathematics that the library takes."""
-    if isinstance(answer, Group):
-        for item in answer.items:
-            check_parsable(item)
-    elif exact_number(answer.latex) is None:
+    for item in answer.items:
+        check_parsable(item)
+    if not answer.kind and exact_number(answer.latex) is None:
         parsed(answer.latex)
 
 
@@ -102,7 +98,7 @@ def parsed(latex: str) -> sympy.Basic:
     return expression
 
 
-def _are_equal_quantities(gold: Quantity, given: Quantity) -> bool:
+def _are_equal_quantities(gold: Answer, given: Answer) -> bool:
     if gold.unit and given.unit and gold.unit != given.unit[: len(gold.unit)]:
         return False
     if gold.is_percent == given.is_percent:
@@ -115,7 +111,7 @@ def _are_equal_quantities(gold: Quantity, given: Quantity) -> bool:
     return counts[0] / 100 == counts[1] or (abs(counts[1]) > 1 and counts[0] == counts[1])
 
 
-def _are_equal_groups(gold: Group, given: Group) -> bool:
+def _are_equal_groups(gold: Answer, given: Answer) -> bool:
     kinds = {gold.kind, given.kind}
     if "{}" not in kinds and len(gold.items) != len(given.items):
         return False
@@ -124,7 +120,7 @@ def _are_equal_groups(gold: Group, given: Group) -> bool:
     return gold.kind == given.kind and all(map(are_equal, gold.items, given.items))
 
 
-def _is_subset(one: Group, other: Group) -> bool:
+def _is_subset(one: Answer, other: Answer) -> bool:
     return all(any(are_equal(item, candidate) for candidate in other.items) for item in one.items)
 
 
@@ -141,7 +137,7 @@ def _are_equal_values(gold: str, given: str) -> bool:
     one, other = parsed(gold), parsed(given)
     if one == other:
         return True
-    if not (_is_computable(one) and _is_computable(other)):
+    if max(_num_digits(one), _num_digits(other)) > MAX_DIGITS:
         return False
     value, other_value = _constant(one), _constant(other)
     if value is None or other_value is None:
@@ -175,7 +171,7 @@ def _rounds_to(value: Any, decimal: str) -> bool:
     return bool(-unit / 2 <= excess < unit)
 
 
-def _are_one_equation(gold: Quantity, given: Quantity) -> bool:
+def _are_one_equation(gold: Answer, given: Answer) -> bool:
     """Whether lhs - rhs of both are the same but for a factor: y = 2x + 3, and 2x - y + 3 = 0."""
     import sympy
 
@@ -183,7 +179,7 @@ def _are_one_equation(gold: Quantity, given: Quantity) -> bool:
     if len(sides) != 2 or not all(isinstance(side, sympy.Eq) for side in sides):
         return False
     one, other = (side.lhs - side.rhs for side in sides)
-    if not (_is_computable(one) and _is_computable(other)) or not one.free_symbols:
+    if max(_num_digits(one), _num_digits(other)) > MAX_DIGITS or not one.free_symbols:
         return False
     factor = sympy.simplify(one / other)
     return bool(factor.is_number and factor.is_finite and factor.is_nonzero)
@@ -209,14 +205,23 @@ def _verify(gold: sympy.Basic, given: sympy.Basic) -> bool:
     )
 
 
-def _is_computable(expression: sympy.Basic) -> bool:
-    """Whether every exponent, and what every factorial is of, is at most MAX_EXPONENT."""
+def _num_digits(expression: Any) -> float:
+    """An upper bound of the digits of all numbers in it, without computing them."""
     import sympy
 
-    growing = sympy.Pow | sympy.exp | sympy.factorial | sympy.factorial2 | sympy.gamma
-    parts = sympy.postorder_traversal(expression)  # an exponent's own exponents come first
-    exponents = (part.args[-1] for part in parts if isinstance(part, growing))
-    return all(part.free_symbols or abs(sympy.N(part)) <= MAX_EXPONENT for part in exponents)
+    if isinstance(expression, sympy.Rational):
+        return math.log10(max(abs(expression.p), expression.q))
+    parts = [_num_digits(part) for part in expression.args]
+    if any(part > MAX_DIGITS for part in parts):
+        return math.inf
+    if isinstance(expression, sympy.Pow | sympy.exp):
+        base = parts[0] if isinstance(expression, sympy.Pow) else 0.44
+        return max(parts[-1], base * 10 ** min(parts[-1], 300))
+    if isinstance(expression, sympy.factorial | sympy.factorial2 | sympy.gamma):
+        return 10 ** min(parts[0], 300) * max(1.0, parts[0])
+    if isinstance(expression, sympy.Add):
+        return max(parts) + math.log10(len(parts))
+    return sum(parts)
 
 
 def _constant(expression: sympy.Basic) -> Any:

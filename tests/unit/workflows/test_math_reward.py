@@ -271,6 +271,9 @@ RIGHT = [
     ("3", "It takes 3 hours to fill the tank."),
     ("15", "She earns $15 per hour."),
     ("3/8", r"\boxed{⅜}"),
+    ("2", r"\fbox{2}"),
+    (r"\sqrt{2}/4", r"\boxed{\frac{\sqrt{\frac{1}{\frac{1}{2}}}}{4}}"),
+    (r"\{1\}", r"so it is \boxed{\{ 1 \}} in all"),
 ]
 
 WRONG = [
@@ -394,6 +397,7 @@ WRONG = [
     # too large to be computed
     ("9", "9^{9^{9^{9}}}"),
     ("9^{9^{9}}", "9^{9^{8}}"),
+    ("9", "9^9^9^9^9^9^9^9^9^9^9^9^9"),
     # near misses
     ("14", "Thus $x+y = 5 + 9 = 14$."),
     (
@@ -511,6 +515,7 @@ WRONG = [
     ("5", "The answer is 5 or 6."),
     ("5", "- 5"),
     ("5", "It isn't 5."),
+    ("4", r"\boxed{4} is too small, so \boxed{5"),
 ]
 
 
