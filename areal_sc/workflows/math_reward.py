@@ -41,7 +41,9 @@ def numeric_match(prompt: Mapping[str, Any], completion: str) -> float:
     """
     gold = _read_reference(str(prompt["answer"]))
     if isinstance(gold, str):
-        return float(_has_words(gold, completion))
+        marked = final_answer(completion)
+        text = completion if marked is None else marked
+        return float(gold in (plain_words(text), plain_words(last_sentence(text))))
     given = _given_answer(completion)
     try:
         return float(given is not None and are_equal(gold, given))
@@ -92,12 +94,6 @@ def _read_reference(text: str) -> Answer | str:
     except ValueError as error:
         raise ValueError(f"the reference answer {text!r} cannot be parsed") from error
     return answer
-
-
-def _has_words(gold: str, completion: str) -> bool:
-    marked = final_answer(completion)
-    text = completion if marked is None else marked
-    return gold in (plain_words(text), plain_words(last_sentence(text)))
 
 
 def _given_answer(completion: str) -> Answer | None:

@@ -57,7 +57,14 @@ def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts
     Raises: WorkflowError: it is empty, has more than `MAX_COPIED_ROWS` rows, or one of them is not
         a dict of JSON values.
     """
-    num_rows, kind = _length_of(rows), type(rows).__name__
+    kind = type(rows).__name__
+    try:
+        num_rows = len(rows)
+    except TypeError:
+        raise WorkflowError(
+            f"the dataset is a {kind} without a length: expected a list of dicts, an instance of a "
+            "class that derives from areal_sc.Prompts, or areal_sc.JsonlPrompts(path)"
+        ) from None
     if num_rows == 0:
         raise WorkflowError("the dataset is empty: expected at least 1 prompt, got 0")
     if num_rows > MAX_COPIED_ROWS:
@@ -77,17 +84,6 @@ def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts
                 logger.warning("copying the dataset (%s): row %d of %d", kind, index + 1, num_rows)
                 tell_at = time.monotonic() + PROGRESS_INTERVAL_S
     return JsonlPrompts(path)
-
-
-def _length_of(rows: Any) -> int:
-    try:
-        return len(rows)
-    except TypeError:
-        raise WorkflowError(
-            f"the dataset is a {type(rows).__name__} without a length: expected a list of dicts, "
-            "an instance of a class that derives from areal_sc.Prompts, or "
-            "areal_sc.JsonlPrompts(path)"
-        ) from None
 
 
 def _json_line(rows: Iterator[Any], index: int, kind: str) -> str:

@@ -23,7 +23,7 @@ import importlib.util
 import sys
 import sysconfig
 import types
-from contextlib import ExitStack
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -152,20 +152,15 @@ def _target_of(obj: Any) -> tuple[str, str | None]:
             "workers: move it to the top level of the module, and pass what it takes from the "
             "surrounding function as arguments of a Workflow's constructor"
         )
-    if not isinstance(module_name, str) or module_name not in sys.modules:
-        raise WorkflowError(
-            f"{kind} {name} cannot be sent to workers: its module {module_name!r} is not imported; "
-            "define it in a file that can be imported"
-        )
-    module = sys.modules[module_name]
+    module = sys.modules.get(module_name)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    if found is not obj:
+    if module is None or found is not obj:
         raise WorkflowError(
             f"{kind} {name} cannot be sent to workers: the name {name} of module {module_name} "
-            f"means {_short(found)}; keep the object under its own name (a method is no function "
-            "of the module)"
+            f"means {_short(found)}; keep the object under its own name, in a file that can be "
+            "imported (a method is no function of the module)"
         )
     location, search_path = _location_of(module)
     return f"{location}:{name}", search_path
@@ -215,15 +210,13 @@ def _import_target(target: str, search_path: str | None) -> Any:
             f"{target} cannot be loaded: {type(error).__name__}: {error}; workers import it from "
             "the same file as the script, with the script's folder on sys.path"
         ) from error
-    for part in qualname.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise WorkflowError(
-                f"{target} cannot be loaded: {location} has no {qualname!r}; is it defined only "
-                'under `if __name__ == "__main__":`?'
-            ) from error
-    return found
+    try:
+        return reduce(getattr, qualname.split("."), found)
+    except AttributeError as error:
+        raise WorkflowError(
+            f"{target} cannot be loaded: {location} has no {qualname!r}; is it defined only "
+            'under `if __name__ == "__main__":`?'
+        ) from error
 
 
 def _load_script(path: Path) -> types.ModuleType:
@@ -236,10 +229,11 @@ def _load_script(path: Path) -> types.ModuleType:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the body runs: dataclasses look their module up
-    with ExitStack() as undo:
-        undo.callback(sys.modules.pop, name)
+    try:
         spec.loader.exec_module(module)
-        undo.pop_all()
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

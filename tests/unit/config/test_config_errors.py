@@ -85,6 +85,14 @@ WriteYaml = Callable[..., Path]
             "expected a section with the keys every_steps, every_minutes, keep, "
             "export_every_steps, got 3",
         ),
+        (
+            "checkpoint={kep:3}",
+            "{kep:3}: unknown setting checkpoint.kep; did you mean checkpoint.keep?",
+        ),
+        (
+            "rollout.generation.top_kk=3",
+            "unknown setting rollout.generation.top_kk; did you mean generation.top_k?",
+        ),
         ("task=3", "override task=3: task: expected a mapping, got 3"),
         (
             "run_dir=${actor.pth}",
@@ -130,6 +138,7 @@ def test_wrong_command_line(load: Load, override: str, message: str) -> None:
         ("rollout: {max_staleness: x}\n", "rollout.max_staleness: expected an integer, got 'x'"),
         ("rollout: {over_bound: x}\n", "rollout.over_bound: expected one of train, mask, "),
         ("checkpoint: [1]\n", "checkpoint: expected a section with the keys every_steps, "),
+        ("actor: {optimizer: 3}\n", "actor.optimizer: expected a section with the keys lr, "),
         ("checkpoint: 1\n", "checkpoint: expected a section with the keys every_steps, "),
         ("rollout:\n", "rollout: expected a section with the keys "),
         ("run_dir: ${nope}\ntotal_steps: 1\nactor: {path: m}\n", "run_dir: ${nope} names no"),
@@ -155,6 +164,7 @@ def test_wrong_yaml(write_yaml: WriteYaml, text: str, message: str) -> None:
         ("sed: 1\n", "base.yaml: unknown setting sed; did you mean seed"),
         ("run_dir: [1\nseed: 2\n", "base.yaml, line 2, column 5: not valid YAML"),
         ("defaults: [nope]\n", "base.yaml: its defaults list names 'nope'"),
+        ("- 1\n", "base.yaml: expected `key: value` lines, got a list"),
     ],
 )
 def test_error_names_the_file_among_composed_ones(

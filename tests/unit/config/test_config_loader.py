@@ -107,6 +107,8 @@ def test_override_wins_over_yaml_wins_over_its_defaults_win_over_schema(
     assert config.actor.path == "derived"
     assert config.actor.num_threads == 2
     assert config.rollout.group_size == GRPOConfig().rollout.group_size
+    path = write_yaml("defaults: [_self_, base]\ntotal_steps: 2\n")  # base comes last
+    assert load_config(["--config", str(path)], GRPOConfig).total_steps == 1
 
 
 def test_composition_from_another_working_directory(tmp_path: Path) -> None:
