@@ -134,12 +134,12 @@ class GenerationConfig:
     """How completions are sampled."""
 
     max_new_tokens: int = setting(128, "most tokens of a completion", ge=1)
-    temperature: float = setting(1.0, "of sampling; 0 (greedy) is for evaluations alone", gt=0)
+    temperature: float = setting(1.0, "sampling temperature; 0 (greedy) only in evaluations", gt=0)
     top_p: float = setting(
         1.0, "sample from the likeliest tokens of this total probability", gt=0, le=1
     )
     top_k: int = setting(0, "sample from this many likeliest tokens; 0: no limit", ge=0)
-    stop_token_ids: list[int] = setting(list, "tokens that end it besides the tokenizer's EOS")
+    stop_token_ids: list[int] = setting(list, "tokens that end a completion, beside EOS")
 
 
 @dataclass
@@ -164,9 +164,9 @@ class PPOConfig:
 
     num_minibatches: int = setting(4, "optimizer updates a training step", ge=1)
     loss: str = setting(
-        "decoupled_ppo", "or one of your own, by import path: package.module:function"
+        "decoupled_ppo", "its name; your own by import path: package.module:function"
     )
-    loss_settings: dict[str, Any] = setting(dict, "of a loss of your own")
+    loss_settings: dict[str, Any] = setting(dict, "settings of a loss of your own")
     clip_low: float = setting(0.2, "the ratio is clipped below 1 - clip_low", gt=0, le=1)
     clip_high: float = setting(0.2, "the ratio is clipped above 1 + clip_high", gt=0)
     clip_center: ClipCenter = setting(ClipCenter.proximal)
@@ -184,11 +184,11 @@ class WeightUpdateConfig(Section):
     """The way of new weights from the trainers to generation."""
 
     method: WeightUpdateMethod = setting(WeightUpdateMethod.pull)
-    folder: str = shared("${run_dir}/weights", "weights", "of method disk; all processes see it")
+    folder: str = shared("${run_dir}/weights", "weights", "for method disk; all processes see it")
     bucket_bytes: int = setting(
-        256 << 20, "weights on their way at a time; two exist at most", ge=1
+        256 << 20, "weights sent at one time; at most two such buckets exist", ge=1
     )
-    step_timeout_s: float = setting(600.0, "limit of a bucket, a load, a meeting of ranks", gt=0)
+    step_timeout_s: float = setting(600.0, "limit of one bucket, load or meeting of ranks", gt=0)
 
 
 @dataclass
@@ -199,7 +199,7 @@ class ServersConfig:
     num_servers: int = setting(1, "servers a worker", ge=1)
     tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1)
     host: str = setting("127.0.0.1", "interface that the servers listen on")
-    ports: list[int] = setting(list, "of the servers, one each; empty: free ones")
+    ports: list[int] = setting(list, "ports of the servers, one each; empty: free ones")
     devices: list[int] = setting(list, "GPU indices, tp_size a server; empty: 0, 1, …")
     args: dict[str, Any] = setting(dict, "arguments of the program: {mem_fraction_static: 0.6}")
     environment: dict[str, str] = setting(dict, "further environment variables of the servers")
@@ -209,7 +209,7 @@ class ServersConfig:
     control_timeout_s: float = setting(60.0, "limit of a pause, a resume, a question", gt=0)
     stop_timeout_s: float = setting(3.0, "between asking a server to end and killing it", gt=0)
     probe_interval_s: float = setting(1.0, "between two looks at a server", gt=0)
-    hung_after_s: float = setting(7.0, "restart a server that is silent and idle for so long", gt=0)
+    hung_after_s: float = setting(7.0, "restart an idle server that is silent for so long", gt=0)
     busy_limit_s: float = setting(
         120.0, "restart a server that is silent for so long, busy or not", gt=0
     )
@@ -243,14 +243,14 @@ class ActorConfig(Section):
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
     dtype: Dtype = setting(
-        Dtype.float32, "of parameters in computation; optimizer state is float32"
+        Dtype.float32, "type of parameters in computation; optimizer state is float32"
     )
     max_tokens_per_micro_batch: int = setting(4096, "tokens of one forward and backward pass", ge=1)
     activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at one time", ge=1)
     num_threads: int = setting(1, "CPU threads a rank", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)
-    seed: int = shared("${seed}", 0, "of initial weights and shuffles", ge=0)
+    seed: int = shared("${seed}", 0, "seed of initial weights and shuffles", ge=0)
     optimizer: OptimizerConfig = setting(OptimizerConfig)
     ppo: PPOConfig = setting(PPOConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
@@ -265,13 +265,13 @@ class RolloutConfig(Section):
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     device: Device = setting(Device.auto)
-    dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "of parameters and KV cache")
+    dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     max_running_sequences: int = setting(64, "decode slots a worker", ge=1)
-    max_context_tokens: int = setting(4096, "prompt and completion together", ge=2)
-    max_episode_tokens: int = setting(0, "an episode's rows together; 0: max_context_tokens", ge=0)
+    max_context_tokens: int = setting(4096, "tokens of prompt and completion together", ge=2)
+    max_episode_tokens: int = setting(0, "tokens of an episode's rows; 0: max_context_tokens", ge=0)
     max_prefill_tokens: int = setting(8192, "prompt tokens computed between two decode steps", ge=1)
     num_threads: int = setting(1, "CPU threads a worker", ge=1)
-    seed: int = shared("${seed}", 0, "of sampling", ge=0)
+    seed: int = shared("${seed}", 0, "seed of sampling", ge=0)
     total_steps: int = shared("${total_steps}", 0, "training steps; 0: admit without end", ge=0)
     train_batch_groups: int = setting(32, "groups a training step (B)", ge=1)
     group_size: int = setting(8, "episodes a prompt", ge=1)
@@ -284,7 +284,7 @@ class RolloutConfig(Section):
     reward_timeout_s: float = setting(30.0, "limit of one reward", gt=0)
     num_reward_processes: int = setting(1, "processes a worker that compute rewards", ge=1)
     on_weight_update: OnWeightUpdate = setting(OnWeightUpdate.interrupt)
-    max_unavailable: int = setting(0, "servers that an update stops at once; 0: all", ge=0)
+    max_unavailable: int = setting(0, "servers that an update stops at one time; 0: all", ge=0)
     max_rejection_rate: float = setting(
         0.5, "the run ends if more of rejection_window groups' episodes are rejected", gt=0, le=1
     )
@@ -310,7 +310,9 @@ class TransportConfig:
     chunk_bytes: int = setting(
         4 << 20, "payload of one request, under one authentication tag", ge=1024, le=4 << 20
     )
-    max_inflight_chunks: int = setting(4, "chunks asked of one owner and not yet here", ge=1)
+    max_inflight_chunks: int = setting(
+        4, "chunks requested from one owner and not yet received", ge=1
+    )
     call_timeout_s: float = setting(600.0, "deadline of a call; a training step is one", gt=0)
     pull_timeout_s: float = setting(300.0, "deadline of a pull", gt=0)
     stalled_peer_timeout_s: float = setting(30.0, "drop a peer that is silent for so long", gt=0)
@@ -365,7 +367,7 @@ class GRPOConfig:
 
     run_dir: str = setting(MISSING, "folder of the run")
     total_steps: int = setting(MISSING, "training steps", ge=1)
-    seed: int = setting(0, "of everything that is random", ge=0)
+    seed: int = setting(0, "seed of everything that is random", ge=0)
     resume: Resume = setting(Resume.auto)
     overwrite: bool = setting(False, "empty the run folder first")
     generation: GenerationConfig = setting(GenerationConfig)
