@@ -52,7 +52,8 @@ def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
         advice = f"did you mean {' or '.join(nearest)}?"
     else:
         section = key.rpartition(".")[0]
-        section = section if section in keys else ""
+        while section not in keys and section:
+            section = section.rpartition(".")[0]
         siblings = [known for known in keys if known.rpartition(".")[0] == section]
         advice = f"{section or 'the top level'} has {', '.join(siblings)}"
     return ConfigError(f"{where}: unknown setting {key}; {advice}")

@@ -77,8 +77,10 @@ class _Composition:
         for key, template in self._shared.items():
             OmegaConf.update(self.config, key, template, merge=False)
 
-    def read_file(self, path: Path) -> None:
+    def read_file(self, path: Path, named_by: tuple[Path, ...] = ()) -> None:
         """Sets what the files of its defaults list say, then what the file itself says."""
+        if path in named_by:
+            raise ConfigError(f"{path}: its defaults list leads back to itself")
         content = _read_mapping(path)
         names = content.pop("defaults", [])
         if not isinstance(names, list):
@@ -88,7 +90,7 @@ class _Composition:
             if name == "_self_":
                 self._set(str(path), "", content)
             elif file.is_file():
-                self.read_file(file)
+                self.read_file(file, (*named_by, path))
             else:
                 raise ConfigError(
                     f"{path}: its defaults list names {name!r}, but there is no {file}"

@@ -78,11 +78,10 @@ def check_config(
     _check_python_values(config)
     check_ranges(config)
     _check_names(config)
-    _check_batch(config)
-    _check_lengths(config)
+    for key, is_met, expected in (*_batch_requirements(config), *_other_requirements(config)):
+        if not is_met:
+            raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
     _check_store(config)
-    _check_times(config)
-    _check_weight_update(config)
     make_generator(config.rollout).check(config)
     return [
         *_distribution_warnings(config),
@@ -102,12 +101,6 @@ def check_models(config: GRPOConfig) -> None:
         check_model_folder(path)
 
 
-def _require(config: GRPOConfig, key: str, is_right: bool, expected: str) -> None:
-    """Raises: ConfigError: what is required of the setting is not so."""
-    if not is_right:
-        raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
-
-
 def _check_python_values(config: GRPOConfig) -> None:
     """Checks settings that were built in Python for what the loader makes sure of."""
     for key in ("run_dir", "total_steps", "actor.path", "rollout.path", "scheduler.run_dir"):
@@ -125,8 +118,6 @@ def _check_names(config: GRPOConfig) -> None:
     for key in ("run_dir", "actor.path", "rollout.path", "transport.bind"):
         if not value_at(config, key):
             raise ConfigError(f"{key}: expected a name, got an empty one")
-    are_ids = all(token >= 0 for token in config.generation.stop_token_ids)
-    _require(config, "generation.stop_token_ids", are_ids, "token ids of at least 0")
     if config.overwrite and config.resume == Resume.must:
         raise ConfigError(
             "resume: must needs the run that overwrite=true would delete; give one of them"
@@ -137,20 +128,13 @@ def _check_names(config: GRPOConfig) -> None:
             f"interfaces ({', '.join(interface_names())}), or 0.0.0.0 for all (ports are chosen by "
             f"the system), got {config.transport.bind!r}: {why}"
         )
-    shared_memory = config.transport.shared_memory
-    _require(
-        config,
-        "transport.shared_memory",
-        shared_memory in ("auto", "off") or os.path.isabs(os.path.expanduser(shared_memory)),
-        "auto, off, or the absolute path of a folder",
-    )
 
 
-def _check_batch(config: GRPOConfig) -> None:
+def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
+    """Numbers of rows and tokens that fit together: (setting, whether it is right, expected)."""
     rollout, ppo = config.rollout, config.actor.ppo
     num_episodes = rollout.train_batch_groups * rollout.group_size
-    _require(
-        config,
+    yield (
         "actor.ppo.num_minibatches",
         ppo.num_minibatches <= num_episodes,
         f"at most {num_episodes} (rollout.train_batch_groups * rollout.group_size, the episodes of "
@@ -159,31 +143,23 @@ def _check_batch(config: GRPOConfig) -> None:
     sizes = {NormScope.group: rollout.group_size, NormScope.batch: num_episodes}
     for key in ("advantage_mean", "advantage_std"):
         scope = value_at(ppo, key)
-        _require(
-            config,
+        yield (
             "rollout.group_size",
             sizes.get(scope, 2) >= 2,
             f"at least 2 with actor.ppo.{key}={scope} (one answer alone has no better or worse)",
         )
-
-
-def _check_lengths(config: GRPOConfig) -> None:
-    rollout = config.rollout
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
-    _require(
-        config,
+    yield (
         "generation.max_new_tokens",
         config.generation.max_new_tokens < context,
         f"less than {named}={context}, which is prompt and answer",
     )
-    _require(
-        config,
+    yield (
         "rollout.max_episode_tokens",
         rollout.episode_tokens >= context,
         f"0 or at least {named}={context}, the longest row",
     )
-    _require(
-        config,
+    yield (
         "actor.max_tokens_per_micro_batch",
         config.actor.max_tokens_per_micro_batch >= context,
         f"at least {named}={context}, the longest row",
@@ -191,9 +167,39 @@ def _check_lengths(config: GRPOConfig) -> None:
     for path in dict.fromkeys((config.actor.path, rollout.path)):
         shape = read_model_shape(path)
         limit = (shape and shape.max_context_tokens) or context
-        _require(
-            config, named, context <= limit, f"at most {limit} (the context of the model in {path})"
-        )
+        yield named, context <= limit, f"at most {limit} (the context of the model in {path})"
+
+
+def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
+    """As `_batch_requirements`, for the rest."""
+    shared_memory, update = config.transport.shared_memory, config.weight_update
+    yield (
+        "generation.stop_token_ids",
+        all(token >= 0 for token in config.generation.stop_token_ids),
+        "token ids of at least 0",
+    )
+    yield (
+        "transport.shared_memory",
+        shared_memory in ("auto", "off") or os.path.isabs(os.path.expanduser(shared_memory)),
+        "auto, off, or the absolute path of a folder",
+    )
+    least = MIN_HEARTBEATS_TO_ORPHAN * config.scheduler.heartbeat_interval_s
+    yield (
+        "scheduler.orphan_timeout_s",
+        config.scheduler.orphan_timeout_s >= least,
+        f"at least {least:g} ({MIN_HEARTBEATS_TO_ORPHAN} heartbeats of "
+        "scheduler.heartbeat_interval_s)",
+    )
+    yield (
+        "rollout.max_unavailable",
+        update.method != WeightUpdateMethod.collective or not config.rollout.max_unavailable,
+        "0 with weight_update.method=collective (a broadcast needs all servers at one time)",
+    )
+    yield (
+        "weight_update.folder",
+        update.method != WeightUpdateMethod.disk or bool(update.folder),
+        "a folder that trainers and servers see",
+    )
 
 
 def _check_store(config: GRPOConfig) -> None:
@@ -214,33 +220,6 @@ def _check_store(config: GRPOConfig) -> None:
             )
 
 
-def _check_times(config: GRPOConfig) -> None:
-    least = MIN_HEARTBEATS_TO_ORPHAN * config.scheduler.heartbeat_interval_s
-    _require(
-        config,
-        "scheduler.orphan_timeout_s",
-        config.scheduler.orphan_timeout_s >= least,
-        f"at least {least:g} ({MIN_HEARTBEATS_TO_ORPHAN} heartbeats of "
-        "scheduler.heartbeat_interval_s)",
-    )
-
-
-def _check_weight_update(config: GRPOConfig) -> None:
-    method = config.weight_update.method
-    _require(
-        config,
-        "rollout.max_unavailable",
-        method != WeightUpdateMethod.collective or not config.rollout.max_unavailable,
-        "0 with weight_update.method=collective (a broadcast needs all servers at one time)",
-    )
-    _require(
-        config,
-        "weight_update.folder",
-        method != WeightUpdateMethod.disk or bool(config.weight_update.folder),
-        "a folder that trainers and servers see",
-    )
-
-
 def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list[str]:
     """Returns: a warning, where float32 is computed on CUDA."""
     actor, rollout = config.actor, config.rollout
@@ -256,13 +235,12 @@ def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list
         device = handle.devices[0]
         if resolved_device(device, num_devices, f"{role}.device") == Device.cpu:
             continue
-        _require(
-            config,
-            f"{role}.{setting}",
-            num_workers <= num_devices,
-            f"at most {num_devices} with {role}.device={device} (the CUDA devices of this machine; "
-            f"{role}.device=cpu needs none)",
-        )
+        if num_workers > num_devices:
+            raise ConfigError(
+                f"{role}.{setting}: expected at most {num_devices} with {role}.device={device} "
+                f"(the CUDA devices of this machine), got {num_workers}; {role}.device=cpu needs "
+                "none"
+            )
         if dtype == Dtype.float32:
             slow.append(f"{role}.dtype=float32")
     return slow and [

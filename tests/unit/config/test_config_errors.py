@@ -164,6 +164,7 @@ def test_wrong_yaml(write_yaml: WriteYaml, text: str, message: str) -> None:
         ("sed: 1\n", "base.yaml: unknown setting sed; did you mean seed"),
         ("run_dir: [1\nseed: 2\n", "base.yaml, line 2, column 5: not valid YAML"),
         ("defaults: [nope]\n", "base.yaml: its defaults list names 'nope'"),
+        ("defaults: [x]\n", "x.yaml: its defaults list leads back to itself"),
         ("- 1\n", "base.yaml: expected `key: value` lines, got a list"),
     ],
 )
