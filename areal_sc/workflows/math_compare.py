@@ -115,13 +115,17 @@ def _are_equal_groups(gold: Answer, given: Answer) -> bool:
     kinds = {gold.kind, given.kind}
     if "{}" not in kinds and len(gold.items) != len(given.items):
         return False
+    if kinds == {"list"}:
+        return all(_count(item, gold) == _count(item, given) for item in gold.items)
     if kinds <= {"list", "{}"}:
-        return _is_subset(gold, given) and _is_subset(given, gold)
+        return all(_count(item, given) for item in gold.items) and all(
+            _count(item, gold) for item in given.items
+        )
     return gold.kind == given.kind and all(map(are_equal, gold.items, given.items))
 
 
-def _is_subset(one: Answer, other: Answer) -> bool:
-    return all(any(are_equal(item, candidate) for candidate in other.items) for item in one.items)
+def _count(item: Answer, group: Answer) -> int:
+    return sum(are_equal(item, candidate) for candidate in group.items)
 
 
 def _are_equal_values(gold: str, given: str) -> bool:
