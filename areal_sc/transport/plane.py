@@ -14,11 +14,11 @@ from areal_sc.transport.arena.backend import ArenaBackend
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.arena.map import ArenaMap
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.grant import BulkOptions
+from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.bulk.server import BulkServer
+from areal_sc.transport.bulk.session import BulkOptions
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.plane_stats import PlaneStats
-from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.transport import Transport
 from areal_sc.transport.tensor_store import TensorStore
