@@ -23,6 +23,7 @@ from typing import Final, Protocol
 import msgspec
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
+from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.messages import (
     FAILURE,
     HELLO,
@@ -53,6 +54,9 @@ from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.socket import Buffer
 
 logger = logging.getLogger(__name__)
+
+IDLE_BUFFER_BYTES: Final = 64 << 20
+"""Memory kept for encrypted replies."""
 
 MAX_WAITING_REPLIES: Final = 64
 """Of one puller; its credits allow fewer."""
@@ -138,7 +142,7 @@ class _Puller:
             raise ProtocolError(f"expected protocol {PREFIX!r}, got {prefix!r}")
         self.name, grant = self._server.granted(session_id)
         self._requests = MessageCipher(grant.request_key, grant.is_encrypted)
-        self._replies = MessageCipher(grant.reply_key, grant.is_encrypted)
+        self._replies = MessageCipher(grant.reply_key, grant.is_encrypted, self._server.pool)
         self._requests.open(HELLO, tag, [self._content])
         self._server.admit(self, session_id)
         self.is_admitted = True
@@ -163,6 +167,7 @@ class BulkServer:
         num_reads: requests answered.
         num_dropped: pullers that were put out.
         sent_bytes: of all replies.
+        pool: memory of encrypted replies.
     """
 
     def __init__(
@@ -177,6 +182,7 @@ class BulkServer:
         self.num_reads = 0
         self.num_dropped = 0
         self.sent_bytes = 0
+        self.pool = BufferPool(IDLE_BUFFER_BYTES)
         self._refused = Refusals(logger, "bulk_refused", source.node_id)
         self._source = source
         self._interface = interface
