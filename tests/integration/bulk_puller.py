@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.grant import BulkOptions, SessionGrant
-from areal_sc.transport.pull_plan import Owner, Piece, Segment
+from areal_sc.transport.bulk.plan import Transfer, shard_slice
+from areal_sc.transport.bulk.session import BulkOptions, Owner, SessionGrant
 
 NUM_BYTES = 64 << 20
 
@@ -43,10 +43,10 @@ async def main(grant: SessionGrant, max_inflight_chunks: int) -> None:
         BulkOptions("stopped", 1 << 20, max_inflight_chunks),
     )
     target = memoryview(bytearray(NUM_BYTES))
-    piece = Piece(owner, "life1.1", {"x": "uint8"}, [0], [NUM_BYTES])
+    rows = shard_slice("life1.1", {"x": "uint8"}, [0], (NUM_BYTES,))
     while True:
         deadline = asyncio.get_running_loop().time() + 60
-        await client.fetch(owner, [Segment(piece, [target])], deadline)
+        await client.fetch(owner, [Transfer(rows, [target])], deadline)
         sys.stdout.write("pulled\n")
         sys.stdout.flush()
 
