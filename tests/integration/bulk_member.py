@@ -11,13 +11,14 @@ import msgspec
 
 from areal_sc.transport.bulk.messages import (
     FAILURE,
+    FAILURES,
     HEAD,
     HELLO,
     PREFIX,
     READ,
     Failure,
     MessageCipher,
-    decode_failure,
+    decoded,
 )
 from areal_sc.transport.bulk.session import SessionGrant
 
@@ -62,7 +63,7 @@ class BulkMember:
         num_bytes, kind, tag = HEAD.unpack(self._exactly(HEAD.size))
         content = memoryview(bytearray(self._exactly(num_bytes)))
         self._replies.open(kind, tag, [content])
-        return decode_failure(content) if kind == FAILURE else bytes(content)
+        return decoded(FAILURES, content) if kind == FAILURE else bytes(content)
 
     async def ask(self, body: Any) -> Failure | bytes:
         """The reply to a request."""

@@ -40,7 +40,7 @@ from areal_sc.transport.bulk.server import (
     MAX_WAITING_REPLIES,
     BulkServer,
 )
-from areal_sc.transport.bulk.session import BulkOptions, Owner, SessionGrant
+from areal_sc.transport.bulk.session import Owner, SessionGrant
 from areal_sc.transport.bulk.stream import connect
 from areal_sc.transport.tensor_store import TensorStore
 
@@ -79,7 +79,7 @@ class Granted:
 
 async def fetch(server: BulkServer, num_bytes: int) -> bytes:
     """The shard's first bytes, as a member of the run gets them."""
-    client = BulkClient(Granted(server), BulkOptions("test"))  # type: ignore[arg-type]
+    client = BulkClient(Granted(server), "test")  # type: ignore[arg-type]
     target = memoryview(bytearray(NUM_BYTES if num_bytes > 1000 else 1000))
     owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
     rows = shard_slice("life1.1", {"x": "uint8"}, [0], (len(target),))

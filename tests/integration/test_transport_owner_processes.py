@@ -16,11 +16,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import PeerSilent, ShardGone
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata, concat
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.puller import Puller
-from areal_sc.transport.bulk.session import BulkOptions
 from areal_sc.transport.rpc.transport import ZmqTransport
 
 OWNER_SCRIPT = Path(__file__).with_name("transport_owner.py")
@@ -112,8 +112,8 @@ async def test_pulls_from_processes_fail_soon_after_their_owners_death(
     of_steady, *of_doomed = [await asyncio.to_thread(owner.batch) for owner in owners]
     transport = ZmqTransport()
     # an owner's silence alone ends no pull here
-    options = BulkOptions("train/0", stalled_timeout_s=PULL_TIMEOUT_S)
-    bulk = BulkClient(transport, options)
+    config = TransportConfig(stalled_peer_timeout_s=PULL_TIMEOUT_S)
+    bulk = BulkClient(transport, "train/0", config)
     puller = Puller(bulk, timeout_s=PULL_TIMEOUT_S)
 
     pulled = await puller.pull(of_steady)
@@ -131,7 +131,7 @@ async def test_pulls_from_processes_fail_soon_after_their_owners_death(
         pull = asyncio.create_task(puller.pull(both))
         async with asyncio.timeout(60):
             # all of the first owner's rows, and some of the other one's; not every chunk is full
-            enough = arrived + num_steady_bytes + NUM_ARRIVED * options.chunk_bytes // 2
+            enough = arrived + num_steady_bytes + NUM_ARRIVED * config.chunk_bytes // 2
             while received_bytes(bulk) < enough and not pull.done():  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0)
         assert not pull.done()
@@ -157,7 +157,8 @@ async def test_a_stopped_owner_is_given_up_unless_it_goes_on(goes_on: bool) -> N
         stack.callback(owner.end)
         batch = await asyncio.to_thread(owner.batch)
         transport = ZmqTransport()
-        bulk = BulkClient(transport, BulkOptions("train/0", stalled_timeout_s=6 if goes_on else 3))
+        config = TransportConfig(stalled_peer_timeout_s=6 if goes_on else 3)
+        bulk = BulkClient(transport, "train/0", config)
         puller = Puller(bulk, timeout_s=PULL_TIMEOUT_S)
         pull = asyncio.create_task(puller.pull(copies_of(batch, NUM_COPIES)))
         async with asyncio.timeout(LIMIT_S):

@@ -6,15 +6,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
 from typing import Final
 
+from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import PeerLost, RpcTimeout, ShardGone
 from areal_sc.transport.bulk.owner_connection import Fetch, OwnerConnection
 from areal_sc.transport.bulk.plan import Transfer, cut
 from areal_sc.transport.bulk.session import (
     DESCRIBE,
-    BulkOptions,
     FieldDescription,
     Owner,
     call_owner,
@@ -30,43 +29,26 @@ SLOW_BYTES_PER_S: Final = 20e6
 """A pull that takes longer than both together allow is logged, with the phase that took longest."""
 
 
-@dataclass(slots=True)
-class PullSeconds:
-    """Where the time of pulls went; of a pull from an owner elsewhere they are all of its time.
-
-    Attributes:
-        connecting: there was no connection to the owner.
-        queueing: until the first request was sent, for want of credit.
-        wire: from then on until all replies were here, without the rest.
-        copying: checking replies; mapping and copying what lies on this node.
-    """
-
-    connecting: float = 0.0
-    queueing: float = 0.0
-    wire: float = 0.0
-    copying: float = 0.0
-
-    def add(self, other: PullSeconds) -> None:
-        for phase in fields(self):
-            setattr(self, phase.name, getattr(self, phase.name) + getattr(other, phase.name))
-
-
 class BulkClient:
     """Fetches from any number of owners; must be used on one running event loop.
 
     Args:
         transport: gives the control connections, which hand over the sessions.
-        options: how to ask.
+        puller: name of this side, for the owners' messages.
+        config: how to ask.
 
     Attributes:
-        seconds: of all fetches that have ended.
+        seconds: where the time of pulls went, by phase; see `PlaneStats`.
     """
 
-    def __init__(self, transport: Transport, options: BulkOptions) -> None:
-        self.seconds = PullSeconds()
+    def __init__(
+        self, transport: Transport, puller: str, config: TransportConfig | None = None
+    ) -> None:
+        self.seconds = {"connecting": 0.0, "queueing": 0.0, "wire": 0.0, "copying": 0.0}
         self._transport = transport
-        self._options = options
-        self._refused = Refusals(logger, "reply_refused", options.puller)
+        self._puller = puller
+        self._config = config or TransportConfig()
+        self._refused = Refusals(logger, "reply_refused", puller)
         self._connections: dict[Owner, OwnerConnection] = {}
         self._is_closed = False
 
@@ -89,7 +71,7 @@ class BulkClient:
         for name in {name for transfer in transfers for name in transfer.rows.fields}:
             check_field_name(name)
         loop = asyncio.get_running_loop()
-        parts = deque(part for it in transfers for part in cut(it, self._options.chunk_bytes))
+        parts = deque(part for it in transfers for part in cut(it, self._config.chunk_bytes))
         shard_id = transfers[0].rows.shard_id
         fetch = Fetch(shard_id, parts, num_bytes, loop.create_future(), loop.time())
         connection = self._connection(owner)
@@ -116,7 +98,7 @@ class BulkClient:
     ) -> list[FieldDescription]:
         """The fields of a shard; raises as `Puller.pull`."""
         left_s = deadline - asyncio.get_running_loop().time()
-        timeout_s = min(self._options.stalled_timeout_s, max(left_s, 0.0))
+        timeout_s = min(self._config.stalled_peer_timeout_s, max(left_s, 0.0))
         try:
             return await call_owner(self._transport, owner, DESCRIBE, shard_id, timeout_s)
         except PeerLost as error:
@@ -137,7 +119,9 @@ class BulkClient:
             self._connections = {
                 other: it for other, it in self._connections.items() if not it.is_ended
             }
-            found = OwnerConnection(owner, self._options, self._transport, self._refused)
+            found = OwnerConnection(
+                owner, self._puller, self._config, self._transport, self._refused
+            )
             self._connections[owner] = found
         return found
 
@@ -146,10 +130,12 @@ class BulkClient:
         total_s = now_s - fetch.begun_s
         queueing_s = max(0.0, (fetch.sent_s or now_s) - fetch.begun_s - connecting_s)
         wire_s = max(0.0, total_s - connecting_s - queueing_s - fetch.copying_s)
-        seconds = PullSeconds(connecting_s, queueing_s, wire_s, fetch.copying_s)
-        self.seconds.add(seconds)
+        phases = zip(self.seconds, (connecting_s, queueing_s, wire_s, fetch.copying_s), strict=True)
+        seconds = dict(phases)
+        for phase, its_s in seconds.items():
+            self.seconds[phase] += its_s
         if total_s > SLOW_PULL_S + num_bytes / SLOW_BYTES_PER_S:
-            phase, longest_s = max(asdict(seconds).items(), key=lambda entry: entry[1])
+            phase, longest_s = max(seconds.items(), key=lambda entry: entry[1])
             logger.warning(
                 "pull_slow owner=%s bytes=%d missing_bytes=%d seconds=%.1f slowest=%s "
                 "slowest_seconds=%.1f",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -59,6 +59,7 @@ _JOINED_BYTES: Final = 16 << 10
 
 _NONCE: Final = struct.Struct("<QI")
 _FAILURES: Final = {cls.__name__: cls for cls in (MetadataError, ProtocolError, ShardGone)}
+T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 
 
@@ -79,6 +80,11 @@ class ShardSlice(msgspec.Struct, array_like=True, frozen=True):
     lengths: tuple[_Count, ...]
     skip: _Count
     num_bytes: _Count
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all fields together."""
+        return len(self.rows) * len(self.fields)
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -102,24 +108,16 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
         return _FAILURES.get(self.error_type, TransportError)(self.message)
 
 
-_requests: Final = msgspec.msgpack.Decoder(list[ShardSlice])
-_failures: Final = msgspec.msgpack.Decoder(Failure)
+REQUESTS: Final = msgspec.msgpack.Decoder(list[ShardSlice])
+FAILURES: Final = msgspec.msgpack.Decoder(Failure)
 
 
-def decode_request(content: Buffer) -> list[ShardSlice]:
-    """Raises: ProtocolError: no correct puller asks this."""
+def decoded(decoder: msgspec.msgpack.Decoder[T], content: Buffer) -> T:
+    """Raises: ProtocolError: no correct peer sends this."""
     try:
-        return _requests.decode(content)
+        return decoder.decode(content)
     except UNDECODABLE as error:
-        raise ProtocolError(f"not a request of the data plane: {str(error)[:200]}") from None
-
-
-def decode_failure(content: Buffer) -> Failure:
-    """Raises: ProtocolError: no correct owner answers this."""
-    try:
-        return _failures.decode(content)
-    except UNDECODABLE as error:
-        raise ProtocolError(f"not a failure of the data plane: {str(error)[:200]}") from None
+        raise ProtocolError(f"not a message of the data plane: {str(error)[:200]}") from None
 
 
 class MessageCipher:

@@ -26,18 +26,19 @@ from typing import Final
 
 import msgspec
 
+from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import (
     ArealError,
     PeerLost,
     PeerSilent,
     ProtocolError,
-    RpcTimeout,
     ServerBusy,
     ShardGone,
     TransportError,
 )
 from areal_sc.transport.bulk.messages import (
     FAILURE,
+    FAILURES,
     HELLO,
     MAX_FAILURE_BYTES,
     MAX_REQUEST_FIELDS,
@@ -46,10 +47,10 @@ from areal_sc.transport.bulk.messages import (
     READ,
     ROWS,
     MessageCipher,
-    decode_failure,
+    decoded,
 )
-from areal_sc.transport.bulk.plan import Transfer, num_values
-from areal_sc.transport.bulk.session import BulkOptions, Owner, request_session
+from areal_sc.transport.bulk.plan import Transfer
+from areal_sc.transport.bulk.session import Owner, request_session
 from areal_sc.transport.bulk.stream import MessageStream, connect
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
@@ -68,8 +69,6 @@ LOOKS_PER_TIMEOUT: Final = 4
 SILENT_LOOKS: Final = 2
 """After so many looks in a row that find nothing moved, the owner is asked for a new session. One
 look alone may come just after a pause of this process, before what has arrived is read."""
-
-_UNNAMED_ERRORS: Final = (PeerSilent, ProtocolError, RpcTimeout, TransportError)
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +111,8 @@ class OwnerConnection:
 
     Args:
         owner: whose shards are asked for.
-        options: how.
+        puller: name of this side, for the owner's messages.
+        config: how to ask.
         transport: gives the control connection, which hands over the session.
         refused: counts replies that the owner cannot have sent.
 
@@ -121,11 +121,17 @@ class OwnerConnection:
     """
 
     def __init__(
-        self, owner: Owner, options: BulkOptions, transport: Transport, refused: Refusals
+        self,
+        owner: Owner,
+        puller: str,
+        config: TransportConfig,
+        transport: Transport,
+        refused: Refusals,
     ) -> None:
         self.owner = owner
         self.is_ended = False
-        self._options = options
+        self._puller = puller
+        self._config = config
         self._transport = transport
         self._refused = refused
         self._loop = asyncio.get_running_loop()
@@ -193,7 +199,7 @@ class OwnerConnection:
         begun_s = time.perf_counter()
         self._replies.open(kind, tag, content)
         share_s = (time.perf_counter() - begun_s) / len(request)
-        failure = decode_failure(content[0]) if kind == FAILURE else None
+        failure = decoded(FAILURES, content[0]) if kind == FAILURE else None
         if failure is not None and failure.slice_number >= len(request):
             raise ProtocolError(f"not an answer to {len(request)} slices: {failure!r:.200}")
         self._unanswered.popleft()
@@ -252,7 +258,9 @@ class OwnerConnection:
             await asyncio.sleep(min(delay_s, MAX_REOPEN_DELAY_S))
             self._num_openings += 1
             try:
-                grant = await request_session(self._transport, self.owner, self._options)
+                grant = await request_session(
+                    self._transport, self.owner, self._puller, self._config
+                )
             except ServerBusy as error:
                 self._last_loss = str(error)
                 continue
@@ -272,16 +280,13 @@ class OwnerConnection:
 
     async def _loss(self) -> Exception:
         """Waits until the connection has ended, or the owner is silent; tells why."""
-        num_silent_looks, seen_bytes = 0, -1
-        after_s = self._options.stalled_timeout_s / LOOKS_PER_TIMEOUT
-        while num_silent_looks < SILENT_LOOKS:
+        after_s = self._config.stalled_peer_timeout_s / LOOKS_PER_TIMEOUT
+        while True:
             if (await asyncio.wait([self._lost], timeout=after_s))[0]:
                 return self._lost.result()
             assert self._stream is not None
-            is_silent = bool(self._unanswered) and self._stream.moved_bytes == seen_bytes
-            num_silent_looks = num_silent_looks + 1 if is_silent else 0
-            seen_bytes = self._stream.moved_bytes
-        return PeerSilent("it was silent")
+            if self._stream.count_idle_looks() >= SILENT_LOOKS and self._unanswered:
+                return PeerSilent("it was silent")
 
     def _disconnect(self) -> None:
         """What was not answered waits again."""
@@ -308,7 +313,7 @@ class OwnerConnection:
 
     def _ask(self) -> None:
         self._is_asking_scheduled = False
-        room = self._options.chunk_bytes * (self._options.max_inflight_chunks - 1)
+        room = self._config.chunk_bytes * (self._config.max_inflight_chunks - 1)
         try:
             while (
                 self._stream is not None
@@ -333,7 +338,7 @@ class OwnerConnection:
         when there is credit, not when a pull begins, so small pulls share them.
         """
         request: Request = []
-        room, rows, fields = self._options.chunk_bytes, MAX_REQUEST_ROWS, MAX_REQUEST_FIELDS
+        room, rows, fields = self._config.chunk_bytes, MAX_REQUEST_ROWS, MAX_REQUEST_FIELDS
         while self._fetches:
             fetch = self._fetches.popleft()
             if fetch.done.done():  # it failed, or nobody waits for it any more
@@ -341,7 +346,7 @@ class OwnerConnection:
             while fetch.waiting:
                 transfer = fetch.waiting[0]
                 room -= transfer.rows.num_bytes
-                rows -= num_values(transfer)
+                rows -= transfer.rows.num_rows
                 fields -= len(transfer.rows.fields)
                 if min(room, rows, fields) < 0:
                     self._fetches.append(fetch)
@@ -356,10 +361,10 @@ class OwnerConnection:
         return ShardGone(f"{where} is gone with its owner: {error}")
 
     def _named(self, error: ArealError, shard_id: str) -> ArealError:
-        """The error with the shard and the owner, where it does not name them yet."""
-        if shard_id in str(error) or type(error) not in _UNNAMED_ERRORS:
-            return error
-        return type(error)(f"shard {shard_id} on {self.owner.node_id}: {error}")
+        """The error with the shard and the owner, which those of a connection do not name."""
+        if type(error) in (PeerSilent, ProtocolError, TransportError):
+            return type(error)(f"shard {shard_id} on {self.owner.node_id}: {error}")
+        return error
 
 
 def _num_bytes(request: Request) -> int:

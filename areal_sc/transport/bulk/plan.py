@@ -132,11 +132,6 @@ def window(parts: Iterable[memoryview], start: int, num_bytes: int) -> list[memo
     return found
 
 
-def num_values(transfer: Transfer) -> int:
-    """Values of all fields' rows together, as the owner has to look them up."""
-    return len(transfer.rows.rows) * len(transfer.rows.fields)
-
-
 def cut(transfer: Transfer, max_bytes: int) -> Iterator[Transfer]:
     """The transfer in parts that each fit into a request; empty rows ask for nothing."""
     whole = transfer.rows
@@ -144,7 +139,7 @@ def cut(transfer: Transfer, max_bytes: int) -> Iterator[Transfer]:
         return
     if (
         whole.num_bytes <= max_bytes
-        and num_values(transfer) <= MAX_REQUEST_ROWS
+        and whole.num_rows <= MAX_REQUEST_ROWS
         and len(whole.fields) <= MAX_REQUEST_FIELDS
     ):
         yield transfer

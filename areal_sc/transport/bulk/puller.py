@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -56,13 +56,6 @@ MAX_QUICK_SLICES: Final = 250
 the event loop goes on."""
 
 T = TypeVar("T")
-
-
-class _Missing(NamedTuple):
-    """A tensor to make, of `numel` values."""
-
-    dtype: torch.dtype
-    numel: int
 
 
 class Puller:
@@ -122,14 +115,13 @@ class Puller:
         batch, dtypes, slices = await _computed(
             len(batch.shards), lambda: slices_of(batch, fields, rows)
         )
-        lengths = batch.sequence_lengths
-        numel = sum(lengths)
         names = fields if fields is not None else dtypes
-        missing = {name: _Missing(dtype_named(dtypes[name]), numel) for name in names}
-        tensors = await self._tensors(missing, slices, deadline)
+        tensors = await self._tensors({name: dtypes[name] for name in names}, slices, deadline)
         advantages = [row.advantage for row in batch.rows if row.advantage is not None]
         has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
-        return PackedRows(tensors, lengths, tuple(advantages) if has_advantages else None)
+        return PackedRows(
+            tensors, batch.sequence_lengths, tuple(advantages) if has_advantages else None
+        )
 
     async def pull_weights(
         self, weights: WeightsReference, *, max_bucket_bytes: int = 256 << 20
@@ -149,7 +141,7 @@ class Puller:
         )
         for bucket in _buckets(ranks, max_bucket_bytes):
             of_ranks = [[rank[name] for name in bucket if name in rank] for rank in ranks]
-            pulled = await _all_of(self._flat(slices, deadline) for slices in of_ranks)
+            pulled = await _all_of(self._tensors({}, slices, deadline) for slices in of_ranks)
             handed_over = loop.time()
             for name in bucket:
                 yield name, [parts.pop(name) for parts in pulled if name in parts]
@@ -162,32 +154,34 @@ class Puller:
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
 
-    async def _flat(self, slices: Sequence[OwnedSlice], deadline: float) -> dict[str, torch.Tensor]:
-        """A tensor for each slice, which has one field."""
-        missing = {}
-        for owned in slices:
-            ((name, dtype),) = owned.rows.fields.items()
-            missing[name] = _Missing(dtype_named(dtype), sum(owned.rows.lengths))
-        return await self._tensors(missing, slices, deadline)
-
     async def _tensors(
-        self, missing: Mapping[str, _Missing], slices: Sequence[OwnedSlice], deadline: float
+        self, dtypes: Mapping[str, str], slices: Sequence[OwnedSlice], deadline: float
     ) -> dict[str, torch.Tensor]:
-        """The tensors: each a view where that is possible, else a copy."""
+        """Each field's tensor: a view where that is possible, else a copy.
+
+        Args:
+            dtypes: of fields that may have no slices; they come first.
+        """
         views, copied = await _computed(len(slices), lambda: self._views(slices))
         self.mapped_bytes += sum(view.nbytes for view in views.values())
-        rest = {name: entry for name, entry in missing.items() if name not in views}
+        dtypes = {**dtypes, **{f: dtype for it in slices for f, dtype in it.rows.fields.items()}}
+        rest = {f: dtype_named(dtype) for f, dtype in dtypes.items() if f not in views}
         copies = await self._copied(rest, copied, deadline) if rest else {}
-        return {name: (views if name in views else copies)[name] for name in missing}
+        return {name: (views if name in views else copies)[name] for name in dtypes}
 
     async def _copied(
-        self, missing: Mapping[str, _Missing], slices: Iterable[OwnedSlice], deadline: float
+        self, dtypes: Mapping[str, torch.dtype], slices: Iterable[OwnedSlice], deadline: float
     ) -> dict[str, torch.Tensor]:
         """The tensors, joined in one buffer."""
+        numel = dict.fromkeys(dtypes, 0)
+        for _, rows, _ in slices:
+            num_values = sum(rows.lengths)
+            for name in rows.fields:
+                numel[name] += num_values
         starts, size = {}, 0
-        for name, (dtype, numel) in missing.items():
+        for name, dtype in dtypes.items():
             starts[name] = size
-            size += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            size += -(-numel[name] * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         buffer = self._pool.take(size)
         memory = buffer.data
         transfers: dict[Owner, list[Transfer]] = {}
@@ -195,17 +189,17 @@ class Puller:
             num_values = sum(rows.lengths)
             destinations = []
             for name in rows.fields:
-                itemsize = missing[name].dtype.itemsize
+                itemsize = dtypes[name].itemsize
                 start = starts[name] + offset * itemsize
                 destinations.append(memory[start : start + num_values * itemsize])
             if rows.num_bytes:
                 transfers.setdefault(owner, []).append(Transfer(rows, destinations))
         await self._fill(transfers, deadline)
         return {
-            name: torch.frombuffer(buffer, dtype=dtype, count=numel, offset=starts[name])
-            if numel
+            name: torch.frombuffer(buffer, dtype=dtype, count=numel[name], offset=starts[name])
+            if numel[name]
             else torch.empty(0, dtype=dtype)
-            for name, (dtype, numel) in missing.items()
+            for name, dtype in dtypes.items()
         }
 
     def _views(
@@ -247,7 +241,7 @@ class Puller:
             begun_s = time.perf_counter()
             num_slices = sum(map(len, readable.values()))
             await run_copies(await _computed(num_slices, lambda: self._planned(readable)))
-            self._bulk.seconds.copying += time.perf_counter() - begun_s
+            self._bulk.seconds["copying"] += time.perf_counter() - begun_s
         await _all_of(self._bulk.fetch(*each, deadline) for each in elsewhere.items())
 
     def _planned(self, transfers: Mapping[Owner, Iterable[Transfer]]) -> list[Copy]:

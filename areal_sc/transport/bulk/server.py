@@ -33,10 +33,11 @@ from areal_sc.transport.bulk.messages import (
     MAX_REQUEST_ROWS,
     PREFIX,
     READ,
+    REQUESTS,
     ROWS,
     Failure,
     MessageCipher,
-    decode_request,
+    decoded,
 )
 from areal_sc.transport.bulk.plan import find_bytes, window
 from areal_sc.transport.bulk.session import (
@@ -95,15 +96,6 @@ class _Puller:
         self._content = memoryview(b"")
         self._requests: MessageCipher  # since it is admitted, as `_replies`
         self._replies: MessageCipher
-        self._seen_bytes = 0
-        self._num_idle_checks = 0
-
-    def check_life(self) -> int:
-        """How many checks in a row, this one included, have found that nothing moves."""
-        is_idle = self.stream.moved_bytes == self._seen_bytes
-        self._num_idle_checks = self._num_idle_checks + 1 if is_idle else 0
-        self._seen_bytes = self.stream.moved_bytes
-        return self._num_idle_checks
 
     def on_head(self, kind: int, num_bytes: int) -> Sequence[memoryview]:
         """Raises: ProtocolError: no correct puller sends such a message."""
@@ -266,9 +258,9 @@ class BulkServer:
         parts: list[memoryview] = []
         number, room, num_rows = 0, MAX_REPLY_BYTES, MAX_REQUEST_ROWS
         try:
-            for wanted in decode_request(content):
+            for wanted in decoded(REQUESTS, content):
                 room -= wanted.num_bytes
-                num_rows -= len(wanted.rows) * len(wanted.fields)
+                num_rows -= wanted.num_rows
                 if room < 0 or num_rows < 0:
                     raise ProtocolError(
                         f"a reply has at most {MAX_REPLY_BYTES} bytes of {MAX_REQUEST_ROWS} rows"
@@ -332,5 +324,5 @@ class BulkServer:
 
     def _check_lives(self) -> None:
         for puller in list(self._pullers):
-            if puller.check_life() > CHECKS_PER_TIMEOUT:
+            if puller.stream.count_idle_looks() > CHECKS_PER_TIMEOUT:
                 self.drop(puller, f"nothing moves for {self._reply_timeout_s:g} s")

@@ -7,11 +7,11 @@ its keys.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta, Struct
 
+from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import PeerSilent, ProtocolError, RpcTimeout
 from areal_sc.transport.bulk.messages import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
@@ -25,26 +25,6 @@ class Owner(NamedTuple):
     node_id: str
     node_addr: str
     incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class BulkOptions:
-    """How a puller asks.
-
-    Attributes:
-        puller: name of this side, for the owners' messages.
-        chunk_bytes: payload of one request, at most.
-        max_inflight_chunks: so much is asked for and not yet here, of one owner, over all pulls.
-        is_encrypted: as the owners are configured; another one is refused.
-        stalled_timeout_s: how long an owner that gives no sign of life may take to answer its
-            control socket.
-    """
-
-    puller: str
-    chunk_bytes: int = 4 << 20
-    max_inflight_chunks: int = 4
-    is_encrypted: bool = False
-    stalled_timeout_s: float = 30.0
 
 
 _SessionId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
@@ -94,14 +74,16 @@ DESCRIBE: Final = Method("bulk.describe", str, list[FieldDescription])
 """Its argument is the id of a shard."""
 
 
-async def request_session(transport: Transport, owner: Owner, options: BulkOptions) -> SessionGrant:
+async def request_session(
+    transport: Transport, owner: Owner, puller: str, config: TransportConfig
+) -> SessionGrant:
     """Raises: ProtocolError: it encrypts and this side does not, or the other way round. Else as
     `call_owner`."""
-    timeout_s = options.stalled_timeout_s
-    grant = await call_owner(transport, owner, OPEN_SESSION, options.puller, timeout_s)
-    if grant.is_encrypted != options.is_encrypted:
+    timeout_s = config.stalled_peer_timeout_s
+    grant = await call_owner(transport, owner, OPEN_SESSION, puller, timeout_s)
+    if grant.is_encrypted != config.encrypt:
         raise ProtocolError(
-            f"transport.encrypt is {options.is_encrypted} here and {grant.is_encrypted} on "
+            f"transport.encrypt is {config.encrypt} here and {grant.is_encrypted} on "
             f"{owner.node_id}: it has to be the same in the whole run"
         )
     return grant

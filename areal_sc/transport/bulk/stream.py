@@ -106,7 +106,16 @@ class MessageStream:
         self._awaits_room = False
         self._low_water = 1
         self._max_low_water = 0  # not known yet
+        self._seen_bytes = 0
+        self._num_idle_looks = 0
         self._loop.add_reader(connection, self._on_readable)
+
+    def count_idle_looks(self) -> int:
+        """How many calls in a row, this one included, have found that nothing moved since."""
+        is_idle = self.moved_bytes == self._seen_bytes
+        self._num_idle_looks = self._num_idle_looks + 1 if is_idle else 0
+        self._seen_bytes = self.moved_bytes
+        return self._num_idle_looks
 
     @property
     def num_waiting(self) -> int:
@@ -277,11 +286,10 @@ def configure(connection: socket.socket) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNSENT_TIMEOUT_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNSENT_TIMEOUT_MS)
 
 
 def _first(views: Iterable[memoryview], num_bytes: int) -> list[memoryview]:

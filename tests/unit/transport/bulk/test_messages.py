@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
 from areal_sc.transport.bulk.messages import (
     FAILURE,
+    FAILURES,
     HEAD,
     HELLO,
     READ,
+    REQUESTS,
     ROWS,
     Failure,
     MessageCipher,
     ShardSlice,
-    decode_failure,
-    decode_request,
+    decoded,
 )
 
 KEY = bytes(range(32))
@@ -144,9 +145,9 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_and_failures_cross_the_wire() -> None:
-    assert decode_request(msgspec.msgpack.encode([ASKED] * 2)) == [ASKED] * 2
+    assert decoded(REQUESTS, msgspec.msgpack.encode([ASKED] * 2)) == [ASKED] * 2
     failure = Failure(2, "ShardGone", "x")
-    assert decode_failure(msgspec.msgpack.encode(failure)) == failure
+    assert decoded(FAILURES, msgspec.msgpack.encode(failure)) == failure
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,9 @@ def test_requests_and_failures_cross_the_wire() -> None:
     ],
 )
 def test_bodies_that_no_member_sends_are_refused(body: bytes) -> None:
-    for decode in (decode_request, decode_failure):
-        with pytest.raises(ProtocolError, match="of the data plane"):
-            decode(body)
+    for decoder in (REQUESTS, FAILURES):
+        with pytest.raises(ProtocolError, match="not a message of the data plane"):
+            decoded(decoder, body)
 
 
 @pytest.mark.parametrize("error", [ShardGone("a"), MetadataError("b"), ProtocolError("c")])

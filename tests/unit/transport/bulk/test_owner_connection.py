@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from areal_sc.config.schema import TransportConfig
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS
 from areal_sc.transport.bulk.owner_connection import Fetch, OwnerConnection
 from areal_sc.transport.bulk.plan import Transfer, cut, shard_slice
-from areal_sc.transport.bulk.session import BulkOptions, Owner
+from areal_sc.transport.bulk.session import Owner
 
 OWNER = Owner("rollout/0", "tcp://10.0.0.1:5", "life1")
 REQUEST_BYTES = 100
@@ -31,8 +32,9 @@ class SilentTransport:
 
 @asynccontextmanager
 async def owner_connection(chunk_bytes: int = REQUEST_BYTES) -> AsyncIterator[OwnerConnection]:
-    options = BulkOptions("train/0", chunk_bytes)
-    connection = OwnerConnection(OWNER, options, cast(Any, SilentTransport()), cast(Any, None))
+    config = TransportConfig(chunk_bytes=chunk_bytes)
+    transport = cast(Any, SilentTransport())
+    connection = OwnerConnection(OWNER, "train/0", config, transport, cast(Any, None))
     try:
         yield connection
     finally:

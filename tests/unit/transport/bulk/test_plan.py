@@ -15,7 +15,6 @@ from areal_sc.transport.bulk.plan import (
     cut,
     find_bytes,
     first_of_run,
-    num_values,
     shard_slice,
     window,
 )
@@ -64,7 +63,7 @@ def test_parts_carry_every_byte_to_its_place(
         parts = list(cut(whole, max_bytes))
     for part in parts:
         assert 0 < part.rows.num_bytes == sum(map(len, part.destinations)) <= max_bytes
-        assert num_values(part) <= max_rows
+        assert part.rows.num_rows <= max_rows
         sent = content(shard, part.rows)
         for place in part.destinations:
             place[:], sent = sent[: len(place)], sent[len(place) :]
