@@ -188,7 +188,7 @@ class OwnerConnection:
         else:
             request = self._unanswered[0]
             self._content = [part for _, transfer in request for part in transfer.destinations]
-            expected = sum(transfer.rows.num_bytes for _, transfer in request)
+            expected = _num_bytes(request)
             if kind != ROWS or num_bytes != expected:
                 raise ProtocolError(f"expected {expected} bytes of payload, got {num_bytes}")
         return self._content
@@ -206,13 +206,13 @@ class OwnerConnection:
         self._content = ()
         self._inflight_bytes -= _num_bytes(request)
         self._num_openings, self._last_loss = 0, ""
-        if failure is not None:
-            # only the pull that asked for it fails; the others ask again
+        for fetch, transfer in request:
+            fetch.copying_s += share_s
+            if failure is None:
+                fetch.arrived(transfer.rows.num_bytes)
+        if failure is not None:  # only the pull that asked for it fails; the others ask again
             request[failure.slice_number][0].fail(failure.error)
             self._put_back(request)
-        for fetch, transfer in request if failure is None else ():
-            fetch.copying_s += share_s
-            fetch.arrived(transfer.rows.num_bytes)
         self._ask_soon()
 
     def on_lost(self, reason: Exception) -> None:
@@ -220,7 +220,7 @@ class OwnerConnection:
         if isinstance(reason, ProtocolError):
             self._refused.add(reason)
             for fetch, _ in self._unanswered[0] if self._unanswered else ():
-                fetch.fail(self._named(reason, fetch.shard_id))
+                fetch.fail(self._failure(reason, fetch.shard_id))
         if not self._lost.done():
             self._lost.set_result(reason)
 
@@ -243,7 +243,7 @@ class OwnerConnection:
             self.is_ended = True
             self._disconnect()
             for fetch in self._fetches:
-                fetch.fail(self._end_of(fetch, error))
+                fetch.fail(self._failure(error, fetch.shard_id))
             self._fetches.clear()
 
     async def _open(self) -> None:
@@ -261,15 +261,10 @@ class OwnerConnection:
                 grant = await request_session(
                     self._transport, self.owner, self._puller, self._config
                 )
-            except ServerBusy as error:
-                self._last_loss = str(error)
-                continue
-            try:
                 connection = await connect(grant.address)
-            except ArealError as error:  # it lives: its control socket has just answered
-                self._last_loss = str(error)
-                continue
-            break
+                break
+            except (ServerBusy, OSError) as error:  # it lives: its control socket has answered
+                self._last_loss = f"no connection: {error}"
         self._connecting_s, self._connecting_since_s = self.connecting_s, None
         self._requests = MessageCipher(grant.request_key, grant.is_encrypted)
         self._replies = MessageCipher(grant.reply_key, grant.is_encrypted)
@@ -354,16 +349,13 @@ class OwnerConnection:
                 request.append((fetch, fetch.waiting.popleft()))
         return request
 
-    def _end_of(self, fetch: Fetch, error: ArealError | str) -> ArealError:
-        if isinstance(error, ArealError) and not isinstance(error, PeerLost):
-            return self._named(error, fetch.shard_id)
-        where = f"shard {fetch.shard_id} on {self.owner.node_id}"
-        return ShardGone(f"{where} is gone with its owner: {error}")
-
-    def _named(self, error: ArealError, shard_id: str) -> ArealError:
-        """The error with the shard and the owner, which those of a connection do not name."""
+    def _failure(self, error: ArealError | str, shard_id: str) -> ArealError:
+        """What a pull of the shard raises; errors of a connection do not name it themselves."""
+        where = f"shard {shard_id} on {self.owner.node_id}"
+        if isinstance(error, PeerLost | str):
+            return ShardGone(f"{where} is gone with its owner: {error}")
         if type(error) in (PeerSilent, ProtocolError, TransportError):
-            return type(error)(f"shard {shard_id} on {self.owner.node_id}: {error}")
+            return type(error)(f"{where}: {error}")
         return error
 
 

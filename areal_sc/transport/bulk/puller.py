@@ -136,9 +136,7 @@ class Puller:
         Raises: as `pull`.
         """
         loop, deadline = asyncio.get_running_loop(), self._deadline()
-        ranks = await asyncio.gather(
-            *(self._parameters(*shard, deadline) for shard in weights.shards)
-        )
+        ranks = await _all_of(self._parameters(*shard, deadline) for shard in weights.shards)
         for bucket in _buckets(ranks, max_bucket_bytes):
             of_ranks = [[rank[name] for name in bucket if name in rank] for rank in ranks]
             pulled = await _all_of(self._tensors({}, slices, deadline) for slices in of_ranks)

@@ -59,6 +59,9 @@ logger = logging.getLogger(__name__)
 IDLE_BUFFER_BYTES: Final = 64 << 20
 """Memory kept for encrypted replies."""
 
+MAX_SESSIONS: Final = 16_384
+"""Pullers at one time, and sessions not shown yet; beyond, the oldest is forgotten."""
+
 MAX_WAITING_REPLIES: Final = 64
 """Of one puller; its credits allow fewer."""
 
@@ -152,7 +155,6 @@ class BulkServer:
         source: the store.
         interface: where the socket listens.
         is_encrypted: payload is encrypted, not only authenticated.
-        max_sessions: pullers at one time, and sessions not shown yet; the oldest is forgotten.
         reply_timeout_s: how long a puller may neither ask nor read.
 
     Attributes:
@@ -168,7 +170,6 @@ class BulkServer:
         *,
         interface: Interface = LOOPBACK,
         is_encrypted: bool = False,
-        max_sessions: int = 16_384,
         reply_timeout_s: float = 30.0,
     ) -> None:
         self.num_reads = 0
@@ -179,7 +180,6 @@ class BulkServer:
         self._source = source
         self._interface = interface
         self._is_encrypted = is_encrypted
-        self._max_sessions = max_sessions
         self._reply_timeout_s = reply_timeout_s
         self._grants: OrderedDict[bytes, tuple[str, SessionGrant]] = OrderedDict()
         # both in the order of their coming
@@ -225,7 +225,7 @@ class BulkServer:
         """A new session, for whoever the control socket has let in."""
         grant = SessionGrant.create(self._address, self._is_encrypted)
         self._grants[grant.session_id] = puller, grant
-        if len(self._grants) > self._max_sessions:
+        if len(self._grants) > MAX_SESSIONS:
             self._grants.popitem(last=False)
         return grant
 
@@ -249,7 +249,7 @@ class BulkServer:
         del self._grants[session_id]
         self._callers.pop(puller).cancel()
         self._pullers[puller] = None
-        if len(self._pullers) > self._max_sessions:
+        if len(self._pullers) > MAX_SESSIONS:
             self.drop(next(iter(self._pullers)), "too many pullers")
 
     def answer(self, content: Buffer) -> tuple[int, Sequence[Buffer]]:

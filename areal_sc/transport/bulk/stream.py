@@ -1,9 +1,9 @@
 """One end of a connection of the data plane.
 
-The event loop reads and writes the socket itself: content is received where it belongs, and sent
-from where it lies. (ZMQ's library receives every message in memory of its own, on a thread of its
-own: a pull then takes 1.2 to 1.6 times as long on two cores. The transports of asyncio copy what
-the kernel does not take at once, and receive into one place at a time.)
+Content is received where it belongs, and sent from where it lies. (ZMQ's library receives every
+message in memory of its own, on a thread of its own: a pull then takes 1.2 to 1.6 times as long on
+two cores. The transports of asyncio copy what the kernel does not take at once, and receive into
+one place at a time.)
 
 consumes     the connection's bytes, as the kernel has them; messages to send
 waits for    readiness of the socket; a message is made when there is room for it
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
-from areal_sc.errors import PeerLost, ProtocolError
+from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.messages import HEAD
 from areal_sc.transport.endpoint import (
     HANDSHAKE_TIMEOUT_MS,
@@ -44,15 +44,12 @@ _STAGING_BYTES: Final = 16 << 10
 
 _MAX_LOW_WATER_BYTES: Final = 1 << 20
 """Within a large content the kernel reports no readiness before so much of it, or its rest, is
-there: every wake-up costs both ends as much as moving some 20 KiB. Without it a pull of 16 MiB or
-more takes a tenth more CPU."""
-
-_WINDOW_BYTES: Final = 16 << 20
-"""Asked for as receive window, once a large content comes; the system allows less."""
+there. Each wake-up costs both ends as much as moving some 20 KiB: pulls of 16 MiB or more would
+take a tenth more CPU."""
 
 _WINDOW_LOW_WATERS: Final = 4
-"""The window must hold the low water mark and more: a sender that finds less room than a segment
-sends nothing, and a reader that waits for more than is there makes none, until a timer fires."""
+"""The receive window holds the low water mark several times: a sender that finds less room than a
+segment sends nothing, and a reader that waits for more than is there makes none."""
 
 _MAX_BUFFERS: Final = 64
 """Of one read or write; the kernel allows 1,024."""
@@ -62,21 +59,16 @@ _GATHERED_BYTES: Final = 64 << 10
 
 
 class MessageSink(Protocol):
-    """Who takes the messages; called on the event loop. Any error that it raises ends the
-    connection."""
+    """Who takes the messages. Any error that it raises ends the connection."""
 
     def on_head(self, kind: int, num_bytes: int) -> Sequence[memoryview]:
-        """Memory for the content, of just its size; all of it together."""
-        ...
+        """Memory for the content, in parts, of just its size."""
 
     def on_message(self, kind: int, tag: bytes) -> None:
         """The content is there."""
-        ...
 
     def on_lost(self, reason: Exception) -> None:
-        """Nothing more comes; a ProtocolError is the peer's fault. Called at most once, and not
-        after `close`."""
-        ...
+        """Nothing more comes; a ProtocolError is the peer's fault. Not called after `close`."""
 
 
 class MessageStream:
@@ -215,9 +207,9 @@ class MessageStream:
         option = socket.SOL_SOCKET, socket.SO_RCVLOWAT
         if self._num_missing > _STAGING_BYTES:
             if not self._max_low_water:
-                self._socket.setsockopt(*option, _WINDOW_BYTES)
-                window = self._socket.getsockopt(*option)
-                self._max_low_water = min(_MAX_LOW_WATER_BYTES, window // _WINDOW_LOW_WATERS)
+                self._socket.setsockopt(*option, _WINDOW_LOW_WATERS * _MAX_LOW_WATER_BYTES)
+                window = self._socket.getsockopt(*option)  # the system may allow less
+                self._max_low_water = window // _WINDOW_LOW_WATERS
             low_water = min(self._num_missing, self._max_low_water)
         if low_water != self._low_water:
             self._socket.setsockopt(*option, low_water)
@@ -258,14 +250,9 @@ class MessageStream:
 
 
 async def connect(address: str) -> socket.socket:
-    """A non-blocking connection.
+    """A non-blocking connection to an address like tcp://10.0.0.1:5555.
 
-    Args:
-        address: like tcp://10.0.0.1:5555.
-
-    Raises:
-        PeerLost: nobody listens there.
-        TransportError: the address is malformed.
+    Raises: OSError: nobody listens there. TransportError: the address is malformed.
     """
     host, port = parsed_address(address)
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -273,10 +260,8 @@ async def connect(address: str) -> socket.socket:
         configure(connection)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_MS / 1000):
             await asyncio.get_running_loop().sock_connect(connection, (host, port))
-    except BaseException as error:
+    except BaseException:
         connection.close()
-        if isinstance(error, OSError):  # a TimeoutError, too
-            raise PeerLost(f"no connection to {address}: {error or 'no answer'}") from error
         raise
     return connection
 
