@@ -6,17 +6,19 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from areal_sc.config.schema import TransportConfig
-from areal_sc.errors import PeerLost, RpcTimeout, ShardGone
-from areal_sc.transport.bulk.owner_connection import Fetch, OwnerConnection
+from areal_sc.errors import PeerLost, RpcTimeout, ServerBusy, ShardGone
+from areal_sc.transport.bulk.owner_connection import REOPEN_DELAY_S, Fetch, OwnerConnection
 from areal_sc.transport.bulk.plan import Transfer, cut
 from areal_sc.transport.bulk.session import (
     DESCRIBE,
     FieldDescription,
     Owner,
     call_owner,
+    request_session,
 )
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
@@ -97,13 +99,16 @@ class BulkClient:
         self, owner: Owner, shard_id: str, deadline: float
     ) -> list[FieldDescription]:
         """The fields of a shard; raises as `Puller.pull`."""
-        left_s = deadline - asyncio.get_running_loop().time()
-        timeout_s = min(self._config.stalled_peer_timeout_s, max(left_s, 0.0))
-        try:
-            return await call_owner(self._transport, owner, DESCRIBE, shard_id, timeout_s)
-        except PeerLost as error:
-            where = f"shard {shard_id} on {owner.node_id}"
-            raise ShardGone(f"{where} is gone with its owner: {error}") from error
+        loop, where = asyncio.get_running_loop(), f"shard {shard_id} on {owner.node_id}"
+        while (left_s := deadline - loop.time()) > 0:
+            timeout_s = min(self._config.stalled_peer_timeout_s, left_s)
+            try:
+                return await call_owner(self._transport, owner, DESCRIBE, shard_id, timeout_s)
+            except ServerBusy:
+                await asyncio.sleep(REOPEN_DELAY_S)
+            except PeerLost as error:
+                raise ShardGone(f"{where} is gone with its owner: {error}") from error
+        raise RpcTimeout(f"{where}: not described by the pull's deadline")
 
     async def close(self) -> None:
         """Ends all connections; pulls that wait, and later ones, raise ShardGone."""
@@ -119,9 +124,10 @@ class BulkClient:
             self._connections = {
                 other: it for other, it in self._connections.items() if not it.is_ended
             }
-            found = OwnerConnection(
-                owner, self._puller, self._config, self._transport, self._refused
+            open_session = partial(
+                request_session, self._transport, owner, self._puller, self._config
             )
+            found = OwnerConnection(owner, self._config, open_session, self._refused)
             self._connections[owner] = found
         return found
 
@@ -130,8 +136,8 @@ class BulkClient:
         total_s = now_s - fetch.begun_s
         queueing_s = max(0.0, (fetch.sent_s or now_s) - fetch.begun_s - connecting_s)
         wire_s = max(0.0, total_s - connecting_s - queueing_s - fetch.copying_s)
-        phases = zip(self.seconds, (connecting_s, queueing_s, wire_s, fetch.copying_s), strict=True)
-        seconds = dict(phases)
+        phases = connecting_s, queueing_s, wire_s, fetch.copying_s
+        seconds = dict(zip(self.seconds, phases, strict=True))
         for phase, its_s in seconds.items():
             self.seconds[phase] += its_s
         if total_s > SLOW_PULL_S + num_bytes / SLOW_BYTES_PER_S:

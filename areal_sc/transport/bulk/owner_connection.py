@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -50,10 +50,9 @@ from areal_sc.transport.bulk.messages import (
     decoded,
 )
 from areal_sc.transport.bulk.plan import Transfer
-from areal_sc.transport.bulk.session import Owner, request_session
+from areal_sc.transport.bulk.session import Owner, SessionGrant
 from areal_sc.transport.bulk.stream import MessageStream, connect
 from areal_sc.transport.refusals import Refusals
-from areal_sc.transport.rpc.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +110,8 @@ class OwnerConnection:
 
     Args:
         owner: whose shards are asked for.
-        puller: name of this side, for the owner's messages.
         config: how to ask.
-        transport: gives the control connection, which hands over the session.
+        open_session: asks the owner's control socket.
         refused: counts replies that the owner cannot have sent.
 
     Attributes:
@@ -123,16 +121,14 @@ class OwnerConnection:
     def __init__(
         self,
         owner: Owner,
-        puller: str,
         config: TransportConfig,
-        transport: Transport,
+        open_session: Callable[[], Awaitable[SessionGrant]],
         refused: Refusals,
     ) -> None:
         self.owner = owner
         self.is_ended = False
-        self._puller = puller
         self._config = config
-        self._transport = transport
+        self._open_session = open_session
         self._refused = refused
         self._loop = asyncio.get_running_loop()
         self._fetches: deque[Fetch] = deque()  # of which not all was asked for, in turn
@@ -258,9 +254,7 @@ class OwnerConnection:
             await asyncio.sleep(min(delay_s, MAX_REOPEN_DELAY_S))
             self._num_openings += 1
             try:
-                grant = await request_session(
-                    self._transport, self.owner, self._puller, self._config
-                )
+                grant = await self._open_session()
                 connection = await connect(grant.address)
                 break
             except (ServerBusy, OSError) as error:  # it lives: its control socket has answered

@@ -16,9 +16,9 @@ import asyncio
 import logging
 import socket
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -51,8 +51,8 @@ from areal_sc.transport.endpoint import HANDSHAKE_TIMEOUT_MS
 from areal_sc.transport.interface import LOOPBACK, Interface
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.shard_layout import SealedField
 from areal_sc.transport.socket import Buffer
+from areal_sc.transport.tensor_store import TensorStore
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,6 @@ CHECKS_PER_TIMEOUT: Final = 4
 
 _ACCEPT_RETRY_S: Final = 0.2
 """After the system had no file descriptor or memory left for another connection."""
-
-
-class ShardSource(Protocol):
-    """What is served: a TensorStore."""
-
-    node_id: str
-
-    def describe(self, shard_id: str) -> Mapping[str, SealedField]: ...
 
 
 class _Puller:
@@ -152,7 +144,6 @@ class BulkServer:
     """Serves the shards of one store.
 
     Args:
-        source: the store.
         interface: where the socket listens.
         is_encrypted: payload is encrypted, not only authenticated.
         reply_timeout_s: how long a puller may neither ask nor read.
@@ -166,7 +157,7 @@ class BulkServer:
 
     def __init__(
         self,
-        source: ShardSource,
+        store: TensorStore,
         *,
         interface: Interface = LOOPBACK,
         is_encrypted: bool = False,
@@ -176,8 +167,8 @@ class BulkServer:
         self.num_dropped = 0
         self.sent_bytes = 0
         self.pool = BufferPool(IDLE_BUFFER_BYTES)
-        self._refused = Refusals(logger, "bulk_refused", source.node_id)
-        self._source = source
+        self._refused = Refusals(logger, "bulk_refused", store.node_id)
+        self._store = store
         self._interface = interface
         self._is_encrypted = is_encrypted
         self._reply_timeout_s = reply_timeout_s
@@ -200,7 +191,7 @@ class BulkServer:
         Raises: TransportError: the interface cannot be bound.
         """
         assert self._listener is None, "started twice"
-        node_id = self._source.node_id
+        node_id = self._store.node_id
         try:
             host = self._interface.listening_host()
             self._listener = socket.create_server((host, 0), backlog=MAX_CALLERS)
@@ -231,7 +222,7 @@ class BulkServer:
 
     def describe(self, shard_id: str) -> list[FieldDescription]:
         """The fields of a shard. Raises: ShardGone, MetadataError: there is no such shard."""
-        fields = self._source.describe(shard_id).items()
+        fields = self._store.describe(shard_id).items()
         return [FieldDescription(name, field.dtype, field.row_lengths) for name, field in fields]
 
     def granted(self, session_id: bytes) -> tuple[str, SessionGrant]:
@@ -265,8 +256,8 @@ class BulkServer:
                     raise ProtocolError(
                         f"a reply has at most {MAX_REPLY_BYTES} bytes of {MAX_REQUEST_ROWS} rows"
                     )
-                held = self._source.describe(wanted.shard_id)
-                found = find_bytes(held, wanted, self._source.node_id)
+                held = self._store.describe(wanted.shard_id)
+                found = find_bytes(held, wanted, self._store.node_id)
                 flat = [part for of_field in found for part in of_field]
                 parts += window(flat, wanted.skip, wanted.num_bytes)
                 number += 1

@@ -12,29 +12,21 @@ from areal_sc.config.schema import TransportConfig
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS
 from areal_sc.transport.bulk.owner_connection import Fetch, OwnerConnection
 from areal_sc.transport.bulk.plan import Transfer, cut, shard_slice
-from areal_sc.transport.bulk.session import Owner
+from areal_sc.transport.bulk.session import Owner, SessionGrant
 
 OWNER = Owner("rollout/0", "tcp://10.0.0.1:5", "life1")
 REQUEST_BYTES = 100
 
 
-class SilentTransport:
-    """Its calls are never answered."""
-
-    def connect(self, *address: str) -> SilentTransport:
-        return self
-
-    async def call(self, *args: Any, timeout_s: float) -> None:
-        await asyncio.get_running_loop().create_future()
-
-    async def close(self) -> None: ...
+async def never() -> SessionGrant:
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
 
 
 @asynccontextmanager
 async def owner_connection(chunk_bytes: int = REQUEST_BYTES) -> AsyncIterator[OwnerConnection]:
     config = TransportConfig(chunk_bytes=chunk_bytes)
-    transport = cast(Any, SilentTransport())
-    connection = OwnerConnection(OWNER, "train/0", config, transport, cast(Any, None))
+    connection = OwnerConnection(OWNER, config, never, cast(Any, None))
     try:
         yield connection
     finally:
