@@ -19,7 +19,7 @@ from integration.bulk_member import BulkMember
 from msgspec.structs import replace
 
 from areal_sc.config.schema import TransportConfig
-from areal_sc.errors import MetadataError, ProtocolError, RpcTimeout, ShardGone
+from areal_sc.errors import MetadataError, ProtocolError, RpcTimeout, ServerBusy, ShardGone
 from areal_sc.metadata import (
     BatchMetadata,
     Columns,
@@ -28,11 +28,12 @@ from areal_sc.metadata import (
     ShardMetadata,
     concat,
 )
-from areal_sc.transport.bulk import owner_connection
+from areal_sc.transport.bulk import client, owner_connection
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.messages import HEAD, Failure
 from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.bulk.server import BulkServer, _Puller
+from areal_sc.transport.bulk.session import call_owner
 from areal_sc.transport.bulk.stream import MessageStream
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
@@ -323,6 +324,39 @@ async def test_ranks_may_hold_different_parameters() -> None:
         }
         assert {name: len(parts) for name, parts in pulled.items()} == {"a": 2, "b": 1, "c": 1}
         assert all(torch.equal(torch.cat(pulled[name]), whole[name]) for name in whole)
+
+
+async def test_weights_of_an_owner_that_has_ended_are_gone() -> None:
+    async with owners(1) as made:
+        reference = seal_weights(made, 0)
+    async with pulling() as puller:
+        with pytest.raises(ShardGone, match=r"life1\.1 on rollout/0 is gone with its owner"):
+            async for _ in puller.pull_weights(reference):
+                pass
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+async def test_a_busy_owner_is_asked_again_for_its_weights(
+    is_in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_calls = 0
+
+    async def busy(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls < 3 or not is_in_time:
+            raise ServerBusy("a test")
+        return await call_owner(*args)
+
+    monkeypatch.setattr(client, "call_owner", busy)
+    monkeypatch.setattr(client, "REOPEN_DELAY_S", 0.01)
+    async with owners(1) as made, pulling(timeout_s=20 if is_in_time else 0.1) as puller:
+        pulled = puller.pull_weights(seal_weights(made, 0))
+        if is_in_time:
+            assert [name async for name, _ in pulled] == list(weights_of(0))
+        else:
+            with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not described by"):
+                await anext(pulled)
 
 
 async def test_missing_shards_name_shard_and_owner() -> None:

@@ -76,8 +76,10 @@ def slices_of(
 
 def first_of_run(rows: Sequence[int]) -> int | None:
     """The first row, where the others follow it in the shard."""
-    first = rows[0] if rows else None
-    return first if rows == [*range(first or 0, (first or 0) + len(rows))] else None
+    if not rows:
+        return None
+    first: int = rows[0]
+    return first if rows == list(range(first, first + len(rows))) else None
 
 
 def find_bytes(
