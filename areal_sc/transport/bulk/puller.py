@@ -168,9 +168,17 @@ class Puller:
         return {name: (views if name in views else copies)[name] for name in dtypes}
 
     async def _copied(
-        self, dtypes: Mapping[str, torch.dtype], slices: Iterable[OwnedSlice], deadline: float
+        self, dtypes: Mapping[str, torch.dtype], slices: Sequence[OwnedSlice], deadline: float
     ) -> dict[str, torch.Tensor]:
         """The tensors, joined in one buffer."""
+        tensors, transfers = await _computed(len(slices), lambda: self._allocated(dtypes, slices))
+        await self._fill(transfers, deadline)
+        return tensors
+
+    def _allocated(
+        self, dtypes: Mapping[str, torch.dtype], slices: Iterable[OwnedSlice]
+    ) -> tuple[dict[str, torch.Tensor], dict[Owner, list[Transfer]]]:
+        """The tensors, not filled yet, and what is to fill them."""
         numel = dict.fromkeys(dtypes, 0)
         for _, rows, _ in slices:
             num_values = sum(rows.lengths)
@@ -192,13 +200,13 @@ class Puller:
                 destinations.append(memory[start : start + num_values * itemsize])
             if rows.num_bytes:
                 transfers.setdefault(owner, []).append(Transfer(rows, destinations))
-        await self._fill(transfers, deadline)
-        return {
+        tensors = {
             name: torch.frombuffer(buffer, dtype=dtype, count=numel[name], offset=starts[name])
             if numel[name]
             else torch.empty(0, dtype=dtype)
             for name, dtype in dtypes.items()
         }
+        return tensors, transfers
 
     def _views(
         self, slices: Sequence[OwnedSlice]
