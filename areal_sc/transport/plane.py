@@ -14,11 +14,10 @@ from areal_sc.transport.arena.backend import ArenaBackend
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.arena.map import ArenaMap
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.grant import BulkOptions
+from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.bulk.server import BulkServer
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.plane_stats import PlaneStats
-from areal_sc.transport.pull import Puller
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.transport import Transport
 from areal_sc.transport.tensor_store import TensorStore
@@ -67,16 +66,7 @@ class DataPlane:
             is_encrypted=config.encrypt,
             reply_timeout_s=config.stalled_peer_timeout_s,
         )
-        self._bulk = BulkClient(
-            transport,
-            BulkOptions(
-                puller=f"{node_id} ({incarnation})",
-                chunk_bytes=config.chunk_bytes,
-                max_inflight_chunks=config.max_inflight_chunks,
-                is_encrypted=config.encrypt,
-                stalled_timeout_s=config.stalled_peer_timeout_s,
-            ),
-        )
+        self._bulk = BulkClient(transport, f"{node_id} ({incarnation})", config)
         self._arena_map = None if arenas is None else ArenaMap(arenas)
         self.puller = Puller(
             self._bulk,
@@ -108,10 +98,10 @@ class DataPlane:
             pulled_bytes=puller.pulled_bytes,
             mapped_bytes=puller.mapped_bytes,
             local_bytes=puller.local_bytes,
-            pull_connecting_s=seconds.connecting,
-            pull_queueing_s=seconds.queueing,
-            pull_wire_s=seconds.wire,
-            pull_copying_s=seconds.copying,
+            pull_connecting_s=seconds["connecting"],
+            pull_queueing_s=seconds["queueing"],
+            pull_wire_s=seconds["wire"],
+            pull_copying_s=seconds["copying"],
             served_bytes=self._server.sent_bytes,
             bulk_requests=self._server.num_reads,
             bulk_refused=self._server.num_refused + self._bulk.num_refused,

@@ -41,8 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     Raises: MetadataError: values of this dtype are not sent.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise MetadataError(f"tensors on the wire have one of the dtypes {DTYPE_NAMES}, not {name}")
+    dtype_named(name)
     return name
 
 

@@ -5,30 +5,42 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
-import struct
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from areal_sc.transport.bulk.grant import SessionGrant
-from areal_sc.transport.bulk.stream import framed
-from areal_sc.transport.bulk.wire import Hello, Sealer
+from areal_sc.transport.bulk.messages import (
+    FAILURE,
+    FAILURES,
+    HEAD,
+    HELLO,
+    PREFIX,
+    READ,
+    Failure,
+    MessageCipher,
+    decoded,
+)
+from areal_sc.transport.bulk.session import SessionGrant
 
 TIMEOUT_S = 20
-HELLO = 0
-"""Sequence number of the first request."""
+
+
+def hello_of(grant: SessionGrant, key: bytes | None = None) -> bytes:
+    """What shows the session; whoever has another key cannot make it."""
+    cipher = MessageCipher(grant.request_key if key is None else key, grant.is_encrypted)
+    return b"".join(cipher.seal(HELLO, [PREFIX + grant.session_id]))
 
 
 class BulkMember:
     """Shows the grant's session at once, or sends what a test wants it to send first."""
 
     def __init__(self, grant: SessionGrant, first: bytes | None = None) -> None:
-        self.requests = Sealer(grant.session_id, grant.request_key, grant.is_encrypted)
-        self._replies = Sealer(grant.session_id, grant.reply_key, grant.is_encrypted)
+        self._requests = MessageCipher(grant.request_key, grant.is_encrypted)
+        self._replies = MessageCipher(grant.reply_key, grant.is_encrypted)
         host, _, port = grant.address.removeprefix("tcp://").rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
-        self.send(self.sealed(HELLO, Hello()) if first is None else first)
+        hello = b"".join(self._requests.seal(HELLO, [PREFIX + grant.session_id]))
+        self.send(hello if first is None else first)
 
     @property
     def has_reply(self) -> bool:
@@ -39,31 +51,24 @@ class BulkMember:
         """The owner has ended the connection."""
         return self._peeked() == b""
 
-    def sealed(self, sequence: int, body: Any) -> bytes:
-        """The header of a request; the body may be anything that msgpack can hold."""
-        return self.requests.seal(sequence, body)[0]
+    def request(self, body: Any) -> bytes:
+        """The next request as it is sent; the body may be anything that msgpack can hold."""
+        return b"".join(self._requests.seal(READ, [msgspec.msgpack.encode(body)]))
 
-    def send(self, header: bytes, payload: Sequence[bytes] = ()) -> None:
-        self._socket.sendall(b"".join(framed(header, payload)))
+    def send(self, message: bytes) -> None:
+        self._socket.sendall(message)
 
-    def receive(self) -> tuple[bytes, bytes]:
-        """Header and payload of the next reply."""
-        lengths = struct.unpack("<II", self._exactly(8))
-        header, payload = map(self._exactly, lengths)
-        return header, payload
+    def receive(self) -> Failure | bytes:
+        """The next reply: why it failed, or the bytes."""
+        num_bytes, kind, tag = HEAD.unpack(self._exactly(HEAD.size))
+        content = memoryview(bytearray(self._exactly(num_bytes)))
+        self._replies.open(kind, tag, [content])
+        return decoded(FAILURES, content) if kind == FAILURE else bytes(content)
 
-    async def ask(self, sequence: int, body: Any) -> tuple[list[Any], bytes]:
-        """(reply body as a list, payload)."""
-        self.send(self.sealed(sequence, body))
-        header, payload = await asyncio.to_thread(self.receive)
-        answer = msgspec.msgpack.decode(self._replies.open(header, sequence))
-        if payload and self._replies.is_encrypted:
-            plain = bytearray(len(payload))
-            self._replies.decrypt_payload(header, sequence, payload, [memoryview(plain)])
-            payload = bytes(plain)
-        elif payload:
-            self._replies.check_payload(header, sequence, [payload])
-        return answer, payload
+    async def ask(self, body: Any) -> Failure | bytes:
+        """The reply to a request."""
+        self.send(self.request(body))
+        return await asyncio.to_thread(self.receive)
 
     def close(self) -> None:
         self._socket.close()

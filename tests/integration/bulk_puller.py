@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from areal_sc.config.schema import TransportConfig
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.grant import BulkOptions, SessionGrant
-from areal_sc.transport.pull_plan import Owner, Piece, Segment
+from areal_sc.transport.bulk.plan import Transfer, shard_slice
+from areal_sc.transport.bulk.session import Owner, SessionGrant
 
 NUM_BYTES = 64 << 20
 
@@ -40,13 +41,14 @@ async def main(grant: SessionGrant, max_inflight_chunks: int) -> None:
     owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
     client = BulkClient(
         Granted(grant),  # type: ignore[arg-type]
-        BulkOptions("stopped", 1 << 20, max_inflight_chunks),
+        "stopped",
+        TransportConfig(chunk_bytes=1 << 20, max_inflight_chunks=max_inflight_chunks),
     )
     target = memoryview(bytearray(NUM_BYTES))
-    piece = Piece(owner, "life1.1", {"x": "uint8"}, [0], [NUM_BYTES])
+    rows = shard_slice("life1.1", {"x": "uint8"}, [0], (NUM_BYTES,))
     while True:
         deadline = asyncio.get_running_loop().time() + 60
-        await client.fetch(owner, [Segment(piece, [target])], deadline)
+        await client.fetch(owner, [Transfer(rows, [target])], deadline)
         sys.stdout.write("pulled\n")
         sys.stdout.flush()
 

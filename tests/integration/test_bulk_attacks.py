@@ -9,7 +9,6 @@ import random
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -21,33 +20,33 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from integration.bulk_member import BulkMember
+from integration.bulk_member import BulkMember, hello_of
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk import server as server_module
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.grant import BulkOptions, SessionGrant
+from areal_sc.transport.bulk.messages import (
+    HEAD,
+    HELLO,
+    MAX_REPLY_BYTES,
+    PREFIX,
+    READ,
+    ROWS,
+    MessageCipher,
+)
+from areal_sc.transport.bulk.plan import Transfer, shard_slice
 from areal_sc.transport.bulk.server import (
     CHECKS_PER_TIMEOUT,
     MAX_WAITING_REPLIES,
     BulkServer,
 )
-from areal_sc.transport.bulk.stream import connect, framed
-from areal_sc.transport.bulk.wire import (
-    MAX_REPLY_BYTES,
-    MAX_REQUEST_BYTES,
-    Found,
-    Hello,
-    Sealer,
-    parse_head,
-)
-from areal_sc.transport.pull_plan import Owner, Piece, Segment
+from areal_sc.transport.bulk.session import Owner, SessionGrant
+from areal_sc.transport.bulk.stream import connect
 from areal_sc.transport.tensor_store import TensorStore
 
 PULLER_SCRIPT = Path(__file__).with_name("bulk_puller.py")
 NUM_BYTES = 64 << 20
 LARGE = MAX_REPLY_BYTES
-READ, DESCRIBE, HELLO = 0, 1, 2
 
 
 @asynccontextmanager
@@ -80,12 +79,12 @@ class Granted:
 
 async def fetch(server: BulkServer, num_bytes: int) -> bytes:
     """The shard's first bytes, as a member of the run gets them."""
-    client = BulkClient(Granted(server), BulkOptions("test"))  # type: ignore[arg-type]
+    client = BulkClient(Granted(server), "test")  # type: ignore[arg-type]
     target = memoryview(bytearray(NUM_BYTES if num_bytes > 1000 else 1000))
     owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
-    piece = Piece(owner, "life1.1", {"x": "uint8"}, [0], [len(target)])
+    rows = shard_slice("life1.1", {"x": "uint8"}, [0], (len(target),))
     deadline = asyncio.get_running_loop().time() + 60
-    await client.fetch(owner, [Segment(piece, [target])], deadline)
+    await client.fetch(owner, [Transfer(rows, [target])], deadline)
     await client.close()
     return bytes(target[:num_bytes])
 
@@ -129,11 +128,11 @@ def mutated(request: Any, rng: random.Random) -> Any:
     return changed
 
 
+X = {"x": "uint8"}
 REQUESTS: list[Any] = [
-    [READ, [["life1.1", ["x"], 0, 12, 0, 0, [0]]]],
-    [READ, [["life1.1", ["x"], 5, 100, 0, 1], ["life1.1", ["x"], 0, 0, 0, 0, [0, 0]]]],
-    [DESCRIBE, "life1.1"],
-    [HELLO],
+    [["life1.1", X, [0], [1000], 0, 12]],
+    [["life1.1", X, [0], [1000], 5, 100], ["life1.1", X, [0, 0], [1000, 1000], 0, 0]],
+    [],
 ]
 
 
@@ -141,16 +140,18 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
     rng = random.Random(1)
     async with serving(1000) as server:
         before = memory_mib()
+        num_answered = 0
         for _ in range(100_000):
             request = mutated(rng.choice(REQUESTS), rng)
-            answer, payload = server.answer(msgspec.msgpack.encode(request))
-            assert isinstance(answer, Found) or not payload
-            assert sum(map(len, payload)) <= 1000 * 4
+            kind, parts = server.answer(msgspec.msgpack.encode(request))
+            assert sum(map(len, parts)) <= 1000 * 40
+            num_answered += kind == ROWS
+        assert 0 < num_answered < 50_000
         grant = server.open_session("liar")
         liar = BulkMember(grant)
-        for sequence in range(1, 3001):
-            liar.send(liar.sealed(sequence, mutated(rng.choice(REQUESTS), rng)))
-            if sequence % 50 == 0:  # it reads its answers: whoever does not is dropped
+        for number in range(1, 3001):
+            liar.send(liar.request(mutated(rng.choice(REQUESTS), rng)))
+            if number % 50 == 0:  # it reads its answers: whoever does not is dropped
                 for _ in range(50):
                     await asyncio.to_thread(liar.receive)
         liar.close()
@@ -158,27 +159,27 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
         assert await fetch(server, 256) == expected(256)
 
 
-async def test_changed_frames_are_refused_before_they_are_read() -> None:
+async def test_changed_messages_are_refused_before_they_are_read() -> None:
     rng = random.Random(2)
-    grant_key, session = os.urandom(32), bytes(range(16))
-    sealer = Sealer(session, grant_key, False)
-    valid = [sealer.seal(7, request)[0] for request in REQUESTS]
+    key = os.urandom(32)
     for number in range(100_000):
-        frame = bytearray(rng.choice(valid))
+        content = msgspec.msgpack.encode(REQUESTS[number % 2])
+        head, _ = MessageCipher(key, False).seal(READ, [content])
+        message = changed = bytearray(head[8:] + content)  # the tag comes first
         match number % 4:
             case 0:
-                frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+                changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
             case 1:
-                del frame[rng.randrange(len(frame)) :]
+                del changed[rng.randrange(16, len(changed)) :]
             case 2:
-                frame[rng.randrange(len(frame)) :] = rng.randbytes(rng.randrange(60))
+                start = rng.randrange(len(changed))
+                changed[start:] = rng.randbytes(max(16 - start, rng.randrange(60)))
             case _:
-                frame += rng.randbytes(rng.randrange(1, 5))
-        if bytes(frame) in valid:
+                changed += rng.randbytes(rng.randrange(1, 5))
+        if bytes(changed) == head[8:] + content:
             continue
-        with pytest.raises(ProtocolError):
-            # the session's number is not looked at: it is covered by the tag, too
-            sealer.open(frame, parse_head(frame, MAX_REQUEST_BYTES)[1])
+        with pytest.raises(ProtocolError, match="tag"):
+            MessageCipher(key, False).open(READ, bytes(message[:16]), [memoryview(message)[16:]])
 
 
 async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
@@ -193,12 +194,15 @@ async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
                 with socket.create_connection((host, int(port)), timeout=5) as stranger:
                     try:
                         if number % 7 == 0:  # announces what nobody can keep
-                            stranger.sendall(b"\xff" * 4 + bytes(4))
+                            stranger.sendall(HEAD.pack(2**32 - 1, HELLO, bytes(16)))
                         for _ in range(10):
                             # 50 messages each: 100,000 in all
-                            headers = [rng.randbytes(rng.randrange(1, 200)) for _ in range(50)]
-                            messages = [b"".join(framed(header)) for header in headers]
-                            stranger.sendall(b"".join(messages if number % 2 else headers))
+                            contents = [rng.randbytes(rng.randrange(1, 200)) for _ in range(50)]
+                            messages = [
+                                HEAD.pack(len(it), rng.randrange(4), rng.randbytes(16)) + it
+                                for it in contents
+                            ]
+                            stranger.sendall(b"".join(messages if number % 2 else contents))
                         stranger.settimeout(5)
                         answered += len(stranger.recv(1 << 16))
                     except OSError:
@@ -213,7 +217,9 @@ async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "announced", [(1 << 17, 0), (100, 1 << 30), (0, 1 << 20)], ids=["header", "payload", "nothing"]
+    "announced",
+    [(1 << 17, HELLO), (1 << 30, READ), (1 << 30, ROWS), (0, HELLO), (21, HELLO)],
+    ids=["hello", "request", "rows", "nothing", "too long"],
 )
 async def test_messages_without_end_are_not_kept(announced: tuple[int, int]) -> None:
     """Nobody but a member gets as far as to send a message, let alone a long one."""
@@ -224,7 +230,7 @@ async def test_messages_without_end_are_not_kept(announced: tuple[int, int]) -> 
         def send() -> bool:
             with socket.create_connection((host, int(port)), timeout=10) as stranger:
                 try:
-                    stranger.sendall(struct.pack("<II", *announced))
+                    stranger.sendall(HEAD.pack(*announced, bytes(16)))
                     for _ in range(4000):  # 500 MiB
                         stranger.sendall(bytes(1 << 17))
                 except OSError:
@@ -256,26 +262,25 @@ async def test_callers_that_show_no_session_are_put_out(monkeypatch: pytest.Monk
 async def test_a_session_has_one_connection_once() -> None:
     async with serving(1000) as server:
         grant, other = server.open_session("test"), server.open_session("other")
-        key = grant.session_id, grant.request_key, grant.is_encrypted
-        hello = Sealer(*key).seal(5, Hello())[0]
+        hello = hello_of(grant)
         forged = bytearray(hello)
-        forged[-1] ^= 1
-        wrong_key = Sealer(grant.session_id, other.request_key, False).seal(5, Hello())[0]
-        unknown = Sealer(os.urandom(16), grant.request_key, False).seal(5, Hello())[0]
-        no_hello = Sealer(*key).seal(5, REQUESTS[0])[0]
-        long = Sealer(*key).seal(5, [HELLO, "x" * 300])[0]
+        forged[9] ^= 1  # the tag begins at byte 8
+        another_id = msgspec.structs.replace(grant, session_id=os.urandom(16))
+        cipher = MessageCipher(grant.request_key, grant.is_encrypted)
+        no_hello = b"".join(cipher.seal(READ, [msgspec.msgpack.encode(REQUESTS[0])]))
         for label, first in [
             ("forged", bytes(forged)),
-            ("wrong key", wrong_key),
-            ("unknown session", unknown),
+            ("wrong key", hello_of(grant, other.request_key)),
+            ("unknown session", hello_of(another_id)),
             ("no hello", no_hello),
-            ("too long", long),
+            ("another version", hello.replace(PREFIX, PREFIX[:3] + b"\x04")),
+            ("too long", b"".join(cipher.seal(HELLO, [PREFIX + grant.session_id + bytes(300)]))),
             ("right", hello),
             ("captured", hello),
         ]:
             before = server.num_refused
             member = BulkMember(grant, first)
-            member.send(member.sealed(6, REQUESTS[0]))
+            member.send(member.request(REQUESTS[0]))
             if label == "right":
                 await until(lambda member=member: member.has_reply)
                 right = member
@@ -284,6 +289,7 @@ async def test_a_session_has_one_connection_once() -> None:
                 await until(lambda member=member: member.is_lost)
                 member.close()
         assert server.num_reads == 1
+        assert await asyncio.to_thread(right.receive) == expected(12)
         right.close()
 
 
@@ -315,12 +321,13 @@ async def test_a_stopped_puller_is_dropped_and_blocks_nobody(max_inflight_chunks
 async def asking(server: BulkServer, num_requests: int) -> AsyncIterator[socket.socket]:
     """A puller that asks for `LARGE` bytes, so many times; it reads only when told to."""
     grant = server.open_session("greedy")
-    sealer = Sealer(grant.session_id, grant.request_key, False)
-    bodies = [Hello(), *[[READ, [["life1.1", ["x"], 0, LARGE, 0, 1]]]] * num_requests]
+    cipher = MessageCipher(grant.request_key, False)
+    request = msgspec.msgpack.encode([["life1.1", X, [0], [NUM_BYTES], 0, LARGE]])
+    messages = [cipher.seal(HELLO, [PREFIX + grant.session_id])]
+    messages += [cipher.seal(READ, [request]) for _ in range(num_requests)]
     with await connect(grant.address) as connection:
-        for sequence, body in enumerate(bodies):
-            message = b"".join(framed(sealer.seal(sequence, body)[0]))
-            await asyncio.get_running_loop().sock_sendall(connection, message)
+        for message in messages:
+            await asyncio.get_running_loop().sock_sendall(connection, b"".join(message))
         yield connection
 
 
@@ -329,8 +336,9 @@ async def test_a_slow_puller_costs_no_memory_and_stays_as_long_as_it_reads() -> 
     async with serving(NUM_BYTES, reply_timeout_s=1e6) as server:
         before = memory_mib()
         async with asking(server, 60) as puller:  # 240 MiB
-            await until(lambda: server.num_reads == 60)
+            await until(lambda: bool(server._pullers))
             [session] = server._pullers
+            await until(lambda: session.stream.num_waiting > 50)
             for _ in range(3 * CHECKS_PER_TIMEOUT):  # three times what a stopped one has
                 moved = session.stream.moved_bytes
                 async with asyncio.timeout(60):

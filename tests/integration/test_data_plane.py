@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +23,8 @@ from areal_sc.metadata import (
     ShardMetadata,
     concat,
 )
-from areal_sc.transport import slices
 from areal_sc.transport.arena.folder import ArenaFolder
+from areal_sc.transport.bulk.puller import MAX_QUICK_SLICES
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
 from areal_sc.weights import ShardReference, WeightsReference
@@ -126,20 +128,23 @@ async def test_rows_that_lie_apart_are_copied_together(folder: ArenaFolder) -> N
         assert second.plane.puller.local_bytes == 15 * 8
 
 
-async def test_many_small_shards_leave_the_loop_its_turns(
-    folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+async def test_many_small_shards_leave_the_loop_its_turns(folder: ArenaFolder) -> None:
+    num_shards = 3 * MAX_QUICK_SLICES
     async with workers(folder, "rollout/0", "train/0") as (owner, puller):
-        shards = [owner.put([1], first=number) for number in range(1200)]
+        shards = [owner.put([1], first=number) for number in range(num_shards)]
         batch = concat(shards, batch_id="all", global_step=0)
-        pull = asyncio.create_task(puller.plane.puller.pull(batch))
-        num_turns = 0
-        while not pull.done():
-            await asyncio.sleep(0)
-            num_turns += 1
-        assert (await pull).fields["input_ids"].tolist() == list(range(1200))
-        assert num_turns >= 4 * 1200  # a place and a plan of each, and the copies of two fields
+        in_turns: list[str] = []
+        opened = puller.plane.puller._open_mapped
+
+        def noted(*args: Any) -> Any:
+            in_turns.append(threading.current_thread().name)
+            return opened(*args)
+
+        puller.plane.puller._open_mapped = noted  # type: ignore[method-assign]
+        pulled = await puller.plane.puller.pull(batch)
+        assert pulled.fields["input_ids"].tolist() == list(range(num_shards))
+        assert len(in_turns) == num_shards
+        assert threading.main_thread().name not in in_turns
 
 
 async def test_a_view_outlives_the_sweep_of_its_shard(folder: ArenaFolder) -> None:

@@ -16,11 +16,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import PeerSilent, ShardGone
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata, concat
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.grant import BulkOptions
-from areal_sc.transport.pull import Puller
+from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.rpc.transport import ZmqTransport
 
 OWNER_SCRIPT = Path(__file__).with_name("transport_owner.py")
@@ -79,6 +79,12 @@ class OwnerProcess:
         self.process.communicate()
 
 
+def received_bytes(bulk: BulkClient) -> int:
+    """Bytes that came from owners, over the connections that are open."""
+    streams = [connection._stream for connection in bulk._connections.values()]
+    return sum(stream.moved_bytes for stream in streams if stream is not None)
+
+
 def copies_of(batch: BatchMetadata, num_copies: int) -> BatchMetadata:
     """The same rows again and again: a large pull from a small store."""
     return concat([batch] * num_copies, batch_id="copies", global_step=0)
@@ -106,8 +112,8 @@ async def test_pulls_from_processes_fail_soon_after_their_owners_death(
     of_steady, *of_doomed = [await asyncio.to_thread(owner.batch) for owner in owners]
     transport = ZmqTransport()
     # an owner's silence alone ends no pull here
-    options = BulkOptions("train/0", stalled_timeout_s=PULL_TIMEOUT_S)
-    bulk = BulkClient(transport, options)
+    config = TransportConfig(stalled_peer_timeout_s=PULL_TIMEOUT_S)
+    bulk = BulkClient(transport, "train/0", config)
     puller = Puller(bulk, timeout_s=PULL_TIMEOUT_S)
 
     pulled = await puller.pull(of_steady)
@@ -120,16 +126,16 @@ async def test_pulls_from_processes_fail_soon_after_their_owners_death(
 
     for owner, batch in zip(doomed, of_doomed, strict=True):
         gone = rf"shard {batch.shards[0].shard_id} on {owner.node_id} is gone"
-        asked, arrived = puller.pulled_bytes, bulk.received_bytes
+        asked, arrived = puller.pulled_bytes, received_bytes(bulk)
         both = concat([of_steady, copies_of(batch, NUM_COPIES)], batch_id="both", global_step=0)
         pull = asyncio.create_task(puller.pull(both))
         async with asyncio.timeout(60):
             # all of the first owner's rows, and some of the other one's; not every chunk is full
-            enough = arrived + num_steady_bytes + NUM_ARRIVED * options.chunk_bytes // 2
-            while bulk.received_bytes < enough and not pull.done():  # noqa: ASYNC110 - no event
+            enough = arrived + num_steady_bytes + NUM_ARRIVED * config.chunk_bytes // 2
+            while received_bytes(bulk) < enough and not pull.done():  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0)
         assert not pull.done()
-        assert bulk.received_bytes - arrived < (puller.pulled_bytes - asked) / 2
+        assert received_bytes(bulk) - arrived < (puller.pulled_bytes - asked) / 2
 
         owner.process.kill()
         async with asyncio.timeout(LIMIT_S):
@@ -151,15 +157,16 @@ async def test_a_stopped_owner_is_given_up_unless_it_goes_on(goes_on: bool) -> N
         stack.callback(owner.end)
         batch = await asyncio.to_thread(owner.batch)
         transport = ZmqTransport()
-        bulk = BulkClient(transport, BulkOptions("train/0", stalled_timeout_s=6 if goes_on else 3))
+        config = TransportConfig(stalled_peer_timeout_s=6 if goes_on else 3)
+        bulk = BulkClient(transport, "train/0", config)
         puller = Puller(bulk, timeout_s=PULL_TIMEOUT_S)
         pull = asyncio.create_task(puller.pull(copies_of(batch, NUM_COPIES)))
         async with asyncio.timeout(LIMIT_S):
-            while bulk.received_bytes < 1 << 20:  # noqa: ASYNC110 - no event
+            while received_bytes(bulk) < 1 << 20:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0)
             owner.process.send_signal(signal.SIGSTOP)
-            [link] = bulk._links.values()
-            while not link.trouble:  # noqa: ASYNC110 - until its silence is noticed
+            [connection] = bulk._connections.values()
+            while not connection.trouble:  # noqa: ASYNC110 - until its silence is noticed
                 await asyncio.sleep(0.01)
             assert not pull.done()
             if goes_on:

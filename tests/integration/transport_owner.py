@@ -30,9 +30,9 @@ def stall(server: BulkServer, stall_after: int) -> None:
     """Lets the server answer `stall_after` requests, or all when that is negative."""
     answer = _Puller.on_message
 
-    def answer_or_not(puller: _Puller) -> None:
+    def answer_or_not(puller: _Puller, kind: int, tag: bytes) -> None:
         if server.num_reads != stall_after:
-            answer(puller)
+            answer(puller, kind, tag)
 
     _Puller.on_message = answer_or_not  # type: ignore[method-assign]
 

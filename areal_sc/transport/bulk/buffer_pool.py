@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,25 +19,21 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BufferPool:
-    """Lends buffers; keeps those that came back, up to `max_idle_bytes`.
+    """Lends buffers; keeps about `max_idle_bytes` of those that came back.
 
     Buffers have one of two sizes per power of two, so at most a third of one is unused.
     """
 
     def __init__(self, max_idle_bytes: int) -> None:
         self._max_idle_bytes = max_idle_bytes
-        self._idle: dict[int, list[Bytes]] = {}
-        self._idle_bytes = 0
-        # Finalizers run wherever the last reference is dropped, inside the collector too: they
-        # only append here, which takes no lock that the interrupted code may hold.
-        self._returned: deque[Bytes] = deque()
-        self._returned_bytes = 0  # about: several threads may change it at once
+        # Finalizers run wherever the last reference is dropped, inside the collector too: a list
+        # that never changes, of deques, needs no lock that the interrupted code may hold.
+        self._idle = [(size, deque[Bytes]()) for k in range(15, 60) for size in (3 << k, 4 << k)]
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of buffers that nobody uses."""
-        self._collect()
-        return self._idle_bytes
+        return sum(size * len(idle) for size, idle in self._idle)
 
     def take(self, num_bytes: int) -> Bytes:
         """A [num_bytes] uint8 array of undefined content.
@@ -47,43 +42,15 @@ class BufferPool:
         """
         if num_bytes < _SMALL_BYTES:
             return np.empty(num_bytes, dtype=np.uint8)
-        self._collect()
-        size = _size_class(num_bytes)
-        idle = self._idle.get(size)
-        if idle:
+        size, idle = next(entry for entry in self._idle if entry[0] >= num_bytes)
+        try:
             memory = idle.pop()
-            self._idle_bytes -= size
-        else:
+        except IndexError:
             memory = np.empty(size, dtype=np.uint8)
         lent = memory[:num_bytes]
-        weakref.finalize(lent, self._give_back, memory).atexit = False
+        weakref.finalize(lent, self._give_back, memory, idle).atexit = False
         return lent
 
-    def joined(self, parts: Sequence[memoryview]) -> memoryview:
-        """The bytes of all parts; the only part itself is not copied."""
-        if len(parts) == 1:
-            return parts[0]
-        memory = self.take(sum(map(len, parts))).data
-        position = 0
-        for part in parts:
-            memory[position : position + len(part)] = part
-            position += len(part)
-        return memory
-
-    def _give_back(self, memory: Bytes) -> None:
-        if self._idle_bytes + self._returned_bytes + memory.nbytes <= self._max_idle_bytes:
-            self._returned_bytes += memory.nbytes
-            self._returned.append(memory)
-
-    def _collect(self) -> None:
-        while self._returned:
-            memory = self._returned.popleft()
-            if self._idle_bytes + memory.nbytes <= self._max_idle_bytes:
-                self._idle.setdefault(memory.nbytes, []).append(memory)
-                self._idle_bytes += memory.nbytes
-        self._returned_bytes = 0
-
-
-def _size_class(num_bytes: int) -> int:
-    power: Any = 1 << (num_bytes - 1).bit_length()
-    return int(power if num_bytes > power * 3 // 4 else power * 3 // 4)
+    def _give_back(self, memory: Bytes, idle: deque[Bytes]) -> None:
+        if self.idle_bytes + memory.nbytes <= self._max_idle_bytes:
+            idle.append(memory)

@@ -1,58 +1,34 @@
-"""The asking side of the data plane: rows of many pulls, from many owners at once.
-
-consumes     what pulls want of owners elsewhere
-waits for    each owner's `OwnerLink` to have fetched it
-unblocked by the link, or the pull's deadline
-"""
+"""The asking side of the data plane: rows of many pulls, from many owners at once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-from areal_sc.errors import RpcTimeout, ShardGone
-from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.bulk.grant import BulkOptions
-from areal_sc.transport.bulk.link import OwnerLink
-from areal_sc.transport.bulk.request_queue import DescribeJob, FetchJob
-from areal_sc.transport.bulk.wire import DescribedField
-from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
+from areal_sc.config.schema import TransportConfig
+from areal_sc.errors import PeerLost, RpcTimeout, ServerBusy, ShardGone
+from areal_sc.transport.bulk.owner_connection import REOPEN_DELAY_S, Fetch, OwnerConnection
+from areal_sc.transport.bulk.plan import Transfer, cut
+from areal_sc.transport.bulk.session import (
+    DESCRIBE,
+    FieldDescription,
+    Owner,
+    call_owner,
+    request_session,
+)
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
 from areal_sc.transport.shard_layout import check_field_name
 
 logger = logging.getLogger(__name__)
 
-IDLE_BUFFER_BYTES: Final = 16 << 20
-"""Memory kept for encrypted payload that has several destinations."""
-
 SLOW_PULL_S: Final = 5.0
 SLOW_BYTES_PER_S: Final = 20e6
 """A pull that takes longer than both together allow is logged, with the phase that took longest."""
-
-
-@dataclass(slots=True)
-class PullSeconds:
-    """Where the time of pulls went; of a pull from an owner elsewhere they are all of its time.
-
-    Attributes:
-        connecting: there was no connection to the owner.
-        queueing: until the first request was sent, for want of credit.
-        wire: from then on until all replies were here, without the rest.
-        copying: checking replies; mapping and copying what lies on this node.
-    """
-
-    connecting: float = 0.0
-    queueing: float = 0.0
-    wire: float = 0.0
-    copying: float = 0.0
-
-    def add(self, other: PullSeconds) -> None:
-        for phase in fields(self):
-            setattr(self, phase.name, getattr(self, phase.name) + getattr(other, phase.name))
 
 
 class BulkClient:
@@ -60,20 +36,22 @@ class BulkClient:
 
     Args:
         transport: gives the control connections, which hand over the sessions.
-        options: how to ask.
+        puller: name of this side, for the owners' messages.
+        config: how to ask.
 
     Attributes:
-        seconds: of all fetches that have ended.
+        seconds: where the time of pulls went, by phase; see `PlaneStats`.
     """
 
-    def __init__(self, transport: Transport, options: BulkOptions) -> None:
-        self.seconds = PullSeconds()
+    def __init__(
+        self, transport: Transport, puller: str, config: TransportConfig | None = None
+    ) -> None:
+        self.seconds = {"connecting": 0.0, "queueing": 0.0, "wire": 0.0, "copying": 0.0}
         self._transport = transport
-        self._options = options
-        self._refused = Refusals(logger, "reply_refused", options.puller)
-        self._ended_bytes = 0
-        self._pool = BufferPool(IDLE_BUFFER_BYTES)
-        self._links: dict[Owner, OwnerLink] = {}
+        self._puller = puller
+        self._config = config or TransportConfig()
+        self._refused = Refusals(logger, "reply_refused", puller)
+        self._connections: dict[Owner, OwnerConnection] = {}
         self._is_closed = False
 
     @property
@@ -81,106 +59,91 @@ class BulkClient:
         """Replies dropped because no owner sent them so."""
         return self._refused.num
 
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of all reply frames."""
-        return self._ended_bytes + sum(link.received_bytes for link in self._links.values())
-
-    async def fetch(self, owner: Owner, segments: Sequence[Segment], deadline: float) -> None:
-        """Fills the destinations of all segments.
+    async def fetch(self, owner: Owner, transfers: Sequence[Transfer], deadline: float) -> None:
+        """Fills the destinations of all transfers.
 
         Args:
             deadline: on the clock of the event loop.
 
         Raises: as `Puller.pull`.
         """
-        num_bytes = sum(segment.num_bytes for segment in segments)
+        num_bytes = sum(transfer.rows.num_bytes for transfer in transfers)
         if not num_bytes:
             return
-        for name in {name for segment in segments for name in segment.piece.fields}:
+        for name in {name for transfer in transfers for name in transfer.rows.fields}:
             check_field_name(name)
         loop = asyncio.get_running_loop()
-        shard_id = segments[0].piece.shard_id
-        # a request ends early rather than cut what would be asked for in parts of parts
-        cursor = SegmentCursor(segments, uncut_bytes=self._options.chunk_bytes // 2)
-        job = FetchJob(shard_id, cursor, num_bytes, loop.create_future(), begun_s=loop.time())
-        link = self._link(owner)
-        connected_before_s = link.connecting_s
-        link.submit(job)
+        parts = deque(part for it in transfers for part in cut(it, self._config.chunk_bytes))
+        shard_id = transfers[0].rows.shard_id
+        fetch = Fetch(shard_id, parts, num_bytes, loop.create_future(), loop.time())
+        connection = self._connection(owner)
+        connected_before_s = connection.connecting_s
+        connection.submit(fetch)
         try:
-            await _by_deadline(job.done, deadline, shard_id, link)
+            async with asyncio.timeout_at(deadline) as limit:
+                await fetch.done
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise RpcTimeout(
+                f"shard {shard_id} on {owner.node_id}: not pulled by its deadline"
+                f"{connection.trouble}"
+            ) from None
         finally:
-            link.abandon(job)
-            self._count(job, link, link.connecting_s - connected_before_s, num_bytes)
-            del job  # with the traceback it would keep itself, and the pull's buffer
+            connection.abandon(fetch)
+            connecting_s = connection.connecting_s - connected_before_s
+            self._count(fetch, owner, connecting_s, num_bytes)
+            del fetch  # with the traceback it would keep itself, and the pull's buffer
 
-    async def describe(self, owner: Owner, shard_id: str, deadline: float) -> list[DescribedField]:
+    async def describe(
+        self, owner: Owner, shard_id: str, deadline: float
+    ) -> list[FieldDescription]:
         """The fields of a shard; raises as `Puller.pull`."""
-        job = DescribeJob(shard_id, asyncio.get_running_loop().create_future())
-        link = self._link(owner)
-        link.submit_description(job)
-        await _by_deadline(job.done, deadline, shard_id, link)
-        return job.done.result()
+        loop, where = asyncio.get_running_loop(), f"shard {shard_id} on {owner.node_id}"
+        while (left_s := deadline - loop.time()) > 0:
+            timeout_s = min(self._config.stalled_peer_timeout_s, left_s)
+            try:
+                return await call_owner(self._transport, owner, DESCRIBE, shard_id, timeout_s)
+            except ServerBusy:
+                await asyncio.sleep(REOPEN_DELAY_S)
+            except PeerLost as error:
+                raise ShardGone(f"{where} is gone with its owner: {error}") from error
+        raise RpcTimeout(f"{where}: not described by the pull's deadline")
 
     async def close(self) -> None:
         """Ends all connections; pulls that wait, and later ones, raise ShardGone."""
         self._is_closed = True
-        for link in list(self._links.values()):
-            await link.close()
+        for connection in list(self._connections.values()):
+            await connection.close()
 
-    def _link(self, owner: Owner) -> OwnerLink:
+    def _connection(self, owner: Owner) -> OwnerConnection:
         if self._is_closed:
             raise ShardGone(f"nothing is pulled from {owner.node_id} any more: this side is closed")
-        link = self._links.get(owner)
-        if link is None:
-            link = self._links[owner] = OwnerLink(
-                owner,
-                self._options,
-                self._transport,
-                pool=self._pool,
-                refused=self._refused,
-                on_ended=self._forget,
+        found = self._connections.get(owner)
+        if found is None or found.is_ended:
+            self._connections = {
+                other: it for other, it in self._connections.items() if not it.is_ended
+            }
+            open_session = partial(
+                request_session, self._transport, owner, self._puller, self._config
             )
-        return link
+            found = OwnerConnection(owner, self._config, open_session, self._refused)
+            self._connections[owner] = found
+        return found
 
-    def _forget(self, link: OwnerLink) -> None:
-        """A later pull from this owner tries anew."""
-        if self._links.get(link.owner) is link:
-            del self._links[link.owner]
-            self._ended_bytes += link.received_bytes
-
-    def _count(self, job: FetchJob, link: OwnerLink, connecting_s: float, num_bytes: int) -> None:
+    def _count(self, fetch: Fetch, owner: Owner, connecting_s: float, num_bytes: int) -> None:
         now_s = asyncio.get_running_loop().time()
-        total_s = now_s - job.begun_s
-        queueing_s = max(0.0, (job.sent_s or now_s) - job.begun_s - connecting_s)
-        wire_s = max(0.0, total_s - connecting_s - queueing_s - job.copying_s)
-        seconds = PullSeconds(connecting_s, queueing_s, wire_s, job.copying_s)
-        self.seconds.add(seconds)
+        total_s = now_s - fetch.begun_s
+        queueing_s = max(0.0, (fetch.sent_s or now_s) - fetch.begun_s - connecting_s)
+        wire_s = max(0.0, total_s - connecting_s - queueing_s - fetch.copying_s)
+        phases = connecting_s, queueing_s, wire_s, fetch.copying_s
+        seconds = dict(zip(self.seconds, phases, strict=True))
+        for phase, its_s in seconds.items():
+            self.seconds[phase] += its_s
         if total_s > SLOW_PULL_S + num_bytes / SLOW_BYTES_PER_S:
-            phase, longest_s = max(asdict(seconds).items(), key=lambda entry: entry[1])
+            phase, longest_s = max(seconds.items(), key=lambda entry: entry[1])
             logger.warning(
                 "pull_slow owner=%s bytes=%d missing_bytes=%d seconds=%.1f slowest=%s "
                 "slowest_seconds=%.1f",
-                *(link.owner.node_id, num_bytes, job.missing_bytes, total_s, phase, longest_s),
+                *(owner.node_id, num_bytes, fetch.missing_bytes, total_s, phase, longest_s),
             )
-
-
-async def _by_deadline(
-    done: asyncio.Future[Any], deadline: float, shard_id: str, link: OwnerLink
-) -> None:
-    """Waits for the future; past the deadline it fails with RpcTimeout."""
-    loop = asyncio.get_running_loop()
-    timer = loop.call_at(deadline, _expire, done, shard_id, link)
-    try:
-        await done
-    finally:
-        timer.cancel()
-        if done.done() and not done.cancelled():
-            done.exception()  # it failed in the very turn in which its pull was cancelled
-        del done  # as above
-
-
-def _expire(done: asyncio.Future[Any], shard_id: str, link: OwnerLink) -> None:
-    if not done.done():
-        what = f"shard {shard_id} on {link.owner.node_id}"
-        done.set_exception(RpcTimeout(f"{what}: not pulled by its deadline{link.trouble}"))

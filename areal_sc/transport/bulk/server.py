@@ -5,8 +5,8 @@ waits for    callers to show it, at most `HANDSHAKE_TIMEOUT_MS`; pullers that ne
              at most `reply_timeout_s`: a queue of replies must not wait for them
 unblocked by the pullers, or the end of their connections
 
-Whoever has no session gets nothing, not even an error, and `MAX_HELLO_BYTES` are all that is kept
-of it: such callers are counted and put out. A puller that was put out, or was idle, opens another
+Whoever has no session gets nothing, not even an error, and `HELLO_BYTES` are all that is kept of
+it: such callers are counted and put out. A puller that was put out, or was idle, opens another
 session when it needs one.
 """
 
@@ -20,31 +20,47 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from areal_sc.errors import ProtocolError, TransportError
+import msgspec
+
+from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.bulk.grant import OPEN_SESSION, SessionGrant
-from areal_sc.transport.bulk.reader import ShardReader, ShardSource
-from areal_sc.transport.bulk.stream import MessageStream, configure, framed
-from areal_sc.transport.bulk.wire import (
-    MAX_HELLO_BYTES,
+from areal_sc.transport.bulk.messages import (
+    FAILURE,
+    HELLO,
+    HELLO_BYTES,
+    MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
+    MAX_REQUEST_ROWS,
+    PREFIX,
+    READ,
+    REQUESTS,
+    ROWS,
     Failure,
-    Hello,
-    Reply,
-    Sealer,
-    decoded_request,
-    parse_head,
+    MessageCipher,
+    decoded,
 )
+from areal_sc.transport.bulk.plan import find_bytes, window
+from areal_sc.transport.bulk.session import (
+    DESCRIBE,
+    OPEN_SESSION,
+    FieldDescription,
+    SessionGrant,
+)
+from areal_sc.transport.bulk.stream import MessageStream, configure
 from areal_sc.transport.endpoint import HANDSHAKE_TIMEOUT_MS
 from areal_sc.transport.interface import LOOPBACK, Interface
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.socket import Buffer
+from areal_sc.transport.tensor_store import TensorStore
 
 logger = logging.getLogger(__name__)
 
 IDLE_BUFFER_BYTES: Final = 64 << 20
-"""Memory kept for payload that is not sent from where it lies: joined or encrypted."""
+"""Memory kept for encrypted replies."""
+
+MAX_SESSIONS: Final = 16_384
+"""Pullers at one time, and sessions not shown yet; beyond, the oldest is forgotten."""
 
 MAX_WAITING_REPLIES: Final = 64
 """Of one puller; its credits allow fewer."""
@@ -64,125 +80,98 @@ class _Puller:
 
     Attributes:
         name: of the other side, for messages.
-        session_id: that it has shown; b"": none yet.
+        is_admitted: it has shown a session.
     """
 
     def __init__(self, server: BulkServer, connection: socket.socket, host: str) -> None:
         self.name = host
-        self.session_id = b""
-        self.stream = MessageStream(connection, self, max_header_bytes=MAX_HELLO_BYTES)
+        self.is_admitted = False
+        self.stream = MessageStream(connection, self)
         self._server = server
-        self._request = memoryview(b"")
-        self._requests: Sealer | None = None
-        self._replies: Sealer | None = None
-        self._last_sequence = 0  # of the newest request; older ones are replays
-        self._seen_bytes = 0
-        self._num_idle_checks = 0
+        self._content = memoryview(b"")
+        self._requests: MessageCipher  # since it is admitted, as `_replies`
+        self._replies: MessageCipher
 
-    def check_life(self) -> int:
-        """How many checks in a row, this one included, have found that nothing moves."""
-        is_idle = self.stream.moved_bytes == self._seen_bytes
-        self._num_idle_checks = self._num_idle_checks + 1 if is_idle else 0
-        self._seen_bytes = self.stream.moved_bytes
-        return self._num_idle_checks
+    def on_head(self, kind: int, num_bytes: int) -> Sequence[memoryview]:
+        """Raises: ProtocolError: no correct puller sends such a message."""
+        expected = (READ, MAX_REQUEST_BYTES) if self.is_admitted else (HELLO, HELLO_BYTES)
+        if kind != expected[0] or not 0 < num_bytes <= expected[1]:
+            raise ProtocolError(f"{self.name} sends a message of kind {kind}, {num_bytes} bytes")
+        self._content = memoryview(bytearray(num_bytes))
+        return [self._content]
 
-    def on_header(self, header: memoryview, payload_bytes: int) -> Sequence[memoryview]:
-        """Requests are headers alone."""
-        if payload_bytes:
-            raise ProtocolError(f"{self.name} sends a request with a payload")
-        self._request = header
-        return ()
-
-    def on_message(self) -> None:
+    def on_message(self, kind: int, tag: bytes) -> None:
         """Answers a request.
 
         One that does not verify was altered or forged. The puller may wait for an answer that it
         would never get, so the connection ends, and the puller knows.
         """
-        try:
-            self._answer()
-        except ProtocolError as error:
-            self._server.drop(self, str(error), is_refused=True)
+        if not self.is_admitted:
+            self._show(tag)
+            return
+        self._requests.open(kind, tag, [self._content])
+        if self.stream.num_waiting == MAX_WAITING_REPLIES:
+            raise ProtocolError(f"{self.name} asks for more than it reads")
+        self.stream.send(partial(self._reply, self._content))
 
     def on_lost(self, reason: Exception) -> None:
         """The puller has left, or does not speak the protocol."""
-        is_refused = isinstance(reason, ProtocolError) or not self.session_id
+        is_refused = isinstance(reason, ProtocolError) or not self.is_admitted
         self._server.drop(self, str(reason), is_refused=is_refused)
 
-    def _answer(self) -> None:
-        session_id, sequence = parse_head(self._request, MAX_REQUEST_BYTES)
-        if not self.session_id:
-            self._show(session_id, sequence)
-            return
-        assert self._requests is not None
-        if session_id != self.session_id:
-            raise ProtocolError(f"{self.name} names a session that is not its own")
-        if sequence <= self._last_sequence:
-            raise ProtocolError(f"request {sequence} of {self.name} is a replay")
-        packed = self._requests.open(self._request, sequence)
-        self._last_sequence = sequence
-        if self.stream.num_waiting == MAX_WAITING_REPLIES:
-            raise ProtocolError(f"{self.name} asks for more than it reads")
-        reply, payload = self._server.answer(packed)
-        self.stream.send(partial(self._sealed, sequence, reply, payload))
+    def _show(self, tag: bytes) -> None:
+        """The session is taken only if the tag is right: nobody can use up another one's."""
+        prefix, session_id = (
+            bytes(self._content[: len(PREFIX)]),
+            bytes(self._content[len(PREFIX) :]),
+        )
+        if prefix != PREFIX:
+            raise ProtocolError(f"expected protocol {PREFIX!r}, got {prefix!r}")
+        self.name, grant = self._server.granted(session_id)
+        self._requests = MessageCipher(grant.request_key, grant.is_encrypted)
+        self._replies = MessageCipher(grant.reply_key, grant.is_encrypted, self._server.pool)
+        self._requests.open(HELLO, tag, [self._content])
+        self._server.admit(self, session_id)
+        self.is_admitted = True
 
-    def _show(self, session_id: bytes, sequence: int) -> None:
-        """The first request is only taken if its tag is right."""
-        name, grant = self._server.granted(session_id)
-        requests = Sealer(session_id, grant.request_key, grant.is_encrypted)
-        if not isinstance(decoded_request(requests.open(self._request, sequence)), Hello):
-            raise ProtocolError("the caller does not show its session")
-        pool = self._server.pool
-        self.name, self.session_id, self._last_sequence = name, session_id, sequence
-        self._requests = requests
-        self._replies = Sealer(session_id, grant.reply_key, grant.is_encrypted, pool)
-        self.stream.max_header_bytes = MAX_REQUEST_BYTES
-        self._server.admit(self)
-
-    def _sealed(self, sequence: int, reply: Reply, payload: Sequence[memoryview]) -> list[Buffer]:
-        assert self._replies is not None
-        header, sent = self._replies.seal(sequence, reply, payload)
-        self._server.sent_bytes += len(header) + sum(map(len, sent))
-        return framed(header, sent)
+    def _reply(self, content: Buffer) -> list[Buffer]:
+        message = self._replies.seal(*self._server.answer(content))
+        self._server.sent_bytes += sum(map(len, message))
+        return message
 
 
 class BulkServer:
     """Serves the shards of one store.
 
     Args:
-        source: the store.
         interface: where the socket listens.
         is_encrypted: payload is encrypted, not only authenticated.
-        max_sessions: pullers at one time, and sessions not shown yet; the oldest is forgotten.
         reply_timeout_s: how long a puller may neither ask nor read.
 
     Attributes:
         num_reads: requests answered.
         num_dropped: pullers that were put out.
-        sent_bytes: of all reply frames.
-        pool: memory of payload that is not sent from where it lies.
+        sent_bytes: of all replies.
+        pool: memory of encrypted replies.
     """
 
     def __init__(
         self,
-        source: ShardSource,
+        store: TensorStore,
         *,
         interface: Interface = LOOPBACK,
         is_encrypted: bool = False,
-        max_sessions: int = 16_384,
         reply_timeout_s: float = 30.0,
     ) -> None:
         self.num_reads = 0
         self.num_dropped = 0
         self.sent_bytes = 0
         self.pool = BufferPool(IDLE_BUFFER_BYTES)
-        self._refused = Refusals(logger, "bulk_refused", source.node_id)
-        self._node_id = source.node_id
+        self._refused = Refusals(logger, "bulk_refused", store.node_id)
+        self._store = store
         self._interface = interface
         self._is_encrypted = is_encrypted
-        self._max_sessions = max_sessions
         self._reply_timeout_s = reply_timeout_s
-        self._reader = ShardReader(source)
         self._grants: OrderedDict[bytes, tuple[str, SessionGrant]] = OrderedDict()
         # both in the order of their coming
         self._callers: dict[_Puller, asyncio.TimerHandle] = {}
@@ -202,33 +191,39 @@ class BulkServer:
         Raises: TransportError: the interface cannot be bound.
         """
         assert self._listener is None, "started twice"
+        node_id = self._store.node_id
         try:
             host = self._interface.listening_host()
             self._listener = socket.create_server((host, 0), backlog=MAX_CALLERS)
         except OSError as error:
             raise TransportError(
-                f"{self._node_id} cannot listen on {self._interface.bind}: {error}"
+                f"{node_id} cannot listen on {self._interface.bind}: {error}"
             ) from error
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self._address = self._interface.reachable(f"tcp://{host}:{port}")
         self._tasks = [
-            asyncio.create_task(self._accept(self._listener), name=f"callers of {self._node_id}"),
-            asyncio.create_task(self._watch(), name=f"pullers of {self._node_id}"),
+            asyncio.create_task(self._accept(self._listener), name=f"callers of {node_id}"),
+            asyncio.create_task(self._watch(), name=f"pullers of {node_id}"),
         ]
         return self._address
 
     def methods(self) -> list[Served]:
-        """The RPC method by which members of the run get a session."""
-        return [OPEN_SESSION.served_by(self.open_session)]
+        """The RPC methods by which members of the run get a session, and what they may ask."""
+        return [OPEN_SESSION.served_by(self.open_session), DESCRIBE.served_by(self.describe)]
 
     def open_session(self, puller: str) -> SessionGrant:
         """A new session, for whoever the control socket has let in."""
         grant = SessionGrant.create(self._address, self._is_encrypted)
         self._grants[grant.session_id] = puller, grant
-        if len(self._grants) > self._max_sessions:
+        if len(self._grants) > MAX_SESSIONS:
             self._grants.popitem(last=False)
         return grant
+
+    def describe(self, shard_id: str) -> list[FieldDescription]:
+        """The fields of a shard. Raises: ShardGone, MetadataError: there is no such shard."""
+        fields = self._store.describe(shard_id).items()
+        return [FieldDescription(name, field.dtype, field.row_lengths) for name, field in fields]
 
     def granted(self, session_id: bytes) -> tuple[str, SessionGrant]:
         """Puller and keys of a session that has no connection yet.
@@ -240,24 +235,35 @@ class BulkServer:
             raise ProtocolError("the caller shows no session, or one that has a connection")
         return found
 
-    def admit(self, puller: _Puller) -> None:
+    def admit(self, puller: _Puller, session_id: bytes) -> None:
         """It has shown a session, which no other connection can show any more."""
-        del self._grants[puller.session_id]
+        del self._grants[session_id]
         self._callers.pop(puller).cancel()
         self._pullers[puller] = None
-        if len(self._pullers) > self._max_sessions:
+        if len(self._pullers) > MAX_SESSIONS:
             self.drop(next(iter(self._pullers)), "too many pullers")
 
-    def answer(self, packed: Buffer) -> tuple[Reply, Sequence[memoryview]]:
-        """Reply and payload to what a member of the run has asked, whatever that is."""
+    def answer(self, content: Buffer) -> tuple[int, Sequence[Buffer]]:
+        """(kind, content) of the reply to what a member of the run has asked, whatever that is."""
         self.num_reads += 1
+        parts: list[memoryview] = []
+        number, room, num_rows = 0, MAX_REPLY_BYTES, MAX_REQUEST_ROWS
         try:
-            request = decoded_request(packed)
-            if isinstance(request, Hello):
-                raise ProtocolError("the session was shown before")
-        except ProtocolError as error:
-            return Failure.of(error), ()
-        return self._reader.answer(request)
+            for wanted in decoded(REQUESTS, content):
+                room -= wanted.num_bytes
+                num_rows -= wanted.num_rows
+                if room < 0 or num_rows < 0:
+                    raise ProtocolError(
+                        f"a reply has at most {MAX_REPLY_BYTES} bytes of {MAX_REQUEST_ROWS} rows"
+                    )
+                held = self._store.describe(wanted.shard_id)
+                found = find_bytes(held, wanted, self._store.node_id)
+                flat = [part for of_field in found for part in of_field]
+                parts += window(flat, wanted.skip, wanted.num_bytes)
+                number += 1
+        except (ShardGone, MetadataError, ProtocolError) as error:
+            return FAILURE, [msgspec.msgpack.encode(Failure.of(error, number))]
+        return ROWS, parts
 
     def drop(self, puller: _Puller, reason: str, *, is_refused: bool = False) -> None:
         """Ends the connection, if it has not ended by itself."""
@@ -309,5 +315,5 @@ class BulkServer:
 
     def _check_lives(self) -> None:
         for puller in list(self._pullers):
-            if puller.check_life() > CHECKS_PER_TIMEOUT:
+            if puller.stream.count_idle_looks() > CHECKS_PER_TIMEOUT:
                 self.drop(puller, f"nothing moves for {self._reply_timeout_s:g} s")

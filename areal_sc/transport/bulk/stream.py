@@ -1,13 +1,12 @@
-"""One end of a connection of the data plane: messages of a small header and a large payload.
+"""One end of a connection of the data plane.
 
-    message   [ length of the header (4) | length of the payload (4) ][ header ][ payload ]
-
-Payload is received where it belongs, and sent from where it lies: the event loop reads and writes
-the socket itself. (ZMQ's library receives every message in memory of its own, on a thread of its
-own, from where it has to be copied: on two cores a pull then takes 1.2 to 1.6 times as long.)
+Content is received where it belongs, and sent from where it lies. (ZMQ's library receives every
+message in memory of its own, on a thread of its own: a pull then takes 1.2 to 1.6 times as long on
+two cores. The transports of asyncio copy what the kernel does not take at once, and receive into
+one place at a time.)
 
 consumes     the connection's bytes, as the kernel has them; messages to send
-waits for    readiness of its file descriptor; a message is made when there is room for it
+waits for    readiness of the socket; a message is made when there is room for it
 unblocked by the peer, or the end of the connection
 """
 
@@ -16,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
-from areal_sc.errors import PeerLost, ProtocolError
+from areal_sc.errors import ProtocolError
+from areal_sc.transport.bulk.messages import HEAD
 from areal_sc.transport.endpoint import (
     HANDSHAKE_TIMEOUT_MS,
     KEEPALIVE_EVERY_S,
@@ -41,41 +40,35 @@ _TURN_BYTES: Final = 1 << 20
 tens of them on one event loop RPCs would wait for hundreds of milliseconds."""
 
 _STAGING_BYTES: Final = 16 << 10
-"""At most this many bytes of a payload are copied twice: those that come with its header."""
+"""At most this many bytes of a content are copied twice: those that come with its head."""
 
 _MAX_LOW_WATER_BYTES: Final = 1 << 20
-"""Within a large payload the kernel reports no readiness before so much of it, or its rest, is
-there: every wake-up costs both ends as much as moving some 20 KiB."""
+"""Within a large content the kernel reports no readiness before so much of it, or its rest, is
+there. Each wake-up costs both ends as much as moving some 20 KiB: pulls of 16 MiB or more would
+take a tenth more CPU."""
 
 _WINDOW_LOW_WATERS: Final = 4
-"""The window must hold the low water mark and more: a sender that finds less room than a segment
-sends nothing, and a reader that waits for more than is there makes none, until a timer fires."""
+"""The receive window holds the low water mark several times: a sender that finds less room than a
+segment sends nothing, and a reader that waits for more than is there makes none."""
 
-_MAX_PLACES: Final = 64
+_MAX_BUFFERS: Final = 64
 """Of one read or write; the kernel allows 1,024."""
 
 _GATHERED_BYTES: Final = 64 << 10
 """Messages are sent together up to this size: a system call costs as much as copying 20 KiB."""
 
-_PREFIX: Final = struct.Struct("<II")
-
 
 class MessageSink(Protocol):
-    """Who takes the messages; called on the event loop. Any error that it raises ends the
-    connection."""
+    """Who takes the messages. Any error that it raises ends the connection."""
 
-    def on_header(self, header: memoryview, payload_bytes: int) -> Sequence[memoryview]:
-        """Memory of just the payload's size, all parts together."""
-        ...
+    def on_head(self, kind: int, num_bytes: int) -> Sequence[memoryview]:
+        """Memory for the content, in parts, of just its size."""
 
-    def on_message(self) -> None:
-        """The payload is there; called for messages without one, too."""
-        ...
+    def on_message(self, kind: int, tag: bytes) -> None:
+        """The content is there."""
 
     def on_lost(self, reason: Exception) -> None:
-        """Nothing more comes; a ProtocolError is the peer's fault. Called at most once, and not
-        after `close`."""
-        ...
+        """Nothing more comes; a ProtocolError is the peer's fault. Not called after `close`."""
 
 
 class MessageStream:
@@ -84,45 +77,37 @@ class MessageStream:
     Args:
         connection: non-blocking; owned from here on.
         sink: takes what arrives, from the next turn of the event loop on.
-        max_header_bytes: a longer header ends the connection; may be changed.
-        window_bytes: that may be on their way to us at one time.
 
     Attributes:
-        received_bytes, sent_bytes: those that the kernel has given, and taken.
+        moved_bytes: those that the kernel has given and taken.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        sink: MessageSink,
-        *,
-        max_header_bytes: int,
-        window_bytes: int = 0,
-    ) -> None:
-        self.received_bytes = 0
-        self.sent_bytes = 0
-        self.max_header_bytes = max_header_bytes
+    def __init__(self, connection: socket.socket, sink: MessageSink) -> None:
+        self.moved_bytes = 0
         self._socket = connection
         self._sink = sink
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._staging = memoryview(bytearray(_STAGING_BYTES))
-        self._num_staged = 0  # bytes of a message's prefix that is not whole yet
-        self._header: memoryview | None = None  # while it is being received
-        self._payload_bytes = 0
-        self._places: deque[memoryview] = deque()  # of what is missing of the header or payload
-        self._missing = 0
-        self._low_water = 1
-        self._max_low_water = _grown_window(connection, window_bytes) // _WINDOW_LOW_WATERS
+        self._num_staged = 0  # bytes of a head that is not whole yet
+        self._head: tuple[int, bytes] | None = None  # kind and tag, while content is missing
+        self._places: deque[memoryview] = deque()  # for the missing content
+        self._num_missing = 0
         self._outbox: deque[Callable[[], Iterable[Buffer]]] = deque()
         self._unsent: deque[memoryview] = deque()  # of messages that were made
         self._awaits_room = False
+        self._low_water = 1
+        self._max_low_water = 0  # not known yet
+        self._seen_bytes = 0
+        self._num_idle_looks = 0
         self._loop.add_reader(connection, self._on_readable)
 
-    @property
-    def moved_bytes(self) -> int:
-        """In both directions."""
-        return self.received_bytes + self.sent_bytes
+    def count_idle_looks(self) -> int:
+        """How many calls in a row, this one included, have found that nothing moved since."""
+        is_idle = self.moved_bytes == self._seen_bytes
+        self._num_idle_looks = self._num_idle_looks + 1 if is_idle else 0
+        self._seen_bytes = self.moved_bytes
+        return self._num_idle_looks
 
     @property
     def num_waiting(self) -> int:
@@ -133,8 +118,8 @@ class MessageStream:
         """Queues a message; how many may wait is for the caller to bound.
 
         Args:
-            make: gives the message's parts, of which `framed` makes the first one; called when the
-                kernel has room: for a peer that does not read nothing is made.
+            make: gives the message in parts; called when the kernel has room: for a peer that does
+                not read nothing is made.
         """
         if not self._is_closed:
             self._outbox.append(make)
@@ -159,80 +144,75 @@ class MessageStream:
                     break
         except BlockingIOError:
             pass
-        except (OSError, ProtocolError) as error:
-            self._lose(error)
         except Exception as error:  # the boundary to the sink: whoever waits for it must fail
-            logger.exception("a bulk connection ends")
             self._lose(error)
         if not self._is_closed:
             self._set_low_water()
 
     def _read(self) -> bool:
         """Reads once; tells whether there may be more now."""
-        if self._missing:
-            if len(self._places) == 1:
-                place = self._places[0][:_TURN_BYTES]
-                num_bytes = self._received(self._socket.recv_into(place))
-            else:
-                places = _first(self._places, _TURN_BYTES)
-                num_bytes = self._received(self._socket.recvmsg_into(places)[0])
-            self._advance(num_bytes)
-            return not self._missing
+        buffers = _first(self._places, _TURN_BYTES)
         room = self._staging[self._num_staged :]
-        num_bytes = self._received(self._socket.recv_into(room))
-        staged = self._staging[: self._num_staged + num_bytes]
-        while not self._is_closed and (self._missing or len(staged) >= _PREFIX.size):
-            if self._missing:
+        is_rest = sum(map(len, buffers)) == self._num_missing
+        if is_rest:
+            buffers.append(room)
+        num_bytes = self._socket.recvmsg_into(buffers)[0]
+        if not num_bytes:
+            raise ConnectionError("the connection ended")
+        self.moved_bytes += num_bytes
+        in_place = min(num_bytes, self._num_missing)
+        self._arrived(in_place)
+        if num_bytes > in_place:
+            self._unpack(self._staging[: self._num_staged + num_bytes - in_place])
+        return self._num_missing > 0 or num_bytes == in_place + len(room)
+
+    def _unpack(self, staged: memoryview) -> None:
+        """Takes heads, and the beginnings of contents that came with them."""
+        while not self._is_closed:
+            if self._num_missing:
                 part = staged[: len(self._places[0])]
-                if not len(part):
+                if not part:
                     break
                 self._places[0][: len(part)] = part
                 staged = staged[len(part) :]
-                self._advance(len(part))
+                self._arrived(len(part))
+            elif len(staged) >= HEAD.size:
+                num_bytes, kind, tag = HEAD.unpack_from(staged)
+                staged = staged[HEAD.size :]
+                self._head = kind, tag
+                self._places.extend(filter(len, self._sink.on_head(kind, num_bytes)))
+                self._num_missing = num_bytes
+                self._arrived(0)
             else:
-                self._begin(*_PREFIX.unpack_from(staged))
-                staged = staged[_PREFIX.size :]
+                break
         self._num_staged = len(staged)
         self._staging[: len(staged)] = bytes(staged)
-        return num_bytes == len(room) or self._missing > 0
 
-    def _received(self, num_bytes: int) -> int:
-        if not num_bytes:
-            raise ConnectionError("the connection ended")
-        self.received_bytes += num_bytes
-        return num_bytes
-
-    def _begin(self, header_bytes: int, payload_bytes: int) -> None:
-        if not 0 < header_bytes <= self.max_header_bytes:
-            raise ProtocolError(f"a header has 1 to {self.max_header_bytes} bytes")
-        self._header = memoryview(bytearray(header_bytes))
-        self._payload_bytes = payload_bytes
-        self._expect([self._header])
-
-    def _expect(self, places: Iterable[memoryview]) -> None:
-        self._places = deque(place for place in places if len(place))
-        self._missing = sum(map(len, self._places))
-
-    def _advance(self, num_bytes: int) -> None:
-        """So many bytes have been put into their places."""
-        self._missing -= num_bytes
+    def _arrived(self, num_bytes: int) -> None:
+        """So many bytes of the content have been put into their places."""
+        self._num_missing -= num_bytes
         _advance(self._places, num_bytes)
-        if self._missing:
-            return
-        if self._header is not None:
-            header, self._header = self._header, None
-            self._expect(self._sink.on_header(header, self._payload_bytes))
-        if not self._missing and not self._is_closed:
-            self._sink.on_message()
+        if not self._num_missing and self._head is not None:
+            head, self._head = self._head, None
+            self._sink.on_message(*head)
 
     def _set_low_water(self) -> None:
         """Safe because the socket never blocks: a blocking read may have taken some of the bytes
-        that the kernel still waits for."""
+        that the kernel still waits for.
+
+        Linux makes room for its low water mark in the receive buffer; asking for the room itself
+        (SO_RCVBUF) allows less by default, and ends the buffer's own growth.
+        """
         low_water = 1
-        if self._missing > _STAGING_BYTES:
-            low_water = max(1, min(self._missing, self._max_low_water, _MAX_LOW_WATER_BYTES))
+        option = socket.SOL_SOCKET, socket.SO_RCVLOWAT
+        if self._num_missing > _STAGING_BYTES:
+            if not self._max_low_water:
+                self._socket.setsockopt(*option, _WINDOW_LOW_WATERS * _MAX_LOW_WATER_BYTES)
+                window = self._socket.getsockopt(*option)  # the system may allow less
+                self._max_low_water = window // _WINDOW_LOW_WATERS
+            low_water = min(self._num_missing, self._max_low_water)
         if low_water != self._low_water:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            self._socket.setsockopt(*option, low_water)
             self._low_water = low_water
 
     def _send_some(self) -> None:
@@ -244,13 +224,11 @@ class MessageStream:
                 self._unsent.extend(parts)
                 num_bytes += sum(map(len, parts))
             sent = self._socket.sendmsg(_first(self._unsent, _TURN_BYTES))
-            self.sent_bytes += sent
+            self.moved_bytes += sent
             _advance(self._unsent, sent)
         except BlockingIOError:
             pass
         except Exception as error:  # also the boundary to who makes messages
-            if not isinstance(error, OSError):
-                logger.exception("a bulk connection ends")
             self._outbox.clear()
             self._unsent.clear()
             # not at once: whoever sends does not expect to hear of the end meanwhile
@@ -265,24 +243,16 @@ class MessageStream:
 
     def _lose(self, reason: Exception) -> None:
         if not self._is_closed:
+            if not isinstance(reason, OSError | ProtocolError):
+                logger.error("a bulk connection ends", exc_info=reason)
             self.close()
             self._sink.on_lost(reason)
 
 
-def framed(header: bytes, payload: Sequence[Buffer] = ()) -> list[Buffer]:
-    """The parts of a message, for `MessageStream.send`."""
-    return [_PREFIX.pack(len(header), sum(map(len, payload))) + header, *payload]
-
-
 async def connect(address: str) -> socket.socket:
-    """A non-blocking connection.
+    """A non-blocking connection to an address like tcp://10.0.0.1:5555.
 
-    Args:
-        address: like tcp://10.0.0.1:5555.
-
-    Raises:
-        PeerLost: nobody listens there.
-        TransportError: the address is malformed.
+    Raises: OSError: nobody listens there. TransportError: the address is malformed.
     """
     host, port = parsed_address(address)
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -290,10 +260,8 @@ async def connect(address: str) -> socket.socket:
         configure(connection)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_MS / 1000):
             await asyncio.get_running_loop().sock_connect(connection, (host, port))
-    except BaseException as error:
+    except BaseException:
         connection.close()
-        if isinstance(error, OSError):  # a TimeoutError, too
-            raise PeerLost(f"no connection to {address}: {error or 'no answer'}") from error
         raise
     return connection
 
@@ -303,17 +271,16 @@ def configure(connection: socket.socket) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNSENT_TIMEOUT_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNSENT_TIMEOUT_MS)
 
 
 def _first(views: Iterable[memoryview], num_bytes: int) -> list[memoryview]:
     """So many bytes, or fewer, from the beginning."""
     found = []
-    for view in islice(views, _MAX_PLACES):
+    for view in islice(views, _MAX_BUFFERS):
         found.append(view[:num_bytes])
         num_bytes -= len(found[-1])
         if not num_bytes:
@@ -328,16 +295,3 @@ def _advance(views: deque[memoryview], num_bytes: int) -> None:
         if num_bytes < len(view):
             views.appendleft(view[num_bytes:])
         num_bytes -= min(num_bytes, len(view))
-
-
-def _grown_window(connection: socket.socket, num_bytes: int) -> int:
-    """Makes the receive window so large, as far as the system allows; returns how large it is.
-
-    Linux makes room for its low water mark in the receive buffer; asking for the room itself
-    (SO_RCVBUF) allows less by default, and ends the buffer's own growth.
-    """
-    if num_bytes:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-        num_bytes = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-    return num_bytes

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_sc.transport import copies
-from areal_sc.transport.copies import THREAD_COPY_BYTES, Copy, run_copies
+from areal_sc.transport.bulk import copies
+from areal_sc.transport.bulk.copies import THREAD_COPY_BYTES, Copy, run_copies
 
 
 def copies_of(sizes: list[int]) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
@@ -23,7 +23,7 @@ def copies_of(sizes: list[int]) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
     found, position = [], 0
     for size in sizes:
         place = destination.data[total - position - size : total - position]
-        found.append(Copy(source.data[position : position + size].toreadonly(), place, None))
+        found.append((source.data[position : position + size].toreadonly(), place))
         position += size
     return source, destination, found
 
@@ -38,16 +38,15 @@ def arrived(source: np.ndarray, destination: np.ndarray, sizes: list[int]) -> bo
 
 
 @given(st.lists(st.integers(0, 40), max_size=20), st.integers(1, 50))
-def test_every_byte_goes_to_its_place_however_the_copies_are_shared(
-    sizes: list[int], max_bytes: int
+def test_every_byte_goes_to_its_place_however_the_copies_are_cut(
+    sizes: list[int], chunk_bytes: int
 ) -> None:
     source, destination, found = copies_of(sizes)
-    shares = list(copies._shares(found, max_bytes))
-    lengths = [sum(len(copy.source) for copy in share) for share in shares]
-    assert all(length == max_bytes for length in lengths[:-1])
-    assert all(0 < length <= max_bytes for length in lengths)
-    for share in shares:
-        copies._copy_all(share)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "CHUNK_BYTES", chunk_bytes)
+        chunks = copies._chunks(found)
+    assert all(0 < len(part) <= chunk_bytes for part, _ in chunks)
+    copies._copy_all(chunks)
     assert arrived(source, destination, sizes)
 
 
@@ -55,44 +54,43 @@ def test_every_byte_goes_to_its_place_however_the_copies_are_shared(
 async def test_large_copies_run_beside_the_event_loop(
     num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[threading.Thread] = []
-
-    def copy_all(share: list[Copy]) -> None:
-        threads.append(threading.current_thread())
-        plain(share)
-
-    plain = copies._copy_all
-    monkeypatch.setattr(copies, "_copy_all", copy_all)
+    threads = threads_of_copies(monkeypatch)
     sizes = [num_bytes - (9 << 20) - 5, 5, 0, 9 << 20]
     source, destination, found = copies_of(sizes)
     await asyncio.wait_for(run_copies(found), 60)
     assert arrived(source, destination, sizes)
     is_large = num_bytes > THREAD_COPY_BYTES
-    assert len(threads) == (copies.NUM_COPY_THREADS if is_large else 0)
-    assert threading.main_thread() not in threads
+    assert len(threads) == (copies.NUM_COPY_THREADS if is_large else 1)
+    assert (threading.main_thread() in threads) == (not is_large)
 
 
 async def test_many_small_copies_share_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold the GIL: several threads would wait for each other."""
-    shares: list[int] = []
-
-    def copy_all(share: list[Copy]) -> None:
-        assert threading.current_thread() is not threading.main_thread()
-        shares.append(len(share))
-        plain(share)
-
-    plain = copies._copy_all
-    monkeypatch.setattr(copies, "_copy_all", copy_all)
+    threads = threads_of_copies(monkeypatch)
     sizes = [64 << 10] * (THREAD_COPY_BYTES >> 16) + [1]
     source, destination, found = copies_of(sizes)
     await asyncio.wait_for(run_copies(found), 60)
     assert arrived(source, destination, sizes)
-    assert shares == [len(sizes)]
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
+
+
+def threads_of_copies(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Each call's that makes copies, from now on."""
+    threads: list[threading.Thread] = []
+
+    def copy_all(shared: list[Copy]) -> None:
+        threads.append(threading.current_thread())
+        plain(shared)
+
+    plain = copies._copy_all
+    monkeypatch.setattr(copies, "_copy_all", copy_all)
+    return threads
 
 
 @pytest.mark.parametrize("place_bytes", [THREAD_COPY_BYTES, THREAD_COPY_BYTES + 2])
 async def test_a_place_of_another_size_is_refused(place_bytes: int) -> None:
     source = np.zeros(THREAD_COPY_BYTES + 1, np.uint8).data
     place = np.zeros(place_bytes, np.uint8).data
-    with pytest.raises(ValueError, match="could not broadcast"):
-        await asyncio.wait_for(run_copies([Copy(source, place, None)]), 60)
+    with pytest.raises(ValueError, match=r"broadcast|different structures"):
+        await asyncio.wait_for(run_copies([(source, place)]), 60)

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from areal_sc.errors import ProtocolError
-from areal_sc.transport.bulk.grant import OPEN_SESSION, SessionGrant
+from areal_sc.transport.bulk.session import OPEN_SESSION, SessionGrant
 from areal_sc.transport.rpc.method import pack
 
 

@@ -1,0 +1,182 @@
+"""Which bytes a pull asks for, where they lie, and where they go: arithmetic without I/O.
+
+slices      of a batch: rows of one shard, of all fields that the shard has
+transfers   slices with their destinations; requests are made of smaller ones
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from areal_sc.errors import MetadataError, ProtocolError
+from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, Run
+from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS, MAX_REQUEST_ROWS, ShardSlice
+from areal_sc.transport.bulk.session import Owner
+from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.tensor_bytes import dtype_named
+
+
+class OwnedSlice(NamedTuple):
+    """Rows of a shard that lie together in what is pulled.
+
+    Attributes:
+        offset: values of each of its tensors that come before.
+    """
+
+    owner: Owner
+    rows: ShardSlice
+    offset: int = 0
+
+
+class Transfer(NamedTuple):
+    """A slice, and memory of its size where it goes, one part after the other."""
+
+    rows: ShardSlice
+    destinations: Sequence[memoryview]
+
+
+def shard_slice(
+    shard_id: str, fields: Mapping[str, str], rows: Sequence[int], lengths: tuple[int, ...]
+) -> ShardSlice:
+    """Whole rows."""
+    itemsizes = sum(dtype_named(dtype).itemsize for dtype in fields.values())
+    return ShardSlice(shard_id, dict(fields), list(rows), lengths, 0, sum(lengths) * itemsizes)
+
+
+def slices_of(
+    batch: BatchMetadata, fields: Sequence[str] | None, rows: Sequence[int] | None
+) -> tuple[BatchMetadata, dict[str, str], list[OwnedSlice]]:
+    """The asked part of a batch, the dtype name of each of its fields, and where its rows lie.
+
+    Raises: MetadataError: a field or row is not in the batch.
+    """
+    if fields is not None and batch.total_batch_size:
+        batch = batch.select(fields)
+    dtypes = batch.dtypes
+    if not batch.total_batch_size:
+        dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()}
+    if rows is not None:
+        batch = batch.take(rows)
+    lengths = tuple(batch.sequence_lengths)
+    starts = tuple(accumulate(lengths, initial=0))
+    slices = []
+    for columns in batch.columns:
+        for shard in columns.shards:
+            owner = Owner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0])
+            for offset, its_rows in _stretches(shard.runs):
+                its_lengths = lengths[offset : offset + len(its_rows)]
+                wanted = shard_slice(shard.shard_id, columns.dtypes, its_rows, its_lengths)
+                slices.append(OwnedSlice(owner, wanted, starts[offset]))
+    return batch, dtypes, slices
+
+
+def first_of_run(rows: Sequence[int]) -> int | None:
+    """The first row, where the others follow it in the shard."""
+    if not rows:
+        return None
+    first: int = rows[0]
+    return first if rows == list(range(first, first + len(rows))) else None
+
+
+def find_bytes(
+    held: Mapping[str, SealedField], wanted: ShardSlice, node_id: str
+) -> list[list[memoryview]]:
+    """The rows where they lie in the shard, field by field; nothing is skipped.
+
+    Raises:
+        MetadataError: the shard has no such field or row.
+        ProtocolError: it has other dtypes or row lengths than the metadata promises.
+    """
+    where = f"shard {wanted.shard_id} on {node_id}"
+    rows: Sequence[int] = wanted.rows
+    first = first_of_run(rows)
+    if first is not None:
+        rows = range(first, first + len(rows))
+    found = []
+    for name, dtype in wanted.fields.items():
+        field = held.get(name)
+        if field is None:
+            raise MetadataError(f"{where} has fields {list(held)}, not {name!r:.200}")
+        found.append(field.slices(rows))
+        lengths = field.row_lengths
+        if first is None:
+            lengths = tuple([lengths[row] for row in rows])
+        elif len(lengths) != len(rows):
+            lengths = lengths[first : first + len(rows)]
+        if dtype != field.dtype or lengths != wanted.lengths:
+            raise ProtocolError(
+                f"{where}, field {name!r:.200}: "
+                f"expected {dtype:.20} rows of {_abridged(wanted.lengths)} values, "
+                f"got {field.dtype} rows of {_abridged(lengths)}"
+            )
+    return found
+
+
+def window(parts: Iterable[memoryview], start: int, num_bytes: int) -> list[memoryview]:
+    """Those bytes of the concatenation.
+
+    Raises: ProtocolError: the concatenation is shorter.
+    """
+    found = []
+    missing = num_bytes
+    for part in parts:
+        inside = part[start : start + missing]
+        start = max(start - len(part), 0)
+        if len(inside):
+            found.append(inside)
+            missing -= len(inside)
+    if missing:
+        raise ProtocolError(f"the rows have {num_bytes - missing} of {num_bytes} bytes asked for")
+    return found
+
+
+def cut(transfer: Transfer, max_bytes: int) -> Iterator[Transfer]:
+    """The transfer in parts that each fit into a request; empty rows ask for nothing."""
+    whole = transfer.rows
+    if not whole.num_bytes:
+        return
+    if (
+        whole.num_bytes <= max_bytes
+        and whole.num_rows <= MAX_REQUEST_ROWS
+        and len(whole.fields) <= MAX_REQUEST_FIELDS
+    ):
+        yield transfer
+        return
+    for (name, dtype), destination in zip(whole.fields.items(), transfer.destinations, strict=True):
+        itemsize = dtype_named(dtype).itemsize
+        bounds = tuple(accumulate((n * itemsize for n in whole.lengths), initial=0))
+        start = 0
+        while start < len(destination):
+            first = bisect_right(bounds, start) - 1
+            last = min(first + MAX_REQUEST_ROWS, len(bounds) - 1)
+            end = min(start + max_bytes, bounds[last])
+            stop = bisect_left(bounds, end)
+            rows = ShardSlice(
+                whole.shard_id,
+                {name: dtype},
+                whole.rows[first:stop],
+                whole.lengths[first:stop],
+                start - bounds[first],
+                end - start,
+            )
+            yield Transfer(rows, [destination[start:end]])
+            start = end
+
+
+def _stretches(runs: Iterable[Run]) -> list[tuple[int, list[int]]]:
+    """The rows of a shard at consecutive rows of the batch, each time with the first of those."""
+    found: list[tuple[int, list[int]]] = []
+    for offset, first, count in runs:
+        if not found or offset != found[-1][0] + len(found[-1][1]):
+            found.append((offset, []))
+        found[-1][1].extend(range(first, first + count))
+    return found
+
+
+def _abridged(lengths: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lengths[:8]))
+    return f"[{shown}, … {len(lengths)} in all]" if len(lengths) > 8 else f"[{shown}]"

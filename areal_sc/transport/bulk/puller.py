@@ -1,0 +1,354 @@
+"""Lazy pull: tensors move from the worker that holds them to the one that needs them, when it does.
+
+Only the asked fields and rows move, each by the shortest way there is:
+
+    own store                 copied
+    arena on this node        mapped: a view where the rows lie together in one shard, else copied
+    anywhere else             in chunks over the owner's bulk socket, from all owners at once
+
+Whatever is copied is copied once, to its final place in one pooled buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, Final, TypeVar
+
+import torch
+
+from areal_sc.errors import ShardGone
+from areal_sc.metadata import BatchMetadata
+from areal_sc.transport.arena.map import ArenaMap, MappedShard
+from areal_sc.transport.bulk.buffer_pool import BufferPool
+from areal_sc.transport.bulk.client import BulkClient
+from areal_sc.transport.bulk.copies import Copy, run_copies
+from areal_sc.transport.bulk.plan import (
+    OwnedSlice,
+    Transfer,
+    find_bytes,
+    first_of_run,
+    shard_slice,
+    slices_of,
+)
+from areal_sc.transport.bulk.session import FieldDescription, Owner
+from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.tensor_bytes import dtype_named
+from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.weights import WeightsReference
+
+_ALIGNMENT: Final = 64
+
+MAX_QUICK_SLICES: Final = 250
+"""What is done for each slice takes some 30 us. For more of them it is done in a thread, so that
+the event loop goes on."""
+
+T = TypeVar("T")
+
+
+class Puller:
+    """Pulls rows and weights for one worker.
+
+    Args:
+        bulk: fetches from owners elsewhere.
+        local_store: the worker's own store, which is read directly.
+        arenas: shared memory of the other workers on this node.
+        timeout_s: deadline of a pull.
+        idle_buffer_bytes: destinations kept for later pulls.
+
+    Attributes:
+        pulled_bytes: payload asked of owners elsewhere.
+        mapped_bytes: payload found in shared memory, copied or not.
+        local_bytes: payload copied out of the own store.
+    """
+
+    def __init__(
+        self,
+        bulk: BulkClient,
+        *,
+        local_store: TensorStore | None = None,
+        arenas: ArenaMap | None = None,
+        timeout_s: float = 300.0,
+        idle_buffer_bytes: int = 1 << 30,
+    ) -> None:
+        self.pulled_bytes = 0
+        self.mapped_bytes = 0
+        self.local_bytes = 0
+        self._bulk = bulk
+        self._local_store = local_store
+        self._arenas = arenas
+        self._timeout_s = timeout_s
+        self._pool = BufferPool(idle_buffer_bytes)
+
+    async def pull(
+        self,
+        batch: BatchMetadata,
+        fields: Sequence[str] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> PackedRows:
+        """The asked columns and rows of a batch, in its row order (or that of `rows`).
+
+        The tensors may be views of another worker's shared memory: reading is all that may be done
+        with them (a write ends the process). A batch without rows has no shards and so no dtypes:
+        asked fields come back empty, those of a trajectory with their dtype, others as float32.
+
+        Raises:
+            ShardGone: an owner has died, or says that it does not hold the shard (any more).
+            RpcTimeout: the pull passed its deadline.
+            PeerSilent: an owner gives no sign of life, long before that deadline.
+            ProtocolError: an owner holds other sizes or dtypes than the metadata says.
+            MetadataError: a field or row is not in the batch.
+        """
+        deadline = self._deadline()
+        batch, dtypes, slices = await _computed(
+            len(batch.shards), lambda: slices_of(batch, fields, rows)
+        )
+        names = fields if fields is not None else dtypes
+        tensors = await self._tensors({name: dtypes[name] for name in names}, slices, deadline)
+        advantages = [row.advantage for row in batch.rows if row.advantage is not None]
+        has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
+        return PackedRows(
+            tensors, batch.sequence_lengths, tuple(advantages) if has_advantages else None
+        )
+
+    async def pull_weights(
+        self, weights: WeightsReference, *, max_bucket_bytes: int = 256 << 20
+    ) -> AsyncIterator[tuple[str, list[torch.Tensor]]]:
+        """Each parameter's name and its flat parts, of the ranks that hold one, in their order.
+
+        Parameters come in buckets of at most `max_bucket_bytes` (or one larger parameter): whoever
+        drops the parts before asking for the next needs no more memory than that. Parts on this
+        node are views of the rank's shared memory and need none. What the caller does between two
+        parts does not count against the deadline.
+
+        Raises: as `pull`.
+        """
+        loop, deadline = asyncio.get_running_loop(), self._deadline()
+        ranks = await _all_of(self._parameters(*shard, deadline) for shard in weights.shards)
+        for bucket in _buckets(ranks, max_bucket_bytes):
+            of_ranks = [[rank[name] for name in bucket if name in rank] for rank in ranks]
+            pulled = await _all_of(self._tensors({}, slices, deadline) for slices in of_ranks)
+            handed_over = loop.time()
+            for name in bucket:
+                yield name, [parts.pop(name) for parts in pulled if name in parts]
+            deadline += loop.time() - handed_over
+
+    async def close(self) -> None:
+        """Closes the connections to owners."""
+        await self._bulk.close()
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._timeout_s
+
+    async def _tensors(
+        self, dtypes: Mapping[str, str], slices: Sequence[OwnedSlice], deadline: float
+    ) -> dict[str, torch.Tensor]:
+        """Each field's tensor: a view where that is possible, else a copy.
+
+        Args:
+            dtypes: of fields that may have no slices; they come first.
+        """
+        views, copied = await _computed(len(slices), lambda: self._views(slices))
+        self.mapped_bytes += sum(view.nbytes for view in views.values())
+        dtypes = {**dtypes, **{f: dtype for it in slices for f, dtype in it.rows.fields.items()}}
+        rest = {f: dtype_named(dtype) for f, dtype in dtypes.items() if f not in views}
+        copies = await self._copied(rest, copied, deadline) if rest else {}
+        return {name: (views if name in views else copies)[name] for name in dtypes}
+
+    async def _copied(
+        self, dtypes: Mapping[str, torch.dtype], slices: Sequence[OwnedSlice], deadline: float
+    ) -> dict[str, torch.Tensor]:
+        """The tensors, joined in one buffer."""
+        tensors, transfers = await _computed(len(slices), lambda: self._allocated(dtypes, slices))
+        await self._fill(transfers, deadline)
+        return tensors
+
+    def _allocated(
+        self, dtypes: Mapping[str, torch.dtype], slices: Iterable[OwnedSlice]
+    ) -> tuple[dict[str, torch.Tensor], dict[Owner, list[Transfer]]]:
+        """The tensors, not filled yet, and what is to fill them."""
+        numel = dict.fromkeys(dtypes, 0)
+        for _, rows, _ in slices:
+            num_values = sum(rows.lengths)
+            for name in rows.fields:
+                numel[name] += num_values
+        starts, size = {}, 0
+        for name, dtype in dtypes.items():
+            starts[name] = size
+            size += -(-numel[name] * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._pool.take(size)
+        memory = buffer.data
+        transfers: dict[Owner, list[Transfer]] = {}
+        for owner, rows, offset in slices:
+            num_values = sum(rows.lengths)
+            destinations = []
+            for name in rows.fields:
+                itemsize = dtypes[name].itemsize
+                start = starts[name] + offset * itemsize
+                destinations.append(memory[start : start + num_values * itemsize])
+            if rows.num_bytes:
+                transfers.setdefault(owner, []).append(Transfer(rows, destinations))
+        tensors = {
+            name: torch.frombuffer(buffer, dtype=dtype, count=numel[name], offset=starts[name])
+            if numel[name]
+            else torch.empty(0, dtype=dtype)
+            for name, dtype in dtypes.items()
+        }
+        return tensors, transfers
+
+    def _views(
+        self, slices: Sequence[OwnedSlice]
+    ) -> tuple[dict[str, torch.Tensor], list[OwnedSlice]]:
+        """(the tensors that lie in one stretch in an arena of this node, the other slices)."""
+        num_slices = Counter(name for owned in slices for name in owned.rows.fields)
+        views: dict[str, torch.Tensor] = {}
+        others = []
+        for owned in slices:
+            owner, rows, _ = owned
+            first = first_of_run(rows.rows)
+            is_alone = all(num_slices[name] == 1 for name in rows.fields)
+            if first is None or not is_alone or not self._is_mapped(owner):
+                others.append(owned)
+                continue
+            shard = self._open_mapped(owner, rows.shard_id)
+            find_bytes(shard.fields, rows, owner.node_id)  # as promised?
+            for name in rows.fields:
+                start = sum(shard.fields[name].row_lengths[:first])
+                views[name] = shard.tensor(name)[start : start + sum(rows.lengths)]
+        return views, others
+
+    async def _fill(self, transfers: Mapping[Owner, list[Transfer]], deadline: float) -> None:
+        """Fills all destinations or raises the first failure; the rest is then cancelled."""
+        readable, elsewhere = {}, {}
+        for owner, its in transfers.items():
+            num_bytes = sum(transfer.rows.num_bytes for transfer in its)
+            if self._is_own(owner):
+                readable[owner] = its
+                self.local_bytes += num_bytes
+            elif self._is_mapped(owner):
+                readable[owner] = its
+                self.mapped_bytes += num_bytes
+            else:
+                elsewhere[owner] = its
+                self.pulled_bytes += num_bytes
+        if readable:
+            begun_s = time.perf_counter()
+            num_slices = sum(map(len, readable.values()))
+            await run_copies(await _computed(num_slices, lambda: self._planned(readable)))
+            self._bulk.seconds["copying"] += time.perf_counter() - begun_s
+        await _all_of(self._bulk.fetch(*each, deadline) for each in elsewhere.items())
+
+    def _planned(self, transfers: Mapping[Owner, Iterable[Transfer]]) -> list[Copy]:
+        """The copies out of shards that this process can read."""
+        copies = []
+        for owner, its in transfers.items():
+            shards: dict[str, Mapping[str, SealedField]] = {}
+            for rows, destinations in its:
+                held = shards.get(rows.shard_id)
+                if held is None:
+                    held = shards[rows.shard_id] = self._held(owner, rows.shard_id)
+                found = find_bytes(held, rows, owner.node_id)
+                for parts, destination in zip(found, destinations, strict=True):
+                    start = 0
+                    for part in parts:
+                        copies.append((part, destination[start : start + len(part)]))
+                        start += len(part)
+        return copies
+
+    async def _parameters(
+        self, node_id: str, node_addr: str, shard_id: str, deadline: float
+    ) -> dict[str, OwnedSlice]:
+        """Each parameter of one rank's shard, as its owner describes it."""
+        owner = Owner(node_id, node_addr, parse_shard_id(shard_id)[0])
+        if self._is_own(owner) or self._is_mapped(owner):
+            described = [
+                FieldDescription(name, field.dtype, field.row_lengths)
+                for name, field in self._held(owner, shard_id).items()
+            ]
+        else:
+            described = await self._bulk.describe(owner, shard_id, deadline)
+        return {
+            name: OwnedSlice(
+                owner, shard_slice(shard_id, {name: dtype}, range(len(lengths)), lengths)
+            )
+            for name, dtype, lengths in described
+        }
+
+    def _held(self, owner: Owner, shard_id: str) -> Mapping[str, SealedField]:
+        """The fields of a shard that this process can read."""
+        if self._is_own(owner):
+            assert self._local_store is not None
+            return self._local_store.describe(shard_id)
+        return self._open_mapped(owner, shard_id).fields
+
+    def _open_mapped(self, owner: Owner, shard_id: str) -> MappedShard:
+        assert self._arenas is not None
+        try:
+            return self._arenas.open_shard(shard_id)
+        except ShardGone as error:
+            why = str(error).removeprefix(f"shard {shard_id} is gone: ")
+            raise ShardGone(f"shard {shard_id} on {owner.node_id} is gone: {why}") from error
+
+    def _is_own(self, owner: Owner) -> bool:
+        store = self._local_store
+        return store is not None and (store.node_id, store.incarnation) == (
+            owner.node_id,
+            owner.incarnation,
+        )
+
+    def _is_mapped(self, owner: Owner) -> bool:
+        arenas = self._arenas
+        return arenas is not None and not self._is_own(owner) and arenas.find(owner.incarnation)
+
+
+async def _computed(num_slices: int, function: Callable[[], T]) -> T:
+    return function() if num_slices <= MAX_QUICK_SLICES else await asyncio.to_thread(function)
+
+
+async def _all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results, or the first failure; the others are then cancelled."""
+    waiting = list(coroutines)
+    if len(waiting) == 1:
+        return [await waiting[0]]
+    failure: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in waiting]
+    except BaseExceptionGroup as group_error:
+        failure = group_error.exceptions[0]  # the others followed from it, or came after it
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # with the traceback it would keep itself, and the pull's buffer
+    return [task.result() for task in tasks]
+
+
+def _buckets(ranks: Sequence[Mapping[str, OwnedSlice]], max_bytes: int) -> Iterator[list[str]]:
+    """Consecutive names whose parts on all ranks take `max_bytes` together, or one larger one."""
+    sizes: Counter[str] = Counter()
+    for rank in ranks:
+        for name, owned in rank.items():
+            sizes[name] += owned.rows.num_bytes
+    bucket: list[str] = []
+    num_bytes = 0
+    for name, size in sizes.items():
+        if bucket and num_bytes + size > max_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(name)
+        num_bytes += size
+    if bucket:
+        yield bucket
