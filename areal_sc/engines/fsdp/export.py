@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -33,7 +32,7 @@ from areal_sc.engines.fsdp.background import (
     SideGroup,
     replace_folder,
 )
-from areal_sc.engines.fsdp.optimizer import local_part
+from areal_sc.engines.fsdp.optimizer import first_row, local_part
 from areal_sc.engines.fsdp.tensor_file import TensorFile, TensorShapes
 
 MAX_FILE_BYTES = 5 << 30
@@ -121,7 +120,7 @@ def begin_export(
         for name, values in tensors.items()
         if group.rank == 0 or isinstance(values, DTensor)
     }
-    starts = {name: _first_value(tensors[name]) for name in parts}
+    starts = {n: first_row(tensors[n]) * tensors[n].shape[1:].numel() for n in parts}
     failure: Exception | None = None
     try:
         if is_staged:
@@ -221,17 +220,6 @@ def _convert(
     for name, layout in files.layouts.items():
         layout.write_parts(target / name, ((n, 0, tensors[n]) for n in layout.starts))
     shutil.rmtree(source)
-
-
-def _first_value(values: torch.Tensor) -> int:
-    """Index of the first value of this rank's part in the flat tensor."""
-    if not isinstance(values, DTensor):
-        return 0
-    (item,) = create_default_local_save_plan({"": values}, True).items
-    assert item.tensor_data is not None
-    part = item.tensor_data.chunk
-    assert part.sizes[1:] == values.shape[1:], "FSDP shards the first dimension"
-    return part.offsets[0] * prod(values.shape[1:]) if part.offsets else 0
 
 
 def _in_host_memory(values: torch.Tensor, dtype: torch.dtype, *, copy: bool) -> torch.Tensor:

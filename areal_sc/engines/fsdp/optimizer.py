@@ -38,6 +38,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def first_row(tensor: torch.Tensor) -> int:
+    """Of this rank's shard. Each rank has as many rows as those before it, or what is left."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    num_rows, mesh = len(tensor), tensor.device_mesh
+    return min(num_rows, mesh.get_local_rank() * -(-num_rows // mesh.size()))
+
+
 class ShardedAdamW:
     """AdamW is elementwise, so each rank updates its own shards as plain tensors.
 

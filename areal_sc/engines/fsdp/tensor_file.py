@@ -57,16 +57,13 @@ class TensorFile:
 
         Raises: ValueError: a dtype that safetensors does not know.
         """
-        unknown = [name for name, (dtype, _) in tensors.items() if dtype not in _DTYPE_CODES]
-        if unknown:
-            raise ValueError(f"{unknown[0]}: safetensors holds no {tensors[unknown[0]][0]}")
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts: dict[str, int] = {}
         position = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
             end = position + prod(shape) * dtype.itemsize
             entries[name] = {
-                "dtype": _DTYPE_CODES[dtype],
+                "dtype": dtype_code(dtype),
                 "shape": list(shape),
                 "data_offsets": [position, end],
             }
@@ -120,6 +117,16 @@ class TensorFile:
                     _write_all(descriptor, piece, position + begin)
                     checksum = zlib.crc32(piece, checksum)
         return checksum
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype.
+
+    Raises: ValueError: it does not know this one.
+    """
+    if dtype not in _DTYPE_CODES:
+        raise ValueError(f"safetensors holds no {dtype}")
+    return _DTYPE_CODES[dtype]
 
 
 def file_checksum(path: Path) -> int:
