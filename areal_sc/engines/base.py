@@ -205,11 +205,11 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def flat_parts(self) -> list[NamedTensor] | None:
-        """This rank's range of each flat parameter, where ranks hold such ranges, in rank order.
+    def flat_parts(self) -> tuple[dict[str, torch.Tensor], torch.dtype]:
+        """What this rank publishes of the parameters, and the dtype that it is published in.
 
-        Under Hugging Face names; they may be live, and of another dtype than that of publication.
-        None: the ranks hold something else, and their parts come from `gather_weights`.
+        Under Hugging Face names, 1-D; they may be live. What the ranks give of a name, one after
+        the other in their order, are the values of the whole parameter.
         """
         ...
 

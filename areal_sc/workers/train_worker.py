@@ -98,7 +98,6 @@ class TrainWorker(Worker):
             self.handle.config.weight_update,
             self.compute,
             rank=args.rank,
-            world_size=args.world_size,
             host=host_of(self.address),
             node=self.node,
         )

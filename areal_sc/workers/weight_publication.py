@@ -1,6 +1,6 @@
 """The trainer's side of a publication: one rank seals, writes or broadcasts its weights.
 
-    seal        its share of each bucket of whole parameters in this rank's store, to be pulled
+    seal        what this rank holds of each parameter, in its store, to be pulled
     save        a Hugging Face folder, written by all ranks; those of older versions go
     broadcast   whole parameters, gathered from all ranks, from rank 0 to the generating ranks
 
@@ -15,7 +15,7 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,7 @@ from areal_sc.engines.weight_group import (
     GLOO,
     NCCL,
     Backend,
-    NamedTensor,
     WeightBroadcaster,
-    flat_share,
-    unfilled,
 )
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall
 from areal_sc.transport.tensor_store import TensorStore
@@ -48,7 +45,7 @@ class WeightPublication:
 
     Args:
         compute: runs a function in the engine's thread.
-        rank, world_size: of the trainer's ranks; rank 0 broadcasts.
+        rank: of the trainer's ranks; rank 0 broadcasts.
         host: address of this machine that the generating ranks reach.
         node: token of this rank's node.
     """
@@ -61,7 +58,6 @@ class WeightPublication:
         compute: Compute,
         *,
         rank: int,
-        world_size: int,
         host: str,
         node: str,
     ) -> None:
@@ -71,7 +67,6 @@ class WeightPublication:
         self._compute = compute
         self._root = Path(config.folder).absolute()
         self._rank = rank
-        self._world_size = world_size
         self._host = host
         self._node = node
         self._broadcaster: WeightBroadcaster | None = None
@@ -81,48 +76,18 @@ class WeightPublication:
     async def seal(self) -> str:
         """Id of the shard that holds a copy of this rank's part of the parameters.
 
-        Where ranks hold no ranges of the flat parameters, it is the `flat_share` of each bucket.
-
-        Raises: StoreFull: the other ranks are helped to the end, and this one raises.
+        Raises: StoreFull.
         """
         # in the engine's thread: the event loop must not wait for gigabytes
         return await self._compute(self._seal)  # type: ignore[no-any-return]
 
     def _seal(self) -> str:
-        layouts = self._engine.weight_layouts(self._config.bucket_bytes)
-        parts = self._engine.flat_parts()
-        if parts is None:
-            return self._seal_gathered(layouts)
-        dtypes = {name: t.dtype for layout in layouts for name, t in unfilled(layout)}
-        return self._put(
-            [(name, torch.empty_like(p, dtype=dtypes[name], device="meta")) for name, p in parts],
-            (part.to(dtypes[name]) for name, part in parts),
+        parts, dtype = self._engine.flat_parts()
+        return self._store.put(
+            {n: torch.empty_like(part, dtype=dtype, device="meta") for n, part in parts.items()},
+            {name: [len(part)] for name, part in parts.items()},
+            values=(part.to(dtype) for part in parts.values()),
         )
-
-    def _seal_gathered(self, layouts: Iterable[BucketLayout]) -> str:
-        buckets = self._engine.gather_weights(self._config.bucket_bytes)
-
-        def values() -> Iterator[torch.Tensor]:
-            for bucket in buckets:
-                parts = self._share(bucket)
-                bucket.clear()  # what others publish need not wait for the copies
-                while parts:
-                    yield parts.pop(0)[1]
-
-        try:
-            fields = [part for layout in layouts for part in self._share(unfilled(layout))]
-            return self._put(fields, values())
-        finally:
-            for _ in buckets:  # all ranks go through all buckets
-                pass
-
-    def _share(self, bucket: Iterable[NamedTensor]) -> list[NamedTensor]:
-        return flat_share(bucket, self._rank, self._world_size)
-
-    def _put(self, fields: Iterable[NamedTensor], values: Iterable[torch.Tensor]) -> str:
-        by_name = dict(fields)
-        lengths = {name: [len(field)] for name, field in by_name.items()}
-        return self._store.put(by_name, lengths, values=values)
 
     async def save(self, version: int, oldest: int) -> str:
         """Writes all weights to the folder of a version; returns its path.

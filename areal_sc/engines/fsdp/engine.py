@@ -235,11 +235,11 @@ class FSDPEngine:
             named = [(name, parameters[name].detach()) for name, _ in bucket]
             yield gather_whole(named, compute_dtype(self.config))
 
-    def flat_parts(self) -> list[NamedTensor]:
+    def flat_parts(self) -> tuple[dict[str, torch.Tensor], torch.dtype]:
         """The shards of this rank: rows of each parameter, and so a range of its values."""
         parameters = self._model.causal_lm.named_parameters()
-        parts = [(name, local_part(value.detach()).flatten()) for name, value in parameters]
-        return [(name, part) for name, part in parts if len(part)]
+        parts = {name: local_part(value.detach()).flatten() for name, value in parameters}
+        return {n: part for n, part in parts.items() if len(part)}, compute_dtype(self.config)
 
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         """What `gather_weights` gives, without the values."""
