@@ -14,11 +14,7 @@ import torch
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from areal_sc.algorithms.logprobs import (
-    chunked_logprobs,
-    logprobs_of_logits,
-    logprobs_of_logits_function,
-)
+from areal_sc.algorithms.logprobs import chunked_logprobs, logprobs_of_logits
 from areal_sc.engines.fsdp.packed_attention import PackedLayout, register_packed_attention
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.errors import ModelError
@@ -115,16 +111,13 @@ class PackedModel(nn.Module):
             return logprobs_of_logits(logits, targets, temperatures=temperatures)
         hidden = self._hidden(input_ids, layout)[positions]
         head = self.causal_lm.get_output_embeddings()
-        if head.bias is None:
-            return chunked_logprobs(
-                hidden,
-                head.weight,
-                targets,
-                temperatures=temperatures,
-                chunk_tokens=self.chunk_tokens,
-            )
-        return logprobs_of_logits_function(
-            hidden, head, targets, temperatures=temperatures, chunk_tokens=self.chunk_tokens
+        return chunked_logprobs(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperatures=temperatures,
+            chunk_tokens=self.chunk_tokens,
         )
 
     def _hidden(self, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:

@@ -32,9 +32,15 @@ def test_an_update_with_other_token_advantages_is_no_repeat() -> None:
             owner = run.cluster.workers["train/0"]
             first, other = (with_field(batch, "advantages", owner) for _ in range(2))
             recomputed = with_field(first, "proximal_logprobs", owner)
-            assert await asyncio.gather(
-                *(run.actor.ppo_update_async(repeated) for repeated in (first, first, recomputed)),
-            ) == [{"loss": 0.0}] * 3
+            assert (
+                await asyncio.gather(
+                    *(
+                        run.actor.ppo_update_async(repeated)
+                        for repeated in (first, first, recomputed)
+                    ),
+                )
+                == [{"loss": 0.0}] * 3
+            )
             run.actor._num_updates = 0  # as in a controller that has not heard of it
             (refused,) = await asyncio.gather(
                 run.actor.ppo_update_async(other), return_exceptions=True
