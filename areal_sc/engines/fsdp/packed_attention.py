@@ -46,10 +46,10 @@ class PackedLayout:
     Attributes:
         lengths: tokens of each row, >= 1.
         position_ids: [1, T] int64, restarting at each row.
-        buckets: every row once.
-        pad_index: [P] token for each padded place, bucket after bucket; None when every bucket
-            is one row, which is then a slice.
-        unpad_index: [T] padded place of each token.
+        buckets: every row once; in the order of the rows if each is a bucket of its own.
+        pad_index: [P] token for each padded place, bucket after bucket; None if each row is a
+            bucket, which is then a slice.
+        unpad_index: [T] padded place of each token; None likewise.
         row_starts: [R + 1] int32 on the device, first token of each row, and T.
     """
 
@@ -73,7 +73,9 @@ class PackedLayout:
         starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64)
         position_ids = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], sizes)
         pad_index = unpad_index = None
-        if any(len(bucket.rows) > 1 for bucket in buckets):
+        if len(buckets) == len(lengths):
+            buckets = tuple(sorted(buckets, key=lambda bucket: bucket.rows))
+        else:
             pad_index, unpad_index = _padding_indices(buckets, starts, sizes)
             pad_index, unpad_index = pad_index.to(device), unpad_index.to(device)
         return cls(
@@ -166,29 +168,7 @@ def packed_attention(
         return _varlen_attention(query, key, value, scaling, sliding_window, layout), None
     # [T, H, D]: rows of memory, so that gathering tokens is gathering rows
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if layout.pad_index is None:
-        outputs = _attend_rows(attend, query, key, value, layout)
-    else:
-        outputs = _attend_buckets(attend, query, key, value, layout)
-    return outputs[None], None
-
-
-def _attend_rows(
-    attend: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: PackedLayout,
-) -> torch.Tensor:
-    """[T, H, D]; one call a row."""
-    pieces = [
-        attend(*(part.transpose(0, 1)[None] for part in parts))[0].transpose(0, 1)
-        for parts in zip(
-            *(torch.split(tensor, list(layout.lengths)) for tensor in (query, key, value)),
-            strict=True,
-        )
-    ]
-    return torch.cat(pieces)
+    return _attend_buckets(attend, query, key, value, layout)[None], None
 
 
 def _attend_buckets(
@@ -199,23 +179,21 @@ def _attend_buckets(
     layout: PackedLayout,
 ) -> torch.Tensor:
     """[T, H, D]; one call a bucket."""
-    assert layout.pad_index is not None
-    assert layout.unpad_index is not None
-    padded = [
-        _Pad.apply(tensor, layout.pad_index, layout.unpad_index)  # type: ignore[no-untyped-call]
-        for tensor in (query, key, value)
-    ]
+    tensors = [query, key, value]
+    if layout.pad_index is not None:
+        tensors = [
+            _Pad.apply(tensor, layout.pad_index, layout.unpad_index)  # type: ignore[no-untyped-call]
+            for tensor in tensors
+        ]
     sizes = [len(bucket.rows) * bucket.length for bucket in layout.buckets]
     pieces = []
-    for bucket, parts in zip(
-        layout.buckets,
-        zip(*(torch.split(tensor, sizes) for tensor in padded), strict=True),
-        strict=True,
+    for bucket, *parts in zip(
+        layout.buckets, *(torch.split(tensor, sizes) for tensor in tensors), strict=True
     ):
         batched = (part.unflatten(0, (-1, bucket.length)).transpose(1, 2) for part in parts)
         pieces.append(attend(*batched).transpose(1, 2).flatten(0, 1))
     together = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return together.index_select(0, layout.unpad_index)
+    return together if layout.unpad_index is None else together.index_select(0, layout.unpad_index)
 
 
 class _Pad(torch.autograd.Function):
