@@ -217,12 +217,13 @@ class TrainEngine(Protocol):
         """What `gather_weights` gives, without the values; on any rank by itself."""
         ...
 
-    def begin_save_hf(self, folder: Path) -> Future[None]:
-        """Takes the weights as they are now. The future: when the folder has been written."""
-        ...
+    def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
+        """Takes the weights as they are now. The future: when the folder has been written.
 
-    def save_hf(self, folder: Path) -> None:
-        """Writes the weights, and returns when the folder has been written; in little memory."""
+        Args:
+            is_staged: a copy is taken. Without it, which saves its memory, the weights must not
+                change until the future is done.
+        """
         ...
 
     def begin_snapshot(self, folder: Path) -> Future[None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from areal_sc.algorithms.named_loss import CROSS_ENTROPY, loss_of
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.durable import partial_of
 from areal_sc.engines.base import RankPlace, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
@@ -118,42 +118,44 @@ class TrainWorker(Worker):
     async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
         """One optimizer update per minibatch."""
 
-        async def pull() -> list[PackedRows]:
-            return [await self.plane.puller.pull(batch) for batch in args.minibatches]
+        async def update() -> dict[str, float]:
+            rows = [await self.plane.puller.pull(batch) for batch in args.minibatches]
+            min_version = args.minibatches[0].min_token_version
+            return await self._update(args.operation, rows, self._ppo_loss, min_version)
 
-        async def update(minibatches: list[PackedRows]) -> dict[str, float]:
-            return await self.compute(
-                lambda: self.engine.update(
-                    minibatches,
-                    self._ppo_loss,
-                    step=self.operations.version,
-                    min_token_version=args.minibatches[0].min_token_version,
-                )
-            )
-
-        return dict(await self.operations.join(args.operation, pull, update))
+        return await self.operations.join(args.operation, update)
 
     async def sft_update(self, args: calls.SFTUpdate) -> dict[str, float]:
         """One optimizer update on rows of a dataset; makes the next policy version."""
-        operation = args.operation
 
-        async def read() -> PackedRows:
+        async def update() -> dict[str, float]:
             dataset = self.sources.prompts(args.dataset)
             items = [dataset[index] for index in args.indices]
-            return PackedRows(
+            rows = PackedRows(
                 {
                     "input_ids": _packed([item["input_ids"] for item in items], torch.int32),
                     "loss_mask": _packed([item["loss_mask"] for item in items], torch.bool),
                 },
                 tuple(len(item["input_ids"]) for item in items),
             )
+            return await self._update(args.operation, [rows], CROSS_ENTROPY, None)
 
-        async def update(rows: PackedRows) -> dict[str, float]:
-            step = operation.version
-            return await self.compute(lambda: self.engine.update([rows], CROSS_ENTROPY, step=step))
+        next_version = args.operation.version + 1
+        return await self.operations.join(args.operation, update, next_version=next_version)
 
-        next_version = operation.version + 1
-        return dict(await self.operations.join(operation, read, update, next_version=next_version))
+    async def _update(
+        self,
+        operation: Operation,
+        minibatches: list[PackedRows],
+        loss: NamedLoss,
+        min_token_version: int | None,
+    ) -> dict[str, float]:
+        with self.operations.changing(operation):
+            return await self.compute(
+                lambda: self.engine.update(
+                    minibatches, loss, step=operation.version, min_token_version=min_token_version
+                )
+            )
 
     async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
         """Seals this rank's share of the parameters."""
@@ -161,10 +163,7 @@ class TrainWorker(Worker):
         async def seal() -> calls.SealedShard:
             return self._sealed(await self.publication.seal())
 
-        sealed: calls.SealedShard = await self.operations.join(
-            args.operation, seal, next_version=args.version
-        )
-        return sealed
+        return await self.operations.join(args.operation, seal, next_version=args.version)
 
     async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
         """Writes the weights to `weight_update.folder`."""
@@ -173,10 +172,7 @@ class TrainWorker(Worker):
             folder = await self.publication.save(args.version, args.oldest)
             return calls.SavedWeights(folder, self.plane.store.last_sequence)
 
-        saved: calls.SavedWeights = await self.operations.join(
-            args.operation, save, next_version=args.version
-        )
-        return saved
+        return await self.operations.join(args.operation, save, next_version=args.version)
 
     async def begin_save_hf(self, change: calls.Change) -> str:
         """Takes the weights for a Hugging Face folder below the run folder; returns its path."""

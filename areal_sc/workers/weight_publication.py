@@ -100,7 +100,8 @@ class WeightPublication:
         folder = root / f"{_FOLDER_PREFIX}{version}"
         if self._rank == 0:
             await asyncio.to_thread(_remove_before, root, oldest)
-        await self._compute(lambda: self._engine.save_hf(folder))
+        written = await self._compute(lambda: self._engine.begin_save_hf(folder, is_staged=False))
+        await asyncio.wrap_future(written)
         return str(folder)
 
     async def open_group(self, wanted: OpenWeightGroup) -> WeightGroup:

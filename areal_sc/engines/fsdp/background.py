@@ -124,14 +124,6 @@ class BackgroundWriter:
             )
         self._running = None
 
-    def finish(self, written: Future[None]) -> None:
-        """Waits for the write that `begin` returned.
-
-        Raises: CheckpointError: it failed.
-        """
-        self.wait()
-        written.result()
-
     def close(self) -> None:
         """Lets the write that goes on end, and then the thread."""
         self.wait()

@@ -253,25 +253,18 @@ class FSDPEngine:
         for name, parameter in self._model.causal_lm.named_parameters():
             yield name, torch.empty(parameter.shape, dtype=dtype, device="meta")
 
-    def begin_save_hf(self, folder: Path) -> Future[None]:
+    def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
         """Takes the weights as they are now; a folder that `transformers` loads is written later.
 
-        Training may go on at once. One write goes on at a time: the one before is waited for.
+        One write goes on at a time: the one before is waited for.
 
+        Args:
+            is_staged: the weights are copied, and training may go on at once. Without it they must
+                not change until the future is done.
         Returns: a future that is done when the folder, tokenizer included, is on the disk under
             its name. It fails with CheckpointError, on every rank, when it could not be written;
             what was at `folder` then stays.
         """
-        return self._begin_export(folder, is_staged=True)
-
-    def save_hf(self, folder: Path) -> None:
-        """Writes the same, and returns when it is written; the weights are not copied for it.
-
-        Raises: CheckpointError: on every rank, when it could not be written.
-        """
-        self._writer.finish(self._begin_export(folder, is_staged=False))
-
-    def _begin_export(self, folder: Path, *, is_staged: bool) -> Future[None]:
         return begin_export(
             self._model.causal_lm,
             Path(self.config.path),
