@@ -165,7 +165,9 @@ class TrainEngine(Protocol):
         ...
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
-        """[T] float32: `output` at each trained token, else 0; meaningful on heads alone.
+        """[T] float32: `output` at each token in `loss_mask`, else 0; meaningful on heads alone.
+
+        It is 0 at the first token of a row, too, as nothing predicts it.
 
         Args:
             output: `logprobs`: nats, of the token given those before it in its row, under the

@@ -15,9 +15,10 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -49,10 +50,9 @@ class SideGroup:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank = group.rank
-        self.world_size = group.size
-        self._handle = (
-            dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if group.size > 1 else None
-        )
+        self.size = group.size
+        gloo = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if group.size > 1 else None
+        self._group = replace(group, handle=gloo)
 
     def together(self, what: str, action: Callable[[], T]) -> list[T]:
         """Runs `action` on every rank; if it fails anywhere, every rank raises.
@@ -66,24 +66,17 @@ class SideGroup:
         except FAILURES as error:
             failure = error
         message = f"{type(failure).__name__}: {failure}" if failure is not None else None
-        outcomes = self._gather(what, (message, result))
-        for rank, (reported, _) in enumerate(outcomes):
-            if reported is not None:
-                raise CheckpointError(f"{what} (train rank {rank}): {reported}") from failure
-        return [result for _, result in outcomes]
-
-    def _gather(self, what: str, value: Any) -> list[Any]:
-        if self._handle is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(values, value, group=self._handle)
+            outcomes = self._group.gather((message, result))
         except (dist.DistError, RuntimeError) as error:
             raise CheckpointError(
                 f"{what} (train rank {self.rank}): another rank ended or took longer than "
                 f"{WRITE_TIMEOUT.total_seconds():.0f} s: {error}"
             ) from error
-        return values
+        for rank, (reported, _) in enumerate(outcomes):
+            if reported is not None:
+                raise CheckpointError(f"{what} (train rank {rank}): {reported}") from failure
+        return [result for _, result in outcomes]
 
 
 class BackgroundWriter:

@@ -192,7 +192,7 @@ class Snapshots:
 
         def check() -> SnapshotIndex:
             index = SnapshotIndex.read(folder)
-            for rank in range(group.rank, len(index.files), group.world_size):
+            for rank in range(group.rank, len(index.files), group.size):
                 path = folder / _file_name(rank)
                 if file_checksum(path) != index.files[rank].checksum:
                     raise ValueError(f"{path}: its checksum is wrong, its content damaged")
@@ -202,7 +202,7 @@ class Snapshots:
 
         group.together(what, recover)
         index = group.together(what, check)[group.rank]
-        is_same_size = len(index.files) == group.world_size
+        is_same_size = len(index.files) == group.size
 
         def read() -> None:
             with _opened_files(folder, index) as files:

@@ -77,17 +77,11 @@ class FSDPEngine:
         self._snapshots: Snapshots
 
     def create_rendezvous(self, host: str = "127.0.0.1") -> str:
-        """On rank 0, before `initialize`: opens the ranks' meeting point on a free port.
-
-        Args:
-            host: address of this machine that the other ranks can reach.
-        Returns: the `init_method` for every rank, this one included.
-        """
         self._hosted, address = host_rendezvous(host)
         return address
 
     def initialize(self, rank: int, world_size: int, init_method: str) -> RankPlace:
-        """Meets the other ranks and loads the model; returns this rank's place among them.
+        """Meets the other ranks and loads the model.
 
         Args:
             init_method: from `create_rendezvous`, or `tcp://host:port` that rank 0 will open, or
@@ -127,14 +121,11 @@ class FSDPEngine:
         return self._groups.place
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
-        """What the current weights say of trained tokens, at the tokens' own temperatures.
+        """What the current weights say of trained tokens, on the CPU.
 
         Args:
             rows: fields `input_ids` and `loss_mask`; `temperatures`, else 1. Where advantages are
                 known, tokens of advantage 0 are left out: nothing is trained on them.
-            output: `logprobs` or `entropy`.
-        Returns: [T] float32 on the CPU, nats: at each token in `loss_mask`, given those before it
-            in its row; 0 at all others, at row starts, and at tokens that were left out.
         Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
         if output not in OUTPUTS:
@@ -164,16 +155,13 @@ class FSDPEngine:
         """One optimizer update a minibatch.
 
         Args:
-            minibatches: this rank's rows of each; equally many on every rank. Fields `input_ids`,
-                `loss_mask`, with `min_token_version` `versions`, those that the loss reads, and
-                `temperatures`, else 1. The first minibatch may do without `proximal_logprobs`: no
-                weight has changed, so its own forward is that of the proximal policy.
+            minibatches: fields `input_ids`, `loss_mask`, with `min_token_version` `versions`, those
+                that the loss reads, and `temperatures`, else 1. The first minibatch may do without
+                `proximal_logprobs`: no weight has changed, so its own forward is that of the
+                proximal policy.
             loss: where it is zero without an advantage, tokens of advantage 0 go through no
                 forward; they count in the denominator all the same.
-            step: training step, counted from 0; decides the learning rate.
-            min_token_version: tokens sampled by older versions add nothing to the loss and its
-                denominator; None trains all.
-        Returns: the same global numbers on every rank, see `UpdateMetrics.summary`.
+        Returns: see `UpdateMetrics.summary`.
         Raises: ValueError: a field or the advantages are missing, a row is over the micro-batch
             limit, or the ranks have different numbers of minibatches. ConfigError: no such loss.
         """
@@ -222,14 +210,9 @@ class FSDPEngine:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this rank computes on a GPU."""
         return self._groups.world.device.type == "cuda"
 
     def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-        """Every whole parameter in the dtype of computation, tied ones once, in buckets.
-
-        Parameters may be the live ones. All ranks must go through all buckets together.
-        """
         parameters = dict(self._model.causal_lm.named_parameters())
         for bucket in split_into_buckets(self._unfilled_weights(), bucket_bytes):
             named = [(name, parameters[name].detach()) for name, _ in bucket]
@@ -242,7 +225,6 @@ class FSDPEngine:
         return {n: part for n, part in parts.items() if len(part)}, compute_dtype(self.config)
 
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
-        """What `gather_weights` gives, without the values."""
         return [
             layout_of(bucket)
             for bucket in split_into_buckets(self._unfilled_weights(), bucket_bytes)
@@ -258,9 +240,6 @@ class FSDPEngine:
 
         One write goes on at a time: the one before is waited for.
 
-        Args:
-            is_staged: the weights are copied, and training may go on at once. Without it they must
-                not change until the future is done.
         Returns: a future that is done when the folder, tokenizer included, is on the disk under
             its name. It fails with CheckpointError, on every rank, when it could not be written;
             what was at `folder` then stays.
@@ -275,24 +254,15 @@ class FSDPEngine:
         )
 
     def begin_snapshot(self, folder: Path) -> Future[None]:
-        """Takes weights, optimizer state and random state as they are now, and writes them later.
-
-        Training may go on at once. One write goes on at a time: the one before is waited for.
-
-        Returns: a future that is done when the snapshot is on the disk and has replaced `folder`.
-            It fails with CheckpointError, on every rank, when it could not be written.
-        """
+        """Takes weights, optimizer state and random state as they are now; see `Snapshots`."""
         return self._snapshots.begin(folder)
 
     def load_snapshot(self, folder: Path) -> None:
-        """Restores what `begin_snapshot` took, also with another number of ranks.
-
-        Raises: CheckpointError: on every rank, when it is absent, damaged, or of another model.
-        """
+        """Restores what `begin_snapshot` took, also with another number of ranks."""
         self._snapshots.load(folder)
 
     def close(self) -> None:
-        """Waits for what is being written, and leaves the group. It cannot be used afterwards."""
+        """Waits for what is being written, and leaves the group."""
         if hasattr(self, "_writer"):
             self._writer.close()
         if hasattr(self, "_groups"):
