@@ -154,9 +154,7 @@ class Snapshots:
             def write() -> StoredFile:
                 if failure is not None:
                     raise failure
-                layout = TensorFile.lay_out(
-                    {name: (v.dtype, v.shape) for name, v in staged.items()}
-                )
+                layout = TensorFile.lay_out(staged)
                 checksum = layout.write_whole(part / _file_name(group.rank), staged)
                 return StoredFile(layout.num_bytes, checksum)
 

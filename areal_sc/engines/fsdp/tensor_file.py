@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -34,8 +33,6 @@ _DTYPE_CODES = {
 _PIECE_BYTES = 4 << 20  # fits the cache, so that the checksum reads what the write has just read
 _HEADER_ALIGNMENT = 8
 
-TensorShapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
-
 
 @dataclass(frozen=True)
 class TensorFile:
@@ -52,23 +49,23 @@ class TensorFile:
     num_bytes: int
 
     @classmethod
-    def lay_out(cls, tensors: TensorShapes) -> TensorFile:
+    def lay_out(cls, tensors: Mapping[str, torch.Tensor]) -> TensorFile:
         """Tensors of wide dtypes come first, so that each starts at a multiple of its width.
 
+        Args:
+            tensors: their values do not matter; they may be `meta`.
         Raises: ValueError: a dtype that safetensors does not know.
         """
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts: dict[str, int] = {}
         position = 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-            end = position + prod(shape) * dtype.itemsize
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
+            starts[name], position = position, position + tensor.nbytes
             entries[name] = {
-                "dtype": dtype_code(dtype),
-                "shape": list(shape),
-                "data_offsets": [position, end],
+                "dtype": dtype_code(tensor.dtype),
+                "shape": list(tensor.shape),
+                "data_offsets": [starts[name], position],
             }
-            starts[name] = position
-            position = end
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
         header = len(text).to_bytes(8, "little") + text
