@@ -1,9 +1,8 @@
 """The methods of the workers: name, arguments, reply and deadline of each, declared once. No torch.
 
-Whoever calls one and whoever serves it uses its declaration. The methods of every worker come
-first, then those of train workers, then those of rollout workers. Where the arguments are a
-`Change`, the method changes the worker's state, or writes: the change names its operation, which
-runs once however often it is asked for (see `operations`).
+The methods of every worker come first, then those of train workers, then those of rollout workers.
+A method whose arguments are a `Change` changes the worker's state, or writes: the change names its
+operation, which runs once however often it is asked for (see `operations`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ WRITE_TIMEOUT_S: Final = 4 * 3600.0
 
 SHUTDOWN_TIMEOUT_S: Final = 2.0
 """A worker that has not answered by then is ended."""
-
 
 Numbers = dict[str, int | float]
 """Metrics, or counters, by name; whole numbers stay whole."""
@@ -95,10 +93,9 @@ class InitializeRank(Struct, frozen=True, array_like=True):
 
 
 class SealedShard(Struct, frozen=True, array_like=True):
-    """A shard that was sealed.
+    """A new shard, whose id is "" if there was nothing to seal.
 
     Attributes:
-        shard: where it is; its id is "" where there was nothing to seal.
         last_sequence: number of the newest shard in the store.
     """
 
@@ -137,23 +134,18 @@ class SaveWeights(Change, frozen=True, array_like=True):
 
 
 class SavedWeights(Struct, frozen=True, array_like=True):
-    """Weights in a folder.
-
-    Attributes:
-        last_sequence: number of the newest shard in the store.
-    """
+    """Weights in a folder; `last_sequence` as in `SealedShard`."""
 
     folder: str
     last_sequence: int
 
 
 class OpenWeightGroup(Struct, frozen=True, array_like=True):
-    """A weight group that rank 0 is to open.
+    """A weight group of rank 0 and the generating ranks, which rank 0 is to open.
 
     Attributes:
-        world_size: rank 0, and the generating ranks.
         is_cuda: all generating ranks compute on GPUs.
-        devices: those of them that are known, as `own_devices` names them.
+        devices: their GPUs, as far as they are known, as `own_devices` names them.
     """
 
     name: str
@@ -163,12 +155,7 @@ class OpenWeightGroup(Struct, frozen=True, array_like=True):
 
 
 class SentWeights(Struct, frozen=True, array_like=True):
-    """The end of a broadcast.
-
-    Attributes:
-        num_bytes: sent.
-        failure: why not all of them were; "" if they were.
-    """
+    """The end of a broadcast; `failure` says why not all was sent, "" if it was."""
 
     num_bytes: int
     failure: str

@@ -1,9 +1,9 @@
 """Writing on a thread of its own while training goes on; all ranks agree on how it ended.
 
 consumes     writes that the engine's thread begins, on every rank the same ones in the same order
-waits for    the disk; after each phase of a write, for the other ranks to have done theirs
-unblocked by the writing threads of the other ranks. When one of them dies its connections break,
-             which fails the wait; `WRITE_TIMEOUT` bounds it in any case
+waits for    the disk, and after each phase of a write for the other ranks
+unblocked by the other ranks' writing threads. If a rank dies, its connections break and the wait
+             fails; `WRITE_TIMEOUT` bounds it in any case
 
 One write goes on at a time, so at most one staged copy of the state waits for the disk.
 """
@@ -80,11 +80,7 @@ class SideGroup:
 
 
 class BackgroundWriter:
-    """Runs one write after the other on a thread; made by all ranks together.
-
-    Attributes:
-        group: the ranks, for writes, and for what runs while nothing is being written.
-    """
+    """Runs one write after the other on a thread; made by all ranks together."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = SideGroup(group)
@@ -127,8 +123,8 @@ def replace_folder(folder: Path, group: SideGroup, fill: Callable[[Path], None])
     """Fills a folder beside `folder` on all ranks, then puts it in its place: `commit_folder`.
 
     Args:
-        folder: every rank must see it, also from another node.
-        fill: gets the folder to write to; agrees with the other ranks itself on how that ended.
+        folder: on a file system that every rank sees.
+        fill: gets the folder to write to; itself agrees with the other ranks on how that ended.
     Raises: CheckpointError: the former content stays.
     """
     what = f"cannot write {folder}"

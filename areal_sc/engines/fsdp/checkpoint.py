@@ -10,9 +10,7 @@
 A shard of FSDP is a run of rows, so the shards of all ranks, in their order, are the whole tensor;
 a rank reads the rows that it needs from the files that hold them. The copy has 12 bytes a parameter
 of the rank, and its memory is kept from one snapshot to the next (pinned for a GPU): filling fresh
-memory takes three times as long. If a rank fails, all raise, and the folder keeps its former
-content. There is no other state: the learning rate is a function of the training step, which the
-caller names at each update.
+memory takes three times as long. The learning rate is no state: the caller names the training step.
 
 Nothing is unpickled, as `torch.distributed.checkpoint` would do: snapshots are given to others, and
 one that is damaged or forged must do no more than be wrong.
@@ -136,8 +134,8 @@ class Snapshots:
 
         A write that still goes on is waited for first: there is memory for one copy only.
 
-        Returns: a future that is done when the snapshot is on the disk under its name. It fails
-            with CheckpointError, on every rank, when that could not be done.
+        Returns: a future that is done when the snapshot is on the disk under its name. If a rank
+            fails, it fails on all with CheckpointError, and `folder` keeps its former content.
         """
         self._writer.wait()
         group = self._writer.group

@@ -200,7 +200,8 @@ class FSDPEngine:
             norm = self._optimizer.update(step)
             if not math.isfinite(norm):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
-            metrics.add_update(norm, len(packed))
+            metrics.gradient_norms.append(norm)
+            metrics.num_micro_batches += len(packed)
         return metrics.summary(
             self._groups.data,
             num_tokens=sum(rows.num_tokens for rows in minibatches),
@@ -293,7 +294,6 @@ class FSDPEngine:
         return [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
 
     def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
-        """The chosen rows in at least `count` micro-batches."""
         return pack_rows(rows, chosen, self.config.max_tokens_per_micro_batch, count)
 
     def _micro_batch(

@@ -138,28 +138,21 @@ def make_micro_batch(
     Args:
         asked: [T] bool over all rows. First tokens of rows are left out: nothing predicts them.
     """
-    if not chosen:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return MicroBatch(
-            torch.zeros(1, dtype=torch.int64, device=device),
-            model.layout([1], device),
-            nothing.to(device),
-            nothing.to(device),
-            nothing,
-        )
-    all_starts = torch.tensor(rows.starts)
-    chosen_rows = torch.tensor(chosen)
-    sizes = torch.tensor([rows.lengths[row] for row in chosen])
-    row_of_token = torch.repeat_interleave(chosen_rows, sizes)
+    lengths = [rows.lengths[row] for row in chosen] or [1]
+    sizes = torch.tensor(lengths)
     packed_starts = sizes.cumsum(0) - sizes
-    offset = torch.arange(len(row_of_token)) - torch.repeat_interleave(packed_starts, sizes)
-    token_index = all_starts[row_of_token] + offset
-    input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
-    is_asked = asked[token_index] & (offset > 0)
-    places = torch.nonzero(is_asked).flatten()
+    offset = torch.arange(sum(lengths)) - torch.repeat_interleave(packed_starts, sizes)
+    if chosen:
+        starts = torch.tensor(rows.starts)[torch.tensor(chosen)]
+        token_index = torch.repeat_interleave(starts, sizes) + offset
+        input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
+        places = torch.nonzero(asked[token_index] & (offset > 0)).flatten()
+    else:
+        token_index = input_ids = torch.zeros(1, dtype=torch.int64)
+        places = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         input_ids.to(device),
-        model.layout(sizes.tolist(), device),
+        model.layout(lengths, device),
         (places - 1).to(device),
         input_ids[places].to(device),
         token_index[places],

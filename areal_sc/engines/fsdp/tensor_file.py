@@ -1,8 +1,7 @@
 """Safetensors files written in place: the layout is known first, then values go where they belong.
 
-`safetensors` itself writes a file from tensors that are all in memory, holding the interpreter's
-lock. Here each tensor, or a part of it, is written by itself, so that nothing is gathered or
-copied for it, several ranks can fill one file, and other threads go on.
+`safetensors` itself copies all tensors of a file, holding the interpreter's lock. Here several ranks
+can fill one file, nothing is gathered or copied, and other threads go on.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class TensorFile:
 
     Attributes:
         header: its first bytes.
-        starts: position of each tensor's first byte in the file, in the order of the file.
-        num_bytes: size of the whole file.
+        starts: position of each tensor's first byte, in the order of the file.
+        num_bytes: of the whole file.
     """
 
     header: bytes
@@ -99,10 +98,7 @@ class TensorFile:
             os.close(descriptor)
 
     def write_whole(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Writes a new file with all its values, on the CPU.
-
-        Returns: crc32 of the file.
-        """
+        """Writes a new file with all its values, on the CPU; returns its crc32."""
         with path.open("xb", buffering=0) as file:
             descriptor = file.fileno()
             _write_all(descriptor, memoryview(self.header), 0)
