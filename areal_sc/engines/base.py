@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from areal_sc.weights import BucketLayout, WeightGroup
 
     TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
-    """Gives every parameter, flat or shaped; asked when it is needed, and again for servers that
-    start later."""
+    """Gives every parameter, flat or shaped; asked again for servers that start later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +139,7 @@ class RankPlace:
     """Where a rank stands among all that train one model.
 
     Attributes:
-        data_rank: share of each minibatch that it computes; all ranks of one model group have the
-            same one, and get the same rows.
+        data_rank: share of each minibatch that it computes, the same for all of a model group.
         is_head: it replies for its model group; one rank of each does.
     """
 

@@ -78,16 +78,20 @@ class WeightPublication:
 
         Raises: StoreFull.
         """
-        # in the engine's thread: the event loop must not wait for gigabytes
-        return await self._compute(self._seal)  # type: ignore[no-any-return]
 
-    def _seal(self) -> str:
-        parts, dtype = self._engine.flat_parts()
-        return self._store.put(
-            {n: torch.empty_like(part, dtype=dtype, device="meta") for n, part in parts.items()},
-            {name: [len(part)] for name, part in parts.items()},
-            values=(part.to(dtype) for part in parts.values()),
-        )
+        def put() -> str:
+            parts, dtype = self._engine.flat_parts()
+            fields = {
+                name: torch.empty_like(part, dtype=dtype, device="meta")
+                for name, part in parts.items()
+            }
+            lengths = {name: [len(part)] for name, part in parts.items()}
+            values = (part.to(dtype) for part in parts.values())
+            return self._store.put(fields, lengths, values=values)
+
+        # in the engine's thread: the event loop must not wait for gigabytes
+        shard_id: str = await self._compute(put)
+        return shard_id
 
     async def save(self, version: int, oldest: int) -> str:
         """Writes all weights to the folder of a version; returns its path.
@@ -96,10 +100,9 @@ class WeightPublication:
             oldest: version that somebody may still read; the folders before go.
         Raises: CheckpointError: it could not be written.
         """
-        root = self._root
-        folder = root / f"{_FOLDER_PREFIX}{version}"
+        folder = self._root / f"{_FOLDER_PREFIX}{version}"
         if self._rank == 0:
-            await asyncio.to_thread(_remove_before, root, oldest)
+            await asyncio.to_thread(_remove_before, self._root, oldest)
         written = await self._compute(lambda: self._engine.begin_save_hf(folder, is_staged=False))
         await asyncio.wrap_future(written)
         return str(folder)

@@ -3,12 +3,10 @@
 A micro-batch is one sequence [1, T] of rows without padding between them. Attention must not
 cross row borders, and its cost should be that of the rows. Three ways, chosen by shape:
 
-    rows alone      one call a row, on slices: long rows, where the call itself costs nothing
-    buckets         rows of similar length are padded to one length and share a call; the padding
-                    is on the right, so causal attention never sees it. Many short rows
+    rows alone      one call a row, on slices; for long rows, where the call itself costs nothing
+    buckets         rows of similar length are padded on the right to one length and share a call;
+                    for many short rows
     varlen kernel   one call, on CUDA in half precision, where this torch has it
-
-The layout travels as a keyword argument through the model's forward, so that nothing is global.
 """
 
 from __future__ import annotations
@@ -223,36 +221,38 @@ def _causal_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[B, H, L, D] within each batch entry."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    length = query.shape[2]
     mask = None
-    if window is not None and num_keys > window:
-        distance = torch.arange(num_queries, device=query.device)[:, None] - torch.arange(
-            num_keys, device=query.device
-        )
-        mask = (distance >= 0) & (distance < window)
+    if window is not None and length > window:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = mask.tril().triu(1 - window)
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            is_causal=mask is None and num_queries > 1,
+            is_causal=mask is None and length > 1,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    key, value = _with_all_heads(key, query), _with_all_heads(value, query)
     scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         sink_scores = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
         scores = torch.cat([scores, sink_scores], -1)
-    weights = scores.float().softmax(-1)[..., :num_keys].to(value.dtype)
+    weights = scores.float().softmax(-1)[..., :length].to(value.dtype)
     return weights @ value
+
+
+def _with_all_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values once for each query head that they serve."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
 
 
 @functools.cache
@@ -283,8 +283,7 @@ def _varlen_attention(
     layout: PackedLayout,
 ) -> torch.Tensor:
     """[1, T, H, D] by one kernel over all rows."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    key, value = _with_all_heads(key, query), _with_all_heads(value, query)
     longest = max(layout.lengths)
     outputs = _varlen_function()(
         *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),

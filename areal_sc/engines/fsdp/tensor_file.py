@@ -1,7 +1,7 @@
 """Safetensors files written in place: the layout is known first, then values go where they belong.
 
-`safetensors` itself copies all tensors of a file, holding the interpreter's lock. Here several ranks
-can fill one file, nothing is gathered or copied, and other threads go on.
+`safetensors` itself copies all tensors of a file, holding the interpreter's lock. Here several
+ranks can fill one file, nothing is gathered or copied, and other threads go on.
 """
 
 from __future__ import annotations
