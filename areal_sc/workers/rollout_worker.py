@@ -48,7 +48,7 @@ from areal_sc.workers.base import Worker
 from areal_sc.workers.fork_client import ForkServer
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import Rejection, checked_episode
-from areal_sc.workers.weight_publication import own_devices
+from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
 from areal_sc.workflows.rewards import RewardPool
 

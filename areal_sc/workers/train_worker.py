@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
 from areal_sc.workers.operations import Operation, Operations, digest
 from areal_sc.workers.spec import TRAIN_ROLE, WorkerSpec
-from areal_sc.workers.weight_publication import WeightPublication
+from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
-logger = logging.getLogger(__name__)
+_FOLDER_PREFIX = "version-"
 
 
 class TrainWorker(Worker):
@@ -45,7 +46,9 @@ class TrainWorker(Worker):
         self.operations = Operations(spec.name)
         self._writes: dict[Operation, Future[None]] = {}
         self._place = RankPlace(0, is_head=True)
-        self._publication: WeightPublication | None = None
+        self._broadcasts: WeightBroadcasts | None = None
+        self._rank = 0
+        self._weights_root = Path(self.handle.config.weight_update.folder).absolute()
         self._ppo_loss = loss_of(self.handle.config.ppo)
         self._ppo_loss.load()  # a name that is wrong is noticed at the start
 
@@ -59,11 +62,11 @@ class TrainWorker(Worker):
             calls.SFT_UPDATE.served_by(self.sft_update),
             calls.SEAL_WEIGHTS.served_by(self.seal_weights),
             calls.SAVE_WEIGHTS.served_by(self.save_weights),
-            calls.OPEN_WEIGHT_GROUP.served_by(lambda group: self.publication.open_group(group)),
-            calls.MEET_WEIGHT_GROUP.served_by(lambda size: self.publication.meet_group(size)),
-            calls.WEIGHT_LAYOUTS.served_by(lambda _: self.publication.layouts()),
-            calls.BROADCAST_WEIGHTS.served_by(lambda _: self.publication.broadcast()),
-            calls.CANCEL_BROADCAST.served_by(lambda g: self.publication.cancel_broadcast(g)),
+            calls.OPEN_WEIGHT_GROUP.served_by(lambda group: self.broadcasts.open_group(group)),
+            calls.MEET_WEIGHT_GROUP.served_by(lambda size: self.broadcasts.meet_group(size)),
+            calls.WEIGHT_LAYOUTS.served_by(lambda _: self.broadcasts.layouts()),
+            calls.BROADCAST_WEIGHTS.served_by(lambda _: self.broadcasts.broadcast()),
+            calls.CANCEL_BROADCAST.served_by(lambda g: self.broadcasts.cancel_broadcast(g)),
             calls.BEGIN_SAVE_HF.served_by(self.begin_save_hf),
             calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
             calls.FINISH_WRITE.served_by(self.finish_write),
@@ -71,14 +74,14 @@ class TrainWorker(Worker):
         ]
 
     @property
-    def publication(self) -> WeightPublication:
-        assert self._publication, "the controller calls initialize first"
-        return self._publication
+    def broadcasts(self) -> WeightBroadcasts:
+        assert self._broadcasts, "the controller calls initialize first"
+        return self._broadcasts
 
     async def close(self) -> None:
         await self.operations.close()
-        if self._publication:
-            self._publication.close()
+        if self._broadcasts:
+            self._broadcasts.close()
         await self.compute(self.engine.close)
 
     async def create_rendezvous(self, _: None) -> str:
@@ -92,9 +95,9 @@ class TrainWorker(Worker):
         self._place = await self.compute(
             lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)
         )
-        self._publication = WeightPublication(
+        self._rank = args.rank
+        self._broadcasts = WeightBroadcasts(
             self.engine,
-            self.plane.store,
             self.handle.config.weight_update,
             self.compute,
             rank=args.rank,
@@ -158,19 +161,34 @@ class TrainWorker(Worker):
             )
 
     async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
-        """Seals this rank's share of the parameters."""
+        """Seals a copy of what this rank holds of the parameters."""
+
+        def put() -> str:
+            parts, dtype = self.engine.flat_parts()
+            fields = {
+                name: torch.empty_like(part, dtype=dtype, device="meta")
+                for name, part in parts.items()
+            }
+            lengths = {name: [len(part)] for name, part in parts.items()}
+            values = (part.to(dtype) for part in parts.values())
+            return self.plane.store.put(fields, lengths, values=values)
 
         async def seal() -> calls.SealedShard:
-            return self._sealed(await self.publication.seal())
+            # in the engine's thread: the event loop must not wait for gigabytes
+            return self._sealed(await self.compute(put))
 
         return await self.operations.join(args.operation, seal, next_version=args.version)
 
     async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
-        """Writes the weights to `weight_update.folder`."""
+        """Writes the weights to a folder of their version below `weight_update.folder`."""
+        folder = self._weights_root / f"{_FOLDER_PREFIX}{args.version}"
 
         async def save() -> calls.SavedWeights:
-            folder = await self.publication.save(args.version, args.oldest)
-            return calls.SavedWeights(folder, self.plane.store.last_sequence)
+            if self._rank == 0:
+                await asyncio.to_thread(_remove_before, self._weights_root, args.oldest)
+            written = await self.compute(lambda: self.engine.begin_save_hf(folder, is_staged=False))
+            await asyncio.wrap_future(written)
+            return calls.SavedWeights(str(folder), self.plane.store.last_sequence)
 
         return await self.operations.join(args.operation, save, next_version=args.version)
 
@@ -247,3 +265,11 @@ def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(
         [torch.as_tensor(row, dtype=dtype) for row in values] or [torch.empty(0, dtype=dtype)]
     )
+
+
+def _remove_before(root: Path, oldest: int) -> None:
+    """Folders of older versions; whoever reads one has been waited for."""
+    for folder in root.glob(_FOLDER_PREFIX + "*"):
+        with suppress(ValueError):
+            if int(folder.name.removeprefix(_FOLDER_PREFIX)) < oldest:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,47 +1,29 @@
-"""The trainer's side of a publication: one rank seals, writes or broadcasts its weights.
-
-    seal        what this rank holds of each parameter, in its store, to be pulled
-    save        a Hugging Face folder, written by all ranks; those of older versions go
-    broadcast   whole parameters, gathered from all ranks, from rank 0 to the generating ranks
+"""Weights on their way from the trainer to a weight group: rank 0 broadcasts whole parameters.
 
 Consumes: calls of the TrainController, the same ones on every rank; `cancel_broadcast`, also from
-rollout workers. Waits for: the disk, the ranks of the trainer, the ranks of the weight group.
+rollout workers. Waits for: the ranks of the trainer, which gather, and those of the weight group.
 Unblocked by: those, `cancel_broadcast`, or `weight_update.step_timeout_s`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from areal_sc.config.schema import WeightUpdateConfig
 from areal_sc.engines.base import TrainEngine
-from areal_sc.engines.weight_group import (
-    GLOO,
-    NCCL,
-    Backend,
-    WeightBroadcaster,
-)
+from areal_sc.engines.weight_group import GLOO, NCCL, Backend, WeightBroadcaster
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall
-from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers.calls import OpenWeightGroup, SentWeights
-
-_FOLDER_PREFIX = "version-"
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class WeightPublication:
-    """Publishes the weights of one rank.
+class WeightBroadcasts:
+    """One rank's part in broadcasts to a weight group.
 
     Args:
         compute: runs a function in the engine's thread.
@@ -53,7 +35,6 @@ class WeightPublication:
     def __init__(
         self,
         engine: TrainEngine,
-        store: TensorStore,
         config: WeightUpdateConfig,
         compute: Compute,
         *,
@@ -62,50 +43,14 @@ class WeightPublication:
         node: str,
     ) -> None:
         self._engine = engine
-        self._store = store
         self._config = config
         self._compute = compute
-        self._root = Path(config.folder).absolute()
         self._rank = rank
         self._host = host
         self._node = node
         self._broadcaster: WeightBroadcaster | None = None
         self._group = ""
         self._cancelled = threading.Event()
-
-    async def seal(self) -> str:
-        """Id of the shard that holds a copy of this rank's part of the parameters.
-
-        Raises: StoreFull.
-        """
-
-        def put() -> str:
-            parts, dtype = self._engine.flat_parts()
-            fields = {
-                name: torch.empty_like(part, dtype=dtype, device="meta")
-                for name, part in parts.items()
-            }
-            lengths = {name: [len(part)] for name, part in parts.items()}
-            values = (part.to(dtype) for part in parts.values())
-            return self._store.put(fields, lengths, values=values)
-
-        # in the engine's thread: the event loop must not wait for gigabytes
-        shard_id: str = await self._compute(put)
-        return shard_id
-
-    async def save(self, version: int, oldest: int) -> str:
-        """Writes all weights to the folder of a version; returns its path.
-
-        Args:
-            oldest: version that somebody may still read; the folders before go.
-        Raises: CheckpointError: it could not be written.
-        """
-        folder = self._root / f"{_FOLDER_PREFIX}{version}"
-        if self._rank == 0:
-            await asyncio.to_thread(_remove_before, self._root, oldest)
-        written = await self._compute(lambda: self._engine.begin_save_hf(folder, is_staged=False))
-        await asyncio.wrap_future(written)
-        return str(folder)
 
     async def open_group(self, wanted: OpenWeightGroup) -> WeightGroup:
         """On rank 0: listens for the ranks of a new group, which replaces the one before.
@@ -185,11 +130,3 @@ def own_devices(node: str) -> list[str]:
     """`<node>/<GPU>` for every GPU that this process was given."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return [f"{node}/{name}" for name in visible.split(",") if name]
-
-
-def _remove_before(root: Path, oldest: int) -> None:
-    """Folders of older versions; whoever reads one has been waited for."""
-    for folder in root.glob(_FOLDER_PREFIX + "*"):
-        with suppress(ValueError):
-            if int(folder.name.removeprefix(_FOLDER_PREFIX)) < oldest:
-                shutil.rmtree(folder, ignore_errors=True)
