@@ -41,8 +41,7 @@ class Sweep(Struct, frozen=True, array_like=True):
 
     Attributes:
         live, dead: numbers of the worker's own shards.
-        adopted_live: ids of the shards to keep of those adopted from an earlier life of the worker;
-            None keeps all of them.
+        adopted_live: ids of those to keep of an earlier life of the worker; None keeps all.
     """
 
     acknowledged: int
@@ -75,7 +74,6 @@ SWEEP = Method("sweep", Sweep, int)
 """Its reply is the number of the newest shard in the store."""
 STATS = Method("stats", NoneType, WorkerStats)
 SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
-"""Ends the worker after the reply."""
 
 
 class InitializeRank(Struct, frozen=True, array_like=True):
@@ -110,7 +108,7 @@ class PPOUpdate(Change, frozen=True, array_like=True):
 
 
 class SFTUpdate(Change, frozen=True, array_like=True):
-    """One optimizer update on rows `indices` of a registered dataset."""
+    """One optimizer update on rows `indices` of a registered dataset; makes the next version."""
 
     dataset: int
     indices: tuple[int, ...]
@@ -164,7 +162,7 @@ class SentWeights(Struct, frozen=True, array_like=True):
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
 INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPlace)
 COMPUTE_LOGPROBS = Method("compute_logprobs", BatchMetadata, SealedShard)
-"""Seals `proximal_logprobs` of the batch's rows."""
+"""Seals `proximal_logprobs` of the rows, on the head of each model group."""
 PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)
 SFT_UPDATE = Method("sft_update", SFTUpdate, Numbers)
 SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
@@ -184,7 +182,7 @@ BEGIN_SNAPSHOT = Method("begin_snapshot", Change, NoneType, deadline_s=WRITE_TIM
 FINISH_WRITE = Method("finish_write", Change, NoneType, deadline_s=WRITE_TIMEOUT_S)
 """Replies when what the operation took is on the disk."""
 LOAD_SNAPSHOT = Method("load_snapshot", Change, NoneType)
-"""Goes back to the snapshot of the operation's version, in the operation's lineage."""
+"""Goes back to the snapshot of the operation's version, in its lineage."""
 
 
 class RunGroup(Struct, frozen=True, array_like=True):
@@ -202,8 +200,7 @@ class GroupReply(Struct, frozen=True, array_like=True):
     """What became of a group.
 
     Attributes:
-        batch: its rows; None where none was sealed, because all were rejected, or the group was
-            given up meanwhile.
+        batch: its rows; None if all were rejected, or the group was given up meanwhile.
         rejected: cause -> (number of episodes, one full message).
         metrics: metric of the workflow -> (sum, number of episodes).
     """
@@ -247,11 +244,10 @@ class EvaluationReply(Struct, frozen=True, array_like=True):
 
 
 class WeightRanks(Struct, frozen=True, array_like=True):
-    """What a worker needs in a weight group.
+    """What the engine of a worker needs in a weight group.
 
     Attributes:
-        num_ranks: of its engine.
-        devices: GPUs of the engine, as `own_devices` names them.
+        devices: its GPUs, as `own_devices` names them.
         is_member: all its ranks are in the group that was asked for.
     """
 
@@ -269,7 +265,6 @@ class JoinWeightGroup(Struct, frozen=True, array_like=True):
 
 
 INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
-"""Loads the model, and begins to serve requests."""
 RUN_GROUP = Method("run_group", RunGroup, GroupReply)
 GIVE_UP_GROUP = Method("give_up_group", GroupAttempt, NoneType)
 """Ends the episodes of a group, if they go on; the reply of its `run_group` follows."""

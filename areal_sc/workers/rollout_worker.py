@@ -108,7 +108,6 @@ class RolloutWorker(Worker):
         await self._reward_server.close()
 
     async def initialize(self, _: None) -> None:
-        """Loads the model and begins to serve requests."""
         torch.set_num_threads(self.handle.config.num_threads)
         logs = self.spec.log_path
         engine: GenerationEngine = await self.compute(
@@ -187,7 +186,6 @@ class RolloutWorker(Worker):
         logger.info("policy_version=%d", weights.version)
 
     async def weight_ranks(self, group: str) -> calls.WeightRanks:
-        """What the engine needs in a weight group, and whether it is in this one."""
         return calls.WeightRanks(
             num_ranks=self.engine.count_ranks(),
             is_cuda=self.engine.is_cuda,

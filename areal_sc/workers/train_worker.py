@@ -33,10 +33,7 @@ _FOLDER_PREFIX = "version-"
 
 
 class TrainWorker(Worker):
-    """Serves a `TrainEngine`.
-
-    Calls that change state or write name their operation, which runs once; see `Operations`.
-    """
+    """Serves a `TrainEngine`; what each method does is said in `calls`."""
 
     handle: TrainHandle
 
@@ -85,11 +82,9 @@ class TrainWorker(Worker):
         await self.compute(self.engine.close)
 
     async def create_rendezvous(self, _: None) -> str:
-        """Rank 0 hosts the ranks' meeting point on a port of the system's choice."""
         return await self.compute(lambda: self.engine.create_rendezvous(host_of(self.address)))
 
     async def initialize(self, args: calls.InitializeRank) -> RankPlace:
-        """Joins the other ranks and builds the model; returns this rank's place among them."""
         torch.set_num_threads(self.handle.config.num_threads)
         self.operations.lineage = args.lineage
         self._place = await self.compute(
@@ -107,7 +102,6 @@ class TrainWorker(Worker):
         return self._place
 
     async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
-        """Seals `proximal_logprobs` of the batch's rows, on the head of a model group."""
         rows = await self.plane.puller.pull(batch)
 
         def compute() -> str:
@@ -119,8 +113,6 @@ class TrainWorker(Worker):
         return self._sealed(await self.compute(compute))
 
     async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
-        """One optimizer update per minibatch."""
-
         async def update() -> dict[str, float]:
             rows = [await self.plane.puller.pull(batch) for batch in args.minibatches]
             min_version = args.minibatches[0].min_token_version
@@ -129,8 +121,6 @@ class TrainWorker(Worker):
         return await self.operations.join(args.operation, update)
 
     async def sft_update(self, args: calls.SFTUpdate) -> dict[str, float]:
-        """One optimizer update on rows of a dataset; makes the next policy version."""
-
         async def update() -> dict[str, float]:
             dataset = self.sources.prompts(args.dataset)
             items = [dataset[index] for index in args.indices]
@@ -193,7 +183,6 @@ class TrainWorker(Worker):
         return await self.operations.join(args.operation, save, next_version=args.version)
 
     async def begin_save_hf(self, change: calls.Change) -> str:
-        """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
         operation = change.operation
         name = digest([operation.lineage, operation.version, operation.name])
         folder = RunFolder(self.spec.run.run_dir).exports / self.spec.order.role / name
@@ -201,16 +190,12 @@ class TrainWorker(Worker):
         return str(folder)
 
     async def begin_snapshot(self, change: calls.Change) -> None:
-        """Takes this rank's part of a snapshot that the controller completes."""
         operation = change.operation
         folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
         await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
 
     async def finish_write(self, change: calls.Change) -> None:
-        """Replies when what the operation took is on the disk. The engine trains meanwhile.
-
-        Raises: CheckpointError: it could not be written. StaleCall: nothing such was begun.
-        """
+        """Raises: CheckpointError: it could not be written. StaleCall: nothing such was begun."""
         operation = change.operation
         write = self._writes.get(operation)
         if write is None:
@@ -219,7 +204,6 @@ class TrainWorker(Worker):
         await asyncio.shield(asyncio.wrap_future(write))
 
     async def load_snapshot(self, change: calls.Change) -> None:
-        """Goes back to the snapshot of the operation's version, in the operation's lineage."""
         operation = change.operation
         folder = self._snapshot_path(operation) / self._snapshot_name
 
