@@ -89,14 +89,14 @@ def begin_export(
 ) -> Future[None]:
     """Takes the weights as they are now, and writes them with config and tokenizer files.
 
+    Every rank makes the call.
+
     Args:
-        causal_lm: the Hugging Face model, sharded or not. Every rank makes the call.
         source: model folder whose other files (tokenizer, generation config) are copied.
         folder: target; replaced as a whole.
         dtype: of the floating-point weights in the files.
         is_staged: the weights are copied first. Without it they must not change until the future
             is done, and no memory is needed but for one tensor.
-        max_file_bytes: see `MAX_FILE_BYTES`.
     Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
         every rank, when that could not be done.
     """

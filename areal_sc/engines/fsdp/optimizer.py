@@ -49,11 +49,10 @@ def first_row(tensor: torch.Tensor) -> int:
 class ShardedAdamW:
     """AdamW is elementwise, so each rank updates its own shards as plain tensors.
 
-    All memory that training needs at all times is taken at once, so that a server that shares the
-    device, and starts later, measures what is really left.
+    All memory that training always needs is taken at once, so that a server that shares the device,
+    and starts later, measures what is really left.
 
     Attributes:
-        config: the settings.
         num_updates: optimizer updates so far.
     Raises: ConfigError: the learning rate falls, and nothing says over how many steps.
     """
@@ -109,7 +108,7 @@ class ShardedAdamW:
                 settings["lr"] = learning_rate(self.config, step)
             self._adamw.step()
             self.num_updates += 1
-        self._adamw.zero_grad(set_to_none=True)
+        self._adamw.zero_grad()
         return norm
 
     def _clip(self) -> float:
