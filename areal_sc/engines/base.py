@@ -135,7 +135,7 @@ class GenerationEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankPosition:
     """Where a rank stands among all that train one model.
 
     Attributes:
@@ -158,7 +158,7 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPlace:
+    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPosition:
         """Meets the other ranks and loads the model; returns which part this rank has in it."""
         ...
 

@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
@@ -160,7 +160,7 @@ class SentWeights(Struct, frozen=True, array_like=True):
 
 
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
-INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPlace)
+INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition)
 COMPUTE_LOGPROBS = Method("compute_logprobs", BatchMetadata, SealedShard)
 """Seals `proximal_logprobs` of the rows, on the head of each model group."""
 PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)

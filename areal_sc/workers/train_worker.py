@@ -14,7 +14,7 @@ import torch
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.durable import partial_of
-from areal_sc.engines.base import RankPlace, TrainEngine
+from areal_sc.engines.base import RankPosition, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
@@ -42,7 +42,7 @@ class TrainWorker(Worker):
         self.engine: TrainEngine = self.handle.build()
         self.operations = Operations(spec.name)
         self._writes: dict[Operation, Future[None]] = {}
-        self._place = RankPlace(0, is_head=True)
+        self._position = RankPosition(0, is_head=True)
         self._broadcasts: WeightBroadcasts | None = None
         self._rank = 0
         self._weights_root = Path(self.handle.config.weight_update.folder).absolute()
@@ -84,10 +84,10 @@ class TrainWorker(Worker):
     async def create_rendezvous(self, _: None) -> str:
         return await self.compute(lambda: self.engine.create_rendezvous(host_of(self.address)))
 
-    async def initialize(self, args: calls.InitializeRank) -> RankPlace:
+    async def initialize(self, args: calls.InitializeRank) -> RankPosition:
         torch.set_num_threads(self.handle.config.num_threads)
         self.operations.lineage = args.lineage
-        self._place = await self.compute(
+        self._position = await self.compute(
             lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)
         )
         self._rank = args.rank
@@ -99,14 +99,14 @@ class TrainWorker(Worker):
             host=host_of(self.address),
             node=self.node,
         )
-        return self._place
+        return self._position
 
     async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
         rows = await self.plane.puller.pull(batch)
 
         def compute() -> str:
             logprobs = self.engine.forward(rows, "logprobs")
-            if not rows.num_rows or not self._place.is_head:
+            if not rows.num_rows or not self._position.is_head:
                 return ""
             return self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
 

@@ -15,7 +15,7 @@ from simulation.behavior import Number
 
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.train import LOGPROB_FIELDS
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -343,10 +343,10 @@ class SimulatedTrainWorker(SimulatedWorker):
             calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
         ]
 
-    async def initialize(self, rank: calls.InitializeRank) -> RankPlace:
+    async def initialize(self, rank: calls.InitializeRank) -> RankPosition:
         await self.cluster.spend(self.cluster.behavior.publication_s)
         self.operations.lineage = rank.lineage
-        return RankPlace(self.data_rank, self.is_head)
+        return RankPosition(self.data_rank, self.is_head)
 
     async def create_rendezvous(self, _: None) -> str:
         return "sim://rendezvous"

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from areal_sc.algorithms.losses import LossTokens, Metric
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.engines.fsdp.background import BackgroundWriter
 from areal_sc.engines.fsdp.checkpoint import Snapshots
 from areal_sc.engines.fsdp.export import begin_export
@@ -80,7 +80,7 @@ class FSDPEngine:
         self._hosted, address = host_rendezvous(host)
         return address
 
-    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPlace:
+    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPosition:
         """Meets the other ranks and loads the model.
 
         Args:
@@ -118,7 +118,7 @@ class FSDPEngine:
             self.config.dtype,
             self._model.abilities,
         )
-        return self._groups.place
+        return self._groups.position
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
         """What the current weights say of trained tokens, on the CPU.
@@ -138,7 +138,9 @@ class FSDPEngine:
         with torch.no_grad():
             for micro_rows in self._pack(rows, chosen, count):
                 micro_batch = self._micro_batch(rows, micro_rows, asked)
-                values[micro_batch.source] = self._forward(micro_batch, rows)[column].float().cpu()
+                values[micro_batch.token_index] = (
+                    self._forward(micro_batch, rows)[column].float().cpu()
+                )
         if isinstance(self._model, FSDPModule):
             # The root stays whole after a forward without backward, and would go stale.
             self._model.reshard()

@@ -22,23 +22,23 @@ class MicroBatch:
         layout: the rows' lengths.
         positions: [N] int64, packed index of the token *before* each asked one.
         targets: [N] int64, the asked tokens.
-        source: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
+        token_index: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
     """
 
     input_ids: torch.Tensor
     layout: PackedLayout
     positions: torch.Tensor
     targets: torch.Tensor
-    source: torch.Tensor
+    token_index: torch.Tensor
 
     def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
         """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
 
         Raises: ValueError: one is not above 0.
         """
-        if not len(self.source) or "temperatures" not in rows.fields:
+        if not len(self.token_index) or "temperatures" not in rows.fields:
             return None
-        temperatures = rows.fields["temperatures"][self.source]
+        temperatures = rows.fields["temperatures"][self.token_index]
         if not bool((temperatures > 0).all()):
             raise ValueError(
                 "temperatures of asked tokens must be above 0, got "
@@ -62,9 +62,9 @@ class TokenFields(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> torch.Tensor:
         """Raises: ValueError: the rows have no such field."""
         batch = self._batch
-        if not len(batch.source):  # a rank without rows does not know their fields
+        if not len(batch.token_index):  # a rank without rows does not know their fields
             return torch.zeros(0, device=batch.input_ids.device)
-        return require_field(self._rows, name)[batch.source].to(batch.input_ids.device)
+        return require_field(self._rows, name)[batch.token_index].to(batch.input_ids.device)
 
 
 def with_token_advantages(rows: PackedRows) -> PackedRows:

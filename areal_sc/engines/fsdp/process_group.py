@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from areal_sc.config.machine import resolved_device
 from areal_sc.config.schema import Device
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.engines.weight_group import listening_store
 from areal_sc.errors import WorkerStartError
 
@@ -93,9 +93,9 @@ class ProcessGroups:
     is_owner: bool
 
     @property
-    def place(self) -> RankPlace:
+    def position(self) -> RankPosition:
         """What the controller goes by."""
-        return RankPlace(data_rank=self.data.rank, is_head=self.model.rank == 0)
+        return RankPosition(data_rank=self.data.rank, is_head=self.model.rank == 0)
 
     @classmethod
     def join(
