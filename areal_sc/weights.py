@@ -1,7 +1,4 @@
-"""Published weights: what controllers and workers tell each other of them. They never hold one.
-
-The types travel as they are, as msgpack lists.
-"""
+"""Published weights: what controllers and workers tell each other of them, but no values."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ class ShardReference(NamedTuple):
 
 
 class BucketLayout(Struct, frozen=True, array_like=True):
-    """What one broadcast of weights holds, in the order of its bytes.
-
-    Attributes:
-        names, dtypes, shapes: of the parameters, the widest types first.
-    """
+    """The parameters of one broadcast, in the order of its bytes: the widest dtypes first."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -43,9 +36,9 @@ class WeightGroup(Struct, frozen=True, array_like=True):
     """What a rank needs to join the process group that weights are broadcast to.
 
     Attributes:
-        name: of the group; a new one for every group.
-        master_address, master_port: where rank 0 listens.
-        world_size: 1, and the generating ranks.
+        name: a new one for every group.
+        master_address, master_port: where rank 0, the trainer's, listens.
+        world_size: that rank, and the generating ones.
         backend: `gloo` where a rank computes on a CPU.
     """
 
@@ -57,10 +50,9 @@ class WeightGroup(Struct, frozen=True, array_like=True):
 
 
 class WeightBroadcast(Struct, frozen=True, array_like=True):
-    """Weights that a rank of the trainer broadcasts to a process group while they are published.
+    """Weights that are broadcast to the process group `group` while they are published.
 
     Attributes:
-        group: name of the group.
         root: the shard of the rank that broadcasts.
         buckets: the broadcasts, in their order.
     """
@@ -74,9 +66,8 @@ class WeightsReference(Struct, frozen=True, array_like=True):
     """Where the weights of one policy version are.
 
     Attributes:
-        version: the policy version.
         shards: each rank's sealed part; () when `folder` is set.
-        folder: a Hugging Face folder that holds them; empty when they are sealed.
+        folder: a Hugging Face folder that holds them; "" when they are sealed.
         broadcast: how they come to the ranks of a group; None: they are pulled.
     """
 

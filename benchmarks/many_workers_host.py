@@ -16,7 +16,7 @@ from typing import Any
 import planes_ours as ours
 from planes_role import Handlers, serve_async
 
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.ids import random_id
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -69,8 +69,8 @@ class SimulatedWorker:
     async def create_rendezvous(self, _: None) -> str:
         return ""
 
-    async def initialize(self, rank: calls.InitializeRank) -> RankPlace:
-        return RankPlace(rank.rank, is_head=True)
+    async def initialize(self, rank: calls.InitializeRank) -> RankPosition:
+        return RankPosition(rank.rank, is_head=True)
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         await asyncio.sleep(random.uniform(*self._group_s))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 
 def chunked_logprobs(
@@ -15,10 +12,11 @@ def chunked_logprobs(
     weight: torch.Tensor,
     targets: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     temperatures: torch.Tensor | None = None,
     chunk_tokens: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(hidden @ weight.T / temperatures) at the targets, and the entropy.
+    """log softmax((hidden @ weight.T + bias) / temperatures) at the targets, and the entropy.
 
     At most `chunk_tokens` rows of logits exist at one time; the backward pass computes them
     again, chunk by chunk. Logits and sums are float32, also for bfloat16 inputs (float64 stays).
@@ -27,59 +25,37 @@ def chunked_logprobs(
         hidden: [N, H] final hidden states.
         weight: [V, H] of the output layer.
         targets: [N] int64, the token whose probability is asked at each position.
+        bias: [V] of the output layer, if it has one.
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
-    Returns: logprobs [N] in nats, differentiable in `hidden` and `weight`; entropy [N] in nats,
-        without gradient.
+    Returns: logprobs [N] in nats, differentiable in `hidden`, `weight` and `bias`; entropy [N] in
+        nats, without gradient.
     Raises: ValueError: shapes do not fit, or `chunk_tokens` is not positive.
     """
-    _check(hidden, targets, temperatures, chunk_tokens)
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"expected hidden [N, H] and targets [N], got {tuple(hidden.shape)} and "
+            f"{tuple(targets.shape)}"
+        )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"weight {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}")
+    if temperatures is not None and temperatures.shape != targets.shape:
+        raise ValueError(
+            f"expected temperatures {tuple(targets.shape)}, one a target, got "
+            f"{tuple(temperatures.shape)}"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be >= 1")
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperatures, chunk_tokens
+        hidden, weight, bias, targets, temperatures, chunk_tokens
     )
     return logprobs, entropy
-
-
-def logprobs_of_logits_function(
-    hidden: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    targets: torch.Tensor,
-    *,
-    temperatures: torch.Tensor | None = None,
-    chunk_tokens: int = 1024,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunked_logprobs`, for an output layer with a bias, or any other function.
-
-    Args:
-        logits_of: [n, H] -> [n, V], row by row independent; differentiable.
-    """
-    _check(hidden, targets, temperatures, chunk_tokens)
-
-    def of_chunk(
-        chunk: torch.Tensor, chunk_targets: torch.Tensor, chunk_temperatures: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        return logprobs_of_logits(logits_of(chunk), chunk_targets, temperatures=chunk_temperatures)
-
-    pieces = [
-        checkpoint(of_chunk, *parts, use_reentrant=False, preserve_rng_state=False)
-        for parts in zip(
-            torch.split(hidden, chunk_tokens),
-            torch.split(targets, chunk_tokens),
-            itertools.repeat(None)
-            if temperatures is None
-            else torch.split(temperatures, chunk_tokens),
-            strict=False,
-        )
-    ]
-    return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
 
 def logprobs_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, *, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from full logits [N, V]."""
+    """The same from full logits [N, V], all at once."""
     logits = _at_least_float32(logits)
     if temperatures is not None:
         logits = logits / temperatures[:, None]
@@ -89,36 +65,25 @@ def logprobs_of_logits(
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
 
-def _check(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    chunk_tokens: int,
-) -> None:
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"expected hidden [N, H] and targets [N], got {tuple(hidden.shape)} and "
-            f"{tuple(targets.shape)}"
-        )
-    if temperatures is not None and temperatures.shape != targets.shape:
-        raise ValueError(
-            f"expected temperatures {tuple(targets.shape)}, one a target, got "
-            f"{tuple(temperatures.shape)}"
-        )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens} must be >= 1")
-
-
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperatures: torch.Tensor | None,
+) -> torch.Tensor:
     """[n, V] at least float32, accumulated in float32 whatever the inputs are."""
     if hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
         # tensor cores, without rounding the result to bfloat16
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return _at_least_float32(hidden) @ _at_least_float32(weight).t()
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = _at_least_float32(hidden) @ _at_least_float32(weight).t()
+    if bias is not None:
+        logits.add_(bias)
+    return logits if temperatures is None else logits.div_(temperatures[:, None])
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -129,6 +94,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
         chunk_tokens: int,
@@ -141,9 +107,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         exponentials = None
         for start in range(0, num_tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[part], weight)
-            if temperatures is not None:
-                logits.div_(temperatures[part, None])
+            logits = _logits(hidden[part], weight, bias, _part(temperatures, part))
             # one pass of exponentials serves the normalizer, the entropy and the gradient
             peak = logits.amax(-1, keepdim=True)
             # a sum that contains the peak is rounded to the peak's spacing; differences are not
@@ -157,7 +121,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         keep = None
         if exponentials is not None and num_tokens <= chunk_tokens:
             keep = exponentials.div_(total[:, None])
-        ctx.save_for_backward(hidden, weight, targets, temperatures, normalizer, keep)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normalizer, keep)
         ctx.chunk_tokens = chunk_tokens
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -165,18 +129,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, _grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        hidden, weight, targets, temperatures, normalizer, kept = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, temperatures, normalizer, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = normalizer.dtype
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         for start in range(0, len(targets), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             if kept is None:
-                logits = _logits(hidden[part], weight)
-                if temperatures is not None:
-                    logits.div_(temperatures[part, None])
+                logits = _logits(hidden[part], weight, bias, _part(temperatures, part))
                 probabilities = logits.sub_(normalizer[part, None]).exp_()
             else:
                 probabilities = kept
@@ -190,13 +153,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_hidden[part] = _product(grad_logits, weight)
             if grad_weight is not None:
                 grad_weight += _product(grad_logits.t(), hidden[part])
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _part(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return None if values is None else values[part]
 
 
 def _product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

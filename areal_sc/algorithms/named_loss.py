@@ -1,17 +1,17 @@
 """Losses by name: what a controller and its ranks agree on without importing one. No torch.
 
-A loss is a function of the trained tokens of a micro-batch and of settings of its own; see
-`areal_sc.algorithms.losses`. A new one is a function, and an entry of `BUILT_IN` if it comes with
-this package. One of the user's own is named by its import path, `package.module:function`.
+A loss is a function of the trained tokens of a micro-batch and of settings of its own. Those of
+`areal_sc.algorithms.losses` go by their names, one of the user's own by its import path,
+`package.module:function`.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from areal_sc.errors import ConfigError
@@ -20,14 +20,7 @@ if TYPE_CHECKING:
     from areal_sc.algorithms.losses import Loss
     from areal_sc.config.schema import PPOConfig
 
-_LOSSES = "areal_sc.algorithms.losses"
-
-BUILT_IN = {
-    "decoupled_ppo": f"{_LOSSES}:decoupled_ppo",
-    "cross_entropy": f"{_LOSSES}:cross_entropy",
-}
-"""Name -> import path of the function."""
-
+BUILT_IN = ("decoupled_ppo", "cross_entropy")
 _IS_ZERO_WITHOUT_ADVANTAGE = {"decoupled_ppo"}
 
 
@@ -53,9 +46,10 @@ class NamedLoss:
 
         Raises: ConfigError: there is no such function, or it has other settings.
         """
-        module, _, function = BUILT_IN.get(self.name, self.name).partition(":")
+        is_built_in = self.name in BUILT_IN
+        path = f"areal_sc.algorithms.losses:{self.name}" if is_built_in else self.name
         try:
-            found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+            found: Callable[..., Any] = resolve_name(path)
             inspect.signature(found).bind("tokens", **self.settings)
         except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.errors import WorkerStartError
 from areal_sc.metadata import BatchMetadata, Columns, Run, ShardMetadata
 from areal_sc.weights import ShardReference
@@ -34,7 +34,7 @@ class RankLayout:
     heads: tuple[int, ...]
 
     @classmethod
-    def of(cls, places: Sequence[RankPlace]) -> RankLayout:
+    def of(cls, places: Sequence[RankPosition]) -> RankLayout:
         """The layout of ranks that were asked where they stand.
 
         Raises: WorkerStartError: their answers do not go together.

@@ -209,10 +209,7 @@ class TrainController(Shell):
         number = self._num_updates
         # noted first: the workers train on them even if this call is given up
         self._trained_rows.setdefault(number, batch.rows)
-        operation = self._operation(
-            f"ppo_update/{number}",
-            [(row.group_id, row.attempt, row.sequence_length, row.advantage) for row in batch.rows],
-        )
+        operation = self._operation(f"ppo_update/{number}", _trained_content(batch))
         metrics = await self._update_all(
             calls.PPO_UPDATE, [calls.PPOUpdate(operation, minibatches) for minibatches in shares]
         )
@@ -388,3 +385,14 @@ class TrainController(Shell):
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss
+
+
+def _trained_content(batch: BatchMetadata) -> list[Any]:
+    """All that decides what an update on a batch does, but for what the weights themselves give.
+
+    Shards never change, so their ids stand for their values. Those of `proximal_logprobs` are other
+    ones each time that they are computed.
+    """
+    given = [columns for columns in batch.columns if "proximal_logprobs" not in columns.dtypes]
+    shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
+    return [batch.rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]

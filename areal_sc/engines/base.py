@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from areal_sc.weights import BucketLayout, WeightGroup
 
     TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
-    """Gives every parameter, flat or shaped; asked when it is needed, and again for servers that
-    start later."""
+    """Gives every parameter, flat or shaped; asked again for servers that start later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +135,11 @@ class GenerationEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankPosition:
     """Where a rank stands among all that train one model.
 
     Attributes:
-        data_rank: share of each minibatch that it computes; all ranks of one model group have the
-            same one, and get the same rows.
+        data_rank: share of each minibatch that it computes, the same for all of a model group.
         is_head: it replies for its model group; one rank of each does.
     """
 
@@ -160,12 +158,14 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPlace:
+    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPosition:
         """Meets the other ranks and loads the model; returns which part this rank has in it."""
         ...
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
-        """[T] float32: `output` at each trained token, else 0; meaningful on heads alone.
+        """[T] float32: `output` at each token in `loss_mask`, else 0; meaningful on heads alone.
+
+        It is 0 at the first token of a row, too, as nothing predicts it.
 
         Args:
             output: `logprobs`: nats, of the token given those before it in its row, under the
@@ -205,11 +205,11 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def flat_parts(self) -> list[NamedTensor] | None:
-        """This rank's range of each flat parameter, where ranks hold such ranges, in rank order.
+    def flat_parts(self) -> tuple[dict[str, torch.Tensor], torch.dtype]:
+        """What this rank publishes of the parameters, and the dtype that it is published in.
 
-        Under Hugging Face names; they may be live, and of another dtype than that of publication.
-        None: the ranks hold something else, and their parts come from `gather_weights`.
+        Under Hugging Face names, 1-D; they may be live. What the ranks give of a name, one after
+        the other in their order, are the values of the whole parameter.
         """
         ...
 
@@ -217,12 +217,13 @@ class TrainEngine(Protocol):
         """What `gather_weights` gives, without the values; on any rank by itself."""
         ...
 
-    def begin_save_hf(self, folder: Path) -> Future[None]:
-        """Takes the weights as they are now. The future: when the folder has been written."""
-        ...
+    def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
+        """Takes the weights as they are now. The future: when the folder has been written.
 
-    def save_hf(self, folder: Path) -> None:
-        """Writes the weights, and returns when the folder has been written; in little memory."""
+        Args:
+            is_staged: a copy is taken. Without it, which saves its memory, the weights must not
+                change until the future is done.
+        """
         ...
 
     def begin_snapshot(self, folder: Path) -> Future[None]:

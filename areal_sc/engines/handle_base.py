@@ -6,10 +6,10 @@ else, imports the class that runs in the workers: a script which only steers nev
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from areal_sc.config.machine import Machine
@@ -17,12 +17,6 @@ from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, RolloutConfig
 from areal_sc.config.store_room import live_row_bytes
 from areal_sc.config.worker_plan import Plan, WorkerPlan
-
-
-def load_class(path: str) -> Any:
-    """The class that `module:name` names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class TrainHandle:
 
     def build(self) -> Any:
         """The engine of one rank, not yet initialised. Imports torch."""
-        return load_class(self.worker_class)(self.config)
+        return resolve_name(self.worker_class)(self.config)
 
     @property
     def num_workers(self) -> int:
@@ -85,7 +79,7 @@ class GeneratorHandle:
             log_folder: where the logs of processes go that the engine starts.
             name: begins the names of the logs.
         """
-        return load_class(self.worker_class)(self.config)
+        return resolve_name(self.worker_class)(self.config)
 
     @property
     def num_workers(self) -> int:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any, Final, Literal
 
 import torch
@@ -42,14 +43,6 @@ def layout_of(bucket: Sequence[NamedTensor]) -> BucketLayout:
     )
 
 
-def unfilled(layout: BucketLayout) -> list[NamedTensor]:
-    """The tensors of a bucket, without values."""
-    return [
-        (name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
-        for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True)
-    ]
-
-
 def split_into_buckets(
     named_tensors: Iterable[NamedTensor], bucket_bytes: int
 ) -> Iterator[list[NamedTensor]]:
@@ -71,47 +64,58 @@ def in_byte_order(bucket: Iterable[NamedTensor]) -> list[NamedTensor]:
     return sorted(bucket, key=lambda item: -item[1].element_size())
 
 
-def flat_share(bucket: Iterable[NamedTensor], rank: int, num_ranks: int) -> list[NamedTensor]:
-    """The part of a bucket's values that a rank publishes, as flat parts of its tensors.
+class _GroupMember:
+    """A rank of a weight group. Blocking: to be used from a thread."""
 
-    All values in a row, tensor after tensor, are cut into as many ranges of one size. So a tensor
-    is the concatenation of what the ranks have of it, in rank order; most are of one rank alone.
-    """
-    tensors = [(name, tensor.reshape(-1)) for name, tensor in in_byte_order(bucket)]
-    total = sum(len(tensor) for _, tensor in tensors)
-    first, stop = total * rank // num_ranks, total * (rank + 1) // num_ranks
-    share = []
-    for name, tensor in tensors:
-        part = tensor[max(first, 0) : max(stop, 0)]
-        if len(part):
-            share.append((name, part))
-        first, stop = first - len(tensor), stop - len(tensor)
-    return share
+    def __init__(self, name: str, backend: Backend, timeout_s: float) -> None:
+        self.name = name
+        self._is_nccl = backend == NCCL
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+        self._work: Any = None
+
+    def close(self) -> None:
+        """Leaves, at once; a broadcast that goes on ends by itself, or at its time limit."""
+        group, self._group = [self._group], None
+        work, self._work = self._work, None  # which keeps the connections, too
+        if group[0] is not None:
+            _leave(group, work, is_nccl=self._is_nccl)
+
+    def _broadcast(self, flat: torch.Tensor, cancelled: threading.Event | None = None) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        try:
+            work = self._work = self._group.broadcast([flat], options)
+            while cancelled is not None and not work.is_completed():
+                if cancelled.wait(_POLL_S):
+                    raise RuntimeError("it was given up")
+            work.wait()
+        except RuntimeError as error:
+            raise EngineFailed(
+                f"a broadcast in weight group {self.name} failed: {error}"
+            ) from error
 
 
-class WeightBroadcaster:
-    """Rank 0 of a weight group. Blocking: to be used from a thread.
+class WeightBroadcaster(_GroupMember):
+    """Rank 0 of a weight group.
 
     Args:
         host: address of this machine that the others reach; nothing else is listened on.
-        backend: `nccl` or `gloo`.
         timeout_s: for each broadcast, and at most for the meeting of the ranks.
     """
 
     def __init__(self, name: str, host: str, backend: Backend, timeout_s: float) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
+        super().__init__(name, backend, timeout_s)
         self._meeting_timeout = timedelta(seconds=min(timeout_s, MEETING_TIMEOUT_S))
         self._host = host
         self._backend = backend
-        self._name = name
-        self._group: Any = None
-        self._work: Any = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._store = listening_store(host, self._meeting_timeout)
 
     def describe(self, world_size: int) -> WeightGroup:
         """What the others need to join."""
-        return WeightGroup(self._name, self._host, self._store.port, world_size, self._backend)
+        return WeightGroup(self.name, self._host, self._store.port, world_size, self._backend)
 
     def meet(self, world_size: int) -> None:
         """Returns when all ranks are there.
@@ -130,40 +134,27 @@ class WeightBroadcaster:
         Raises: EngineFailed: it was cancelled, a rank is gone, or it took too long. This rank has
             left the group then, so that nobody goes on to wait for it.
         """
-        device = torch.device("cuda" if self._backend == NCCL else "cpu")
+        device = torch.device("cuda" if self._is_nccl else "cpu")
         parts = [t.detach().reshape(-1).view(torch.uint8) for _, t in in_byte_order(bucket)]
         size = sum(map(len, parts))
         if len(self._buffer) < size:
             self._buffer = torch.empty(0)  # the smaller one goes first
             self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         flat = self._buffer[:size]
-        start = 0
-        for part in parts:
-            flat[start : start + len(part)].copy_(part)
-            start += len(part)
+        for target, part in zip(
+            torch.split(flat, [len(part) for part in parts]), parts, strict=True
+        ):
+            target.copy_(part)
         try:
-            work = self._work = self._group.broadcast([flat], _from_rank_0(self._timeout))
-            while not work.is_completed():
-                if cancelled.wait(_POLL_S):
-                    raise RuntimeError("it was given up")
-            work.wait()
-        except RuntimeError as error:
+            self._broadcast(flat, cancelled)
+        except EngineFailed:
             self.close()
-            raise EngineFailed(
-                f"a broadcast in weight group {self._name} failed: {error}"
-            ) from error
+            raise
         return flat.nbytes
 
-    def close(self) -> None:
-        """Leaves, at once; a broadcast that goes on ends by itself, or at its time limit."""
-        group, self._group = [self._group], None
-        work, self._work = self._work, None  # which keeps the connections, too
-        if group[0] is not None:
-            _leave(group, work, is_nccl=self._backend == NCCL)
 
-
-class WeightReceiver:
-    """Another rank of a weight group, in this process. Blocking: to be used from a thread.
+class WeightReceiver(_GroupMember):
+    """Another rank of a weight group, in this process.
 
     Args:
         device: where the received weights are wanted.
@@ -173,25 +164,16 @@ class WeightReceiver:
     def __init__(
         self, group: WeightGroup, rank: int, device: torch.device, timeout_s: float
     ) -> None:
-        self.name = group.name
-        self._timeout = timedelta(seconds=timeout_s)
-        self._is_nccl = group.backend == NCCL
+        super().__init__(group.name, group.backend, timeout_s)
         self._device = device if self._is_nccl else torch.device("cpu")
+        host, port = group.master_address, group.master_port
         try:
-            store = TCPStore(
-                group.master_address,
-                group.master_port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=self._timeout,
-            )
+            store = TCPStore(host, port, wait_for_workers=False, timeout=self._timeout)
         except (dist.DistError, RuntimeError) as error:
             raise EngineFailed(
-                f"weight group {group.name}: nobody at {group.master_address}:"
-                f"{group.master_port}: {error}"
+                f"weight group {group.name}: nobody at {host}:{port}: {error}"
             ) from error
-        self._group: Any = _join(group, rank, store, self._timeout)
-        self._work: Any = None
+        self._group = _join(group, rank, store, self._timeout)
 
     def receive(self, layout: BucketLayout) -> list[NamedTensor]:
         """One bucket, as views of one buffer.
@@ -200,31 +182,12 @@ class WeightReceiver:
         """
         dtypes = [getattr(torch, dtype) for dtype in layout.dtypes]
         sizes = [
-            torch.Size(shape).numel() * dtype.itemsize
-            for shape, dtype in zip(layout.shapes, dtypes, strict=True)
+            prod(shape) * dtype.itemsize for shape, dtype in zip(layout.shapes, dtypes, strict=True)
         ]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        try:
-            self._work = self._group.broadcast([flat], _from_rank_0(self._timeout))
-            self._work.wait()
-        except RuntimeError as error:
-            raise EngineFailed(
-                f"a broadcast in weight group {self.name} failed: {error}"
-            ) from error
-        parts = torch.split(flat, sizes)
-        return [
-            (name, part.view(dtype).view(shape))
-            for name, dtype, shape, part in zip(
-                layout.names, dtypes, layout.shapes, parts, strict=True
-            )
-        ]
-
-    def close(self) -> None:
-        """Leaves, at once; a broadcast that goes on ends by itself, or at its time limit."""
-        group, self._group = [self._group], None
-        work, self._work = self._work, None
-        if group[0] is not None:
-            _leave(group, work, is_nccl=self._is_nccl)
+        self._broadcast(flat)
+        parts = zip(layout.names, torch.split(flat, sizes), dtypes, layout.shapes, strict=True)
+        return [(name, part.view(dtype).view(shape)) for name, part, dtype, shape in parts]
 
 
 def listening_store(host: str, timeout: timedelta) -> TCPStore:
@@ -278,10 +241,3 @@ def _leave(group: list[Any], work: Any, *, is_nccl: bool) -> None:
         group.clear()
 
     threading.Thread(target=drop_later, name="weight group", daemon=True).start()
-
-
-def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = timeout
-    return options

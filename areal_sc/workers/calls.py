@@ -1,9 +1,8 @@
 """The methods of the workers: name, arguments, reply and deadline of each, declared once. No torch.
 
-Whoever calls one and whoever serves it uses its declaration. The methods of every worker come
-first, then those of train workers, then those of rollout workers. Where the arguments are a
-`Change`, the method changes the worker's state, or writes: the change names its operation, which
-runs once however often it is asked for (see `operations`).
+The methods of every worker come first, then those of train workers, then those of rollout workers.
+A method whose arguments are a `Change` changes the worker's state, or writes: the change names its
+operation, which runs once however often it is asked for (see `operations`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
@@ -26,7 +25,6 @@ WRITE_TIMEOUT_S: Final = 4 * 3600.0
 
 SHUTDOWN_TIMEOUT_S: Final = 2.0
 """A worker that has not answered by then is ended."""
-
 
 Numbers = dict[str, int | float]
 """Metrics, or counters, by name; whole numbers stay whole."""
@@ -43,8 +41,7 @@ class Sweep(Struct, frozen=True, array_like=True):
 
     Attributes:
         live, dead: numbers of the worker's own shards.
-        adopted_live: ids of the shards to keep of those adopted from an earlier life of the worker;
-            None keeps all of them.
+        adopted_live: ids of those to keep of an earlier life of the worker; None keeps all.
     """
 
     acknowledged: int
@@ -77,7 +74,6 @@ SWEEP = Method("sweep", Sweep, int)
 """Its reply is the number of the newest shard in the store."""
 STATS = Method("stats", NoneType, WorkerStats)
 SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
-"""Ends the worker after the reply."""
 
 
 class InitializeRank(Struct, frozen=True, array_like=True):
@@ -95,10 +91,9 @@ class InitializeRank(Struct, frozen=True, array_like=True):
 
 
 class SealedShard(Struct, frozen=True, array_like=True):
-    """A shard that was sealed.
+    """A new shard, whose id is "" if there was nothing to seal.
 
     Attributes:
-        shard: where it is; its id is "" where there was nothing to seal.
         last_sequence: number of the newest shard in the store.
     """
 
@@ -113,7 +108,7 @@ class PPOUpdate(Change, frozen=True, array_like=True):
 
 
 class SFTUpdate(Change, frozen=True, array_like=True):
-    """One optimizer update on rows `indices` of a registered dataset."""
+    """One optimizer update on rows `indices` of a registered dataset; makes the next version."""
 
     dataset: int
     indices: tuple[int, ...]
@@ -137,23 +132,18 @@ class SaveWeights(Change, frozen=True, array_like=True):
 
 
 class SavedWeights(Struct, frozen=True, array_like=True):
-    """Weights in a folder.
-
-    Attributes:
-        last_sequence: number of the newest shard in the store.
-    """
+    """Weights in a folder; `last_sequence` as in `SealedShard`."""
 
     folder: str
     last_sequence: int
 
 
 class OpenWeightGroup(Struct, frozen=True, array_like=True):
-    """A weight group that rank 0 is to open.
+    """A weight group of rank 0 and the generating ranks, which rank 0 is to open.
 
     Attributes:
-        world_size: rank 0, and the generating ranks.
         is_cuda: all generating ranks compute on GPUs.
-        devices: those of them that are known, as `own_devices` names them.
+        devices: their GPUs, as far as they are known, as `own_devices` names them.
     """
 
     name: str
@@ -163,21 +153,16 @@ class OpenWeightGroup(Struct, frozen=True, array_like=True):
 
 
 class SentWeights(Struct, frozen=True, array_like=True):
-    """The end of a broadcast.
-
-    Attributes:
-        num_bytes: sent.
-        failure: why not all of them were; "" if they were.
-    """
+    """The end of a broadcast; `failure` says why not all was sent, "" if it was."""
 
     num_bytes: int
     failure: str
 
 
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
-INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPlace)
+INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition)
 COMPUTE_LOGPROBS = Method("compute_logprobs", BatchMetadata, SealedShard)
-"""Seals `proximal_logprobs` of the batch's rows."""
+"""Seals `proximal_logprobs` of the rows, on the head of each model group."""
 PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)
 SFT_UPDATE = Method("sft_update", SFTUpdate, Numbers)
 SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
@@ -197,7 +182,7 @@ BEGIN_SNAPSHOT = Method("begin_snapshot", Change, NoneType, deadline_s=WRITE_TIM
 FINISH_WRITE = Method("finish_write", Change, NoneType, deadline_s=WRITE_TIMEOUT_S)
 """Replies when what the operation took is on the disk."""
 LOAD_SNAPSHOT = Method("load_snapshot", Change, NoneType)
-"""Goes back to the snapshot of the operation's version, in the operation's lineage."""
+"""Goes back to the snapshot of the operation's version, in its lineage."""
 
 
 class RunGroup(Struct, frozen=True, array_like=True):
@@ -215,8 +200,7 @@ class GroupReply(Struct, frozen=True, array_like=True):
     """What became of a group.
 
     Attributes:
-        batch: its rows; None where none was sealed, because all were rejected, or the group was
-            given up meanwhile.
+        batch: its rows; None if all were rejected, or the group was given up meanwhile.
         rejected: cause -> (number of episodes, one full message).
         metrics: metric of the workflow -> (sum, number of episodes).
     """
@@ -260,11 +244,10 @@ class EvaluationReply(Struct, frozen=True, array_like=True):
 
 
 class WeightRanks(Struct, frozen=True, array_like=True):
-    """What a worker needs in a weight group.
+    """What the engine of a worker needs in a weight group.
 
     Attributes:
-        num_ranks: of its engine.
-        devices: GPUs of the engine, as `own_devices` names them.
+        devices: its GPUs, as `own_devices` names them.
         is_member: all its ranks are in the group that was asked for.
     """
 
@@ -282,7 +265,6 @@ class JoinWeightGroup(Struct, frozen=True, array_like=True):
 
 
 INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
-"""Loads the model, and begins to serve requests."""
 RUN_GROUP = Method("run_group", RunGroup, GroupReply)
 GIVE_UP_GROUP = Method("give_up_group", GroupAttempt, NoneType)
 """Ends the episodes of a group, if they go on; the reply of its `run_group` follows."""

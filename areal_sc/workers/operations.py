@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -52,12 +53,6 @@ def digest(content: Any) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()[:16]
 
 
-@dataclass
-class _Noted:
-    content: str
-    task: asyncio.Task[Any]
-
-
 class Operations:
     """The operations of one worker.
 
@@ -74,42 +69,51 @@ class Operations:
         self.lineage = 0
         self.version = 0
         self._worker = worker
-        self._noted: dict[Operation, _Noted] = {}
+        self._noted: dict[Operation, tuple[str, asyncio.Task[Any]]] = {}  # content and run of each
         self._turn = asyncio.Lock()
         self._broken = ""  # what says that a change failed half-way
 
     async def join(
         self,
         operation: Operation,
-        prepare: Callable[[], Awaitable[T]],
-        change: Callable[[T], Awaitable[Any]] | None = None,
+        run: Callable[[], Awaitable[T]],
         *,
         next_version: int | None = None,
         begins_lineage: bool = False,
-    ) -> Any:
+    ) -> T:
         """Reply of the operation: of its first run, which may have ended or go on.
 
         Args:
-            prepare: what may be done again if it fails: reading, copying, writing files.
-            change: gets what `prepare` returned. If it fails the state is in between, and nothing
-                but a new lineage is accepted afterwards. Without it the reply is `prepare`'s.
+            run: may be done again if it fails, unless it fails while `changing`.
             next_version: policy version once it is done; None: as before.
             begins_lineage: it replaces the whole state, and needs a lineage above the worker's.
         Raises: StaleCall: the worker is at another policy, or the operation was asked for before
             with something else. EngineFailed: an earlier change failed. What the run raises.
         """
-        noted = self._noted.get(operation)
-        if noted is None:
-            run = self._run(operation, prepare, change, next_version, begins_lineage)
-            task = asyncio.create_task(run, name=f"{operation} on {self._worker}")
-            noted = self._noted[operation] = _Noted(operation.content, task)
+        if operation not in self._noted:
+            turn = self._in_turn(operation, run, next_version, begins_lineage)
+            task = asyncio.create_task(turn, name=f"{operation} on {self._worker}")
+            self._noted[operation] = operation.content, task
             task.add_done_callback(partial(self._on_end, operation))
-        elif noted.content != operation.content:
+        content, noted = self._noted[operation]
+        if content != operation.content:
             raise StaleCall(
                 f"{operation} on {self._worker}: it was asked for before, with something else; "
                 "repeat it as it was, or publish the weights first"
             )
-        return await asyncio.shield(noted.task)
+        return await asyncio.shield(noted)
+
+    @contextmanager
+    def changing(self, operation: Operation) -> Iterator[None]:
+        """What fails within leaves the state in between: only a new lineage is accepted then."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = (
+                f"{operation} failed on {self._worker}, and has left the engine in between "
+                f"two versions: {error!r}; load a snapshot, or start again"
+            )
+            raise
 
     def forget(self, operation: Operation) -> None:
         """The next call of it is not a repeat."""
@@ -117,36 +121,29 @@ class Operations:
 
     async def close(self) -> None:
         """Cancels what waits or runs."""
-        tasks = [noted.task for noted in self._noted.values()]
+        tasks = [task for _, task in self._noted.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # callers have got what they raised
 
-    async def _run(
+    async def _in_turn(
         self,
         operation: Operation,
-        prepare: Callable[[], Awaitable[Any]],
-        change: Callable[[Any], Awaitable[Any]] | None,
+        run: Callable[[], Awaitable[T]],
         next_version: int | None,
         begins_lineage: bool,
-    ) -> Any:
+    ) -> T:
         async with self._turn:
             self._check(operation, begins_lineage)
-            reply = await prepare()
-            if change is not None:
-                try:
-                    reply = await change(reply)
-                except BaseException as error:
-                    self._broken = (
-                        f"{operation} failed on {self._worker}, and has left the engine in between "
-                        f"two versions: {error!r}; load a snapshot, or start again"
-                    )
-                    raise
+            reply = await run()
             if begins_lineage:
                 self.lineage, self._broken = operation.lineage, ""
             if next_version is not None:
                 self.version = next_version
-            self._forget_old()
+            for earlier, (_, task) in list(self._noted.items()):
+                is_old = (earlier.lineage, earlier.version) < (self.lineage, self.version - 1)
+                if is_old and task.done():
+                    self.forget(earlier)
             return reply
 
     def _check(self, operation: Operation, begins_lineage: bool) -> None:
@@ -162,17 +159,11 @@ class Operations:
         if self._broken and not begins_lineage:
             raise EngineFailed(self._broken)
 
-    def _forget_old(self) -> None:
-        for operation, noted in list(self._noted.items()):
-            is_old = (operation.lineage, operation.version) < (self.lineage, self.version - 1)
-            if is_old and noted.task.done():
-                del self._noted[operation]
-
     def _on_end(self, operation: Operation, task: asyncio.Task[Any]) -> None:
         """What failed is not remembered: see `join` for what a repeat gets."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.warning("operation=%s failed: %r", operation, error)
-        noted = self._noted.get(operation)
-        if noted is not None and noted.task is task and (task.cancelled() or error is not None):
+        is_noted = operation in self._noted and self._noted[operation][1] is task
+        if is_noted and (task.cancelled() or error is not None):
             self.forget(operation)

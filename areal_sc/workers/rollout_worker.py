@@ -11,10 +11,11 @@ weights      pulled beside generation, then applied by the engine between two de
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from areal_sc.workers.base import Worker
 from areal_sc.workers.fork_client import ForkServer
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import Rejection, checked_episode
-from areal_sc.workers.weight_publication import own_devices
+from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
 from areal_sc.workflows.rewards import RewardPool
 
@@ -107,22 +108,20 @@ class RolloutWorker(Worker):
         await self._reward_server.close()
 
     async def initialize(self, _: None) -> None:
-        """Loads the model and begins to serve requests."""
         torch.set_num_threads(self.handle.config.num_threads)
-        engine: GenerationEngine = await self.compute(self._build)
+        logs = self.spec.log_path
+        engine: GenerationEngine = await self.compute(
+            lambda: self.handle.build(log_folder=logs.parent, name=logs.stem)
+        )
         await engine.start()
         self._engine = engine
-
-    def _build(self) -> GenerationEngine:
-        logs = self.spec.log_path
-        return self.handle.build(log_folder=logs.parent, name=logs.stem)  # type: ignore[no-any-return]
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         """Episodes of one prompt; nothing is sealed when the group is given up meanwhile."""
         key = calls.GroupAttempt(group.group_id, group.attempt)
-        name = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
+        prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
         episodes = asyncio.create_task(
-            self._episodes(group.prompt, group.workflow, name, group.group_size)
+            self._episodes(group.prompt, group.workflow, prefix_group, group.group_size)
         )
         self._group_episodes[key] = episodes
         try:
@@ -135,18 +134,18 @@ class RolloutWorker(Worker):
             self._group_episodes.pop(key, None)
         kept: dict[int, Episode] = {}
         rejected: dict[str, tuple[int, str]] = {}
-        metrics: dict[str, tuple[float, int]] = {}
+        metrics: dict[str, list[float]] = {}
         for number, episode in enumerate(played):
             if isinstance(episode, Rejection):
                 count, example = rejected.get(episode.cause, (0, episode.message))
                 rejected[episode.cause] = count + 1, example
                 continue
             kept[number] = episode
-            for metric, value in _mean_metrics(episode).items():
-                total, count = metrics.get(metric, (0.0, 0))
-                metrics[metric] = total + value, count + 1
+            for name, value in _mean_metrics(episode).items():
+                metrics.setdefault(name, []).append(value)
         batch = self._seal(group, kept) if kept else None
-        return calls.GroupReply(batch, rejected, metrics)
+        sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
+        return calls.GroupReply(batch, rejected, sums)
 
     async def give_up_group(self, group: calls.GroupAttempt) -> None:
         if group in self._group_episodes:
@@ -187,7 +186,6 @@ class RolloutWorker(Worker):
         logger.info("policy_version=%d", weights.version)
 
     async def weight_ranks(self, group: str) -> calls.WeightRanks:
-        """What the engine needs in a weight group, and whether it is in this one."""
         return calls.WeightRanks(
             num_ranks=self.engine.count_ranks(),
             is_cuda=self.engine.is_cuda,
@@ -260,15 +258,12 @@ class RolloutWorker(Worker):
             episode = Rejection("reward_error", str(error))
         except WorkflowError as error:
             episode = Rejection("prompt_error", str(error))
-        except TimeoutError as error:
-            if limit.expired():
-                episode = Rejection(
-                    "timeout", f"the episode took longer than group_timeout_s={limit_s:g} s"
-                )
-            else:  # of the user's own code
-                episode = Rejection("workflow_error", f"{type(error).__name__}: {error}")
         except Exception as error:  # the user's code may raise anything
-            episode = Rejection("workflow_error", f"{type(error).__name__}: {error}")
+            if isinstance(error, TimeoutError) and limit.expired():
+                message = f"the episode took longer than group_timeout_s={limit_s:g} s"
+                episode = Rejection("timeout", message)
+            else:
+                episode = Rejection("workflow_error", f"{type(error).__name__}: {error}")
         if engine.failure:
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
         if isinstance(episode, Rejection):
@@ -281,7 +276,7 @@ class RolloutWorker(Worker):
         lengths = [len(row.input_ids) for _, row in numbered]
         fields = {
             name: torch.tensor(
-                list(itertools.chain.from_iterable(getattr(row, name) for _, row in numbered)),
+                list(chain.from_iterable(getattr(row, name) for _, row in numbered)),
                 dtype=getattr(torch, dtype),
             )
             for name, dtype in TRAJECTORY_FIELDS.items()
@@ -370,8 +365,5 @@ def _mean_metrics(episode: Episode) -> dict[str, float]:
 
 
 def _version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
-    counts: dict[int, int] = {}
-    for version, trained in zip(trajectory.versions, trajectory.loss_mask, strict=True):
-        if trained:
-            counts[version] = counts.get(version, 0) + 1
-    return tuple(sorted(counts.items()))
+    """(version, number of trained tokens that it sampled), ascending."""
+    return tuple(sorted(Counter(compress(trajectory.versions, trajectory.loss_mask)).items()))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from areal_sc.algorithms.named_loss import CROSS_ENTROPY, loss_of
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.durable import partial_of
-from areal_sc.engines.base import RankPlace, TrainEngine
+from areal_sc.engines.base import RankPosition, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
@@ -26,16 +27,13 @@ from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
 from areal_sc.workers.operations import Operation, Operations, digest
 from areal_sc.workers.spec import TRAIN_ROLE, WorkerSpec
-from areal_sc.workers.weight_publication import WeightPublication
+from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
-logger = logging.getLogger(__name__)
+_FOLDER_PREFIX = "version-"
 
 
 class TrainWorker(Worker):
-    """Serves a `TrainEngine`.
-
-    Calls that change state or write name their operation, which runs once; see `Operations`.
-    """
+    """Serves a `TrainEngine`; what each method does is said in `calls`."""
 
     handle: TrainHandle
 
@@ -44,8 +42,10 @@ class TrainWorker(Worker):
         self.engine: TrainEngine = self.handle.build()
         self.operations = Operations(spec.name)
         self._writes: dict[Operation, Future[None]] = {}
-        self._place = RankPlace(0, is_head=True)
-        self._publication: WeightPublication | None = None
+        self._position = RankPosition(0, is_head=True)
+        self._broadcasts: WeightBroadcasts | None = None
+        self._rank = 0
+        self._weights_root = Path(self.handle.config.weight_update.folder).absolute()
         self._ppo_loss = loss_of(self.handle.config.ppo)
         self._ppo_loss.load()  # a name that is wrong is noticed at the start
 
@@ -59,11 +59,11 @@ class TrainWorker(Worker):
             calls.SFT_UPDATE.served_by(self.sft_update),
             calls.SEAL_WEIGHTS.served_by(self.seal_weights),
             calls.SAVE_WEIGHTS.served_by(self.save_weights),
-            calls.OPEN_WEIGHT_GROUP.served_by(lambda group: self.publication.open_group(group)),
-            calls.MEET_WEIGHT_GROUP.served_by(lambda size: self.publication.meet_group(size)),
-            calls.WEIGHT_LAYOUTS.served_by(lambda _: self.publication.layouts()),
-            calls.BROADCAST_WEIGHTS.served_by(lambda _: self.publication.broadcast()),
-            calls.CANCEL_BROADCAST.served_by(lambda g: self.publication.cancel_broadcast(g)),
+            calls.OPEN_WEIGHT_GROUP.served_by(lambda group: self.broadcasts.open_group(group)),
+            calls.MEET_WEIGHT_GROUP.served_by(lambda size: self.broadcasts.meet_group(size)),
+            calls.WEIGHT_LAYOUTS.served_by(lambda _: self.broadcasts.layouts()),
+            calls.BROADCAST_WEIGHTS.served_by(lambda _: self.broadcasts.broadcast()),
+            calls.CANCEL_BROADCAST.served_by(lambda g: self.broadcasts.cancel_broadcast(g)),
             calls.BEGIN_SAVE_HF.served_by(self.begin_save_hf),
             calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
             calls.FINISH_WRITE.served_by(self.finish_write),
@@ -71,116 +71,118 @@ class TrainWorker(Worker):
         ]
 
     @property
-    def publication(self) -> WeightPublication:
-        assert self._publication, "the controller calls initialize first"
-        return self._publication
+    def broadcasts(self) -> WeightBroadcasts:
+        assert self._broadcasts, "the controller calls initialize first"
+        return self._broadcasts
 
     async def close(self) -> None:
         await self.operations.close()
-        if self._publication:
-            self._publication.close()
+        if self._broadcasts:
+            self._broadcasts.close()
         await self.compute(self.engine.close)
 
     async def create_rendezvous(self, _: None) -> str:
-        """Rank 0 hosts the ranks' meeting point on a port of the system's choice."""
         return await self.compute(lambda: self.engine.create_rendezvous(host_of(self.address)))
 
-    async def initialize(self, args: calls.InitializeRank) -> RankPlace:
-        """Joins the other ranks and builds the model; returns this rank's place among them."""
+    async def initialize(self, args: calls.InitializeRank) -> RankPosition:
         torch.set_num_threads(self.handle.config.num_threads)
         self.operations.lineage = args.lineage
-        self._place = await self.compute(
+        self._position = await self.compute(
             lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)
         )
-        self._publication = WeightPublication(
+        self._rank = args.rank
+        self._broadcasts = WeightBroadcasts(
             self.engine,
-            self.plane.store,
             self.handle.config.weight_update,
             self.compute,
             rank=args.rank,
-            world_size=args.world_size,
             host=host_of(self.address),
             node=self.node,
         )
-        return self._place
+        return self._position
 
     async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
-        """Seals `proximal_logprobs` of the batch's rows, on the head of a model group."""
         rows = await self.plane.puller.pull(batch)
 
         def compute() -> str:
             logprobs = self.engine.forward(rows, "logprobs")
-            if not rows.num_rows or not self._place.is_head:
+            if not rows.num_rows or not self._position.is_head:
                 return ""
             return self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
 
         return self._sealed(await self.compute(compute))
 
     async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
-        """One optimizer update per minibatch."""
+        async def update() -> dict[str, float]:
+            rows = [await self.plane.puller.pull(batch) for batch in args.minibatches]
+            min_version = args.minibatches[0].min_token_version
+            return await self._update(args.operation, rows, self._ppo_loss, min_version)
 
-        async def pull() -> list[PackedRows]:
-            return [await self.plane.puller.pull(batch) for batch in args.minibatches]
-
-        async def update(minibatches: list[PackedRows]) -> dict[str, float]:
-            return await self.compute(
-                lambda: self.engine.update(
-                    minibatches,
-                    self._ppo_loss,
-                    step=self.operations.version,
-                    min_token_version=args.minibatches[0].min_token_version,
-                )
-            )
-
-        return dict(await self.operations.join(args.operation, pull, update))
+        return await self.operations.join(args.operation, update)
 
     async def sft_update(self, args: calls.SFTUpdate) -> dict[str, float]:
-        """One optimizer update on rows of a dataset; makes the next policy version."""
-        operation = args.operation
-
-        async def read() -> PackedRows:
+        async def update() -> dict[str, float]:
             dataset = self.sources.prompts(args.dataset)
             items = [dataset[index] for index in args.indices]
-            return PackedRows(
+            rows = PackedRows(
                 {
                     "input_ids": _packed([item["input_ids"] for item in items], torch.int32),
                     "loss_mask": _packed([item["loss_mask"] for item in items], torch.bool),
                 },
                 tuple(len(item["input_ids"]) for item in items),
             )
+            return await self._update(args.operation, [rows], CROSS_ENTROPY, None)
 
-        async def update(rows: PackedRows) -> dict[str, float]:
-            step = operation.version
-            return await self.compute(lambda: self.engine.update([rows], CROSS_ENTROPY, step=step))
+        next_version = args.operation.version + 1
+        return await self.operations.join(args.operation, update, next_version=next_version)
 
-        next_version = operation.version + 1
-        return dict(await self.operations.join(operation, read, update, next_version=next_version))
+    async def _update(
+        self,
+        operation: Operation,
+        minibatches: list[PackedRows],
+        loss: NamedLoss,
+        min_token_version: int | None,
+    ) -> dict[str, float]:
+        with self.operations.changing(operation):
+            return await self.compute(
+                lambda: self.engine.update(
+                    minibatches, loss, step=operation.version, min_token_version=min_token_version
+                )
+            )
 
     async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
-        """Seals this rank's share of the parameters."""
+        """Seals a copy of what this rank holds of the parameters."""
+
+        def put() -> str:
+            parts, dtype = self.engine.flat_parts()
+            fields = {
+                name: torch.empty_like(part, dtype=dtype, device="meta")
+                for name, part in parts.items()
+            }
+            lengths = {name: [len(part)] for name, part in parts.items()}
+            values = (part.to(dtype) for part in parts.values())
+            return self.plane.store.put(fields, lengths, values=values)
 
         async def seal() -> calls.SealedShard:
-            return self._sealed(await self.publication.seal())
+            # in the engine's thread: the event loop must not wait for gigabytes
+            return self._sealed(await self.compute(put))
 
-        sealed: calls.SealedShard = await self.operations.join(
-            args.operation, seal, next_version=args.version
-        )
-        return sealed
+        return await self.operations.join(args.operation, seal, next_version=args.version)
 
     async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
-        """Writes the weights to `weight_update.folder`."""
+        """Writes the weights to a folder of their version below `weight_update.folder`."""
+        folder = self._weights_root / f"{_FOLDER_PREFIX}{args.version}"
 
         async def save() -> calls.SavedWeights:
-            folder = await self.publication.save(args.version, args.oldest)
-            return calls.SavedWeights(folder, self.plane.store.last_sequence)
+            if self._rank == 0:
+                await asyncio.to_thread(_remove_before, self._weights_root, args.oldest)
+            written = await self.compute(lambda: self.engine.begin_save_hf(folder, is_staged=False))
+            await asyncio.wrap_future(written)
+            return calls.SavedWeights(str(folder), self.plane.store.last_sequence)
 
-        saved: calls.SavedWeights = await self.operations.join(
-            args.operation, save, next_version=args.version
-        )
-        return saved
+        return await self.operations.join(args.operation, save, next_version=args.version)
 
     async def begin_save_hf(self, change: calls.Change) -> str:
-        """Takes the weights for a Hugging Face folder below the run folder; returns its path."""
         operation = change.operation
         name = digest([operation.lineage, operation.version, operation.name])
         folder = RunFolder(self.spec.run.run_dir).exports / self.spec.order.role / name
@@ -188,16 +190,12 @@ class TrainWorker(Worker):
         return str(folder)
 
     async def begin_snapshot(self, change: calls.Change) -> None:
-        """Takes this rank's part of a snapshot that the controller completes."""
         operation = change.operation
         folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
         await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
 
     async def finish_write(self, change: calls.Change) -> None:
-        """Replies when what the operation took is on the disk. The engine trains meanwhile.
-
-        Raises: CheckpointError: it could not be written. StaleCall: nothing such was begun.
-        """
+        """Raises: CheckpointError: it could not be written. StaleCall: nothing such was begun."""
         operation = change.operation
         write = self._writes.get(operation)
         if write is None:
@@ -206,7 +204,6 @@ class TrainWorker(Worker):
         await asyncio.shield(asyncio.wrap_future(write))
 
     async def load_snapshot(self, change: calls.Change) -> None:
-        """Goes back to the snapshot of the operation's version, in the operation's lineage."""
         operation = change.operation
         folder = self._snapshot_path(operation) / self._snapshot_name
 
@@ -252,3 +249,11 @@ def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(
         [torch.as_tensor(row, dtype=dtype) for row in values] or [torch.empty(0, dtype=dtype)]
     )
+
+
+def _remove_before(root: Path, oldest: int) -> None:
+    """Folders of older versions; whoever reads one has been waited for."""
+    for folder in root.glob(_FOLDER_PREFIX + "*"):
+        with suppress(ValueError):
+            if int(folder.name.removeprefix(_FOLDER_PREFIX)) < oldest:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -35,10 +35,12 @@ def checked_episode(
     if not rows:
         return Rejection("rejected", "the workflow returned no trajectory")
     for number, row in enumerate(rows, start=1):
-        rejection = _check_trajectory(row, limits.max_context_tokens, is_trained=is_trained)
-        if rejection:
-            where = f"row {number} of {len(rows)}: " if len(rows) > 1 else ""
-            return Rejection(rejection.cause, where + rejection.message)
+        where = f"row {number} of {len(rows)}: " if len(rows) > 1 else ""
+        if problem := _problem(row, limits.max_context_tokens, is_trained=is_trained):
+            return Rejection("workflow_error", where + problem)
+        if not _is_finite(row.reward):
+            message = f"the reward must be finite, got {row.reward!r}"
+            return Rejection("reward_error", where + message)
     num_tokens = sum(len(row.input_ids) for row in rows)
     if num_tokens > limits.episode_tokens:
         return Rejection(
@@ -49,42 +51,31 @@ def checked_episode(
     return rows
 
 
-def _check_trajectory(
-    trajectory: Any, max_context_tokens: int, *, is_trained: bool
-) -> Rejection | None:
-    """Why the trajectory cannot be used, None when it can."""
-    if not isinstance(trajectory, Trajectory):
-        return Rejection(
-            "workflow_error",
-            "run_episode must return a Trajectory, a list of them, or None, "
-            f"got {type(trajectory).__name__}",
-        )
-    lengths = {name: len(getattr(trajectory, name)) for name in TRAJECTORY_FIELDS}
+def _problem(row: Any, max_context_tokens: int, *, is_trained: bool) -> str:
+    """Why a row cannot be used; "" if it can."""
+    if not isinstance(row, Trajectory):
+        found = type(row).__name__
+        return f"run_episode must return a Trajectory, a list of them, or None, got {found}"
+    lengths = {name: len(getattr(row, name)) for name in TRAJECTORY_FIELDS}
     if len(set(lengths.values())) != 1:
-        return Rejection("workflow_error", f"the trajectory's fields differ in length: {lengths}")
-    num_tokens = len(trajectory.input_ids)
-    if num_tokens > max_context_tokens:
-        return Rejection(
-            "workflow_error",
-            f"the trajectory has {num_tokens} tokens, expected at most "
-            f"rollout.max_context_tokens={max_context_tokens}",
+        return f"the trajectory's fields differ in length: {lengths}"
+    if len(row.input_ids) > max_context_tokens:
+        return (
+            f"the trajectory has {len(row.input_ids)} tokens, expected at most "
+            f"rollout.max_context_tokens={max_context_tokens}"
         )
-    if not any(trajectory.loss_mask):
-        return Rejection("workflow_error", "the trajectory has no trained token (loss_mask)")
-    if is_trained and not all(t > 0 and _is_finite(t) for t in trajectory.temperatures):
-        return Rejection(
-            "workflow_error",
-            "the trajectory has tokens of temperature "
-            f"{min(trajectory.temperatures):g}, expected finite numbers above 0: a greedy answer "
-            "(0) is no sample of the policy and cannot be trained; sample it, or add it to the "
-            "transcript as context, which is not trained",
+    if not any(row.loss_mask):
+        return "the trajectory has no trained token (loss_mask)"
+    if is_trained and not all(t > 0 and _is_finite(t) for t in row.temperatures):
+        return (
+            f"the trajectory has tokens of temperature {min(row.temperatures):g}, expected finite "
+            "numbers above 0: a greedy answer (0) is no sample of the policy and cannot be "
+            "trained; sample it, or add it to the transcript as context, which is not trained"
         )
-    if not _is_finite(trajectory.reward):
-        return Rejection("reward_error", f"the reward must be finite, got {trajectory.reward!r}")
-    for name, value in trajectory.metrics.items():
+    for name, value in row.metrics.items():
         if not _is_finite(value):
-            return Rejection("workflow_error", f"metric {name!r} must be finite, got {value!r}")
-    return None
+            return f"metric {name!r} must be finite, got {value!r}"
+    return ""
 
 
 def _is_finite(value: Any) -> bool:

@@ -172,7 +172,7 @@ async def test_weights_replaced_from_a_folder(
 ) -> None:
     trainer = build(device, Dtype.float32)
     trainer.update([random_rows()] * 4, loss_of(trainer.config.ppo), step=0)
-    trainer.save_hf(tmp_path / "trained")
+    trainer.begin_save_hf(tmp_path / "trained").result(60)
     engine = local_engine(tiny_model_folder, device, Dtype.float32)
     await engine.start()
     await engine.update_weights_from_disk(1, tmp_path / "trained")

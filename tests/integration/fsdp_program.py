@@ -145,7 +145,7 @@ def run_rank(
             if step == scenario.get("snapshot_after"):
                 engine.begin_snapshot(Path(scenario["snapshot"])).result()
         if "save_hf" in scenario:
-            engine.save_hf(Path(scenario["save_hf"]))
+            engine.begin_save_hf(Path(scenario["save_hf"])).result(60)
         result["weights"] = whole_weights(engine)
     except (ArealError, ValueError) as error:
         result["error"] = f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from simulation.behavior import Number
 
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.train import LOGPROB_FIELDS
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -343,10 +343,10 @@ class SimulatedTrainWorker(SimulatedWorker):
             calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
         ]
 
-    async def initialize(self, rank: calls.InitializeRank) -> RankPlace:
+    async def initialize(self, rank: calls.InitializeRank) -> RankPosition:
         await self.cluster.spend(self.cluster.behavior.publication_s)
         self.operations.lineage = rank.lineage
-        return RankPlace(self.data_rank, self.is_head)
+        return RankPosition(self.data_rank, self.is_head)
 
     async def create_rendezvous(self, _: None) -> str:
         return "sim://rendezvous"
@@ -358,18 +358,17 @@ class SimulatedTrainWorker(SimulatedWorker):
         return self.sealed(self.store.put(4 * batch.num_tokens) if is_sealed else "")
 
     async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
-        async def read() -> None:
+        async def update() -> dict[str, float]:
             for batch in args.minibatches:
                 await self.read_shards(batch)
+            with self.operations.changing(args.operation):
+                for number, batch in enumerate(args.minibatches):
+                    if self.is_head:
+                        self.cluster.note_trained(self.version, number, batch)
+                await self.cluster.spend(self.cluster.behavior.training_s)
+                return {"loss": 0.0}
 
-        async def update(_: None) -> dict[str, float]:
-            for number, batch in enumerate(args.minibatches):
-                if self.is_head:
-                    self.cluster.note_trained(self.version, number, batch)
-            await self.cluster.spend(self.cluster.behavior.training_s)
-            return {"loss": 0.0}
-
-        return dict(await self.operations.join(args.operation, read, update))
+        return await self.operations.join(args.operation, update)
 
     async def load_snapshot(self, change: calls.Change) -> None:
         async def load() -> None:
@@ -385,20 +384,14 @@ class SimulatedTrainWorker(SimulatedWorker):
             await self._make_version(args.version)
             return self.sealed(self.store.put(WEIGHTS_BYTES))
 
-        sealed: calls.SealedShard = await self.operations.join(
-            args.operation, seal, next_version=args.version
-        )
-        return sealed
+        return await self.operations.join(args.operation, seal, next_version=args.version)
 
     async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
         async def save() -> calls.SavedWeights:
             await self._make_version(args.version)
             return calls.SavedWeights(f"version-{args.version}", self.store.last_sequence)
 
-        saved: calls.SavedWeights = await self.operations.join(
-            args.operation, save, next_version=args.version
-        )
-        return saved
+        return await self.operations.join(args.operation, save, next_version=args.version)
 
     async def _make_version(self, version: int) -> None:
         await self.cluster.spend(self.cluster.behavior.sealing_s)

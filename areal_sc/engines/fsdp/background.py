@@ -1,9 +1,9 @@
 """Writing on a thread of its own while training goes on; all ranks agree on how it ended.
 
 consumes     writes that the engine's thread begins, on every rank the same ones in the same order
-waits for    the disk; after each phase of a write, for the other ranks to have done theirs
-unblocked by the writing threads of the other ranks. When one of them dies its connections break,
-             which fails the wait; `WRITE_TIMEOUT` bounds it in any case
+waits for    the disk, and after each phase of a write for the other ranks
+unblocked by the other ranks' writing threads. If a rank dies, its connections break and the wait
+             fails; `WRITE_TIMEOUT` bounds it in any case
 
 One write goes on at a time, so at most one staged copy of the state waits for the disk.
 """
@@ -15,9 +15,10 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -49,10 +50,9 @@ class SideGroup:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank = group.rank
-        self.world_size = group.size
-        self._handle = (
-            dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if group.size > 1 else None
-        )
+        self.size = group.size
+        gloo = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if group.size > 1 else None
+        self._group = replace(group, handle=gloo)
 
     def together(self, what: str, action: Callable[[], T]) -> list[T]:
         """Runs `action` on every rank; if it fails anywhere, every rank raises.
@@ -66,32 +66,21 @@ class SideGroup:
         except FAILURES as error:
             failure = error
         message = f"{type(failure).__name__}: {failure}" if failure is not None else None
-        outcomes = self._gather(what, (message, result))
-        for rank, (reported, _) in enumerate(outcomes):
-            if reported is not None:
-                raise CheckpointError(f"{what} (train rank {rank}): {reported}") from failure
-        return [result for _, result in outcomes]
-
-    def _gather(self, what: str, value: Any) -> list[Any]:
-        if self._handle is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(values, value, group=self._handle)
+            outcomes = self._group.gather((message, result))
         except (dist.DistError, RuntimeError) as error:
             raise CheckpointError(
                 f"{what} (train rank {self.rank}): another rank ended or took longer than "
                 f"{WRITE_TIMEOUT.total_seconds():.0f} s: {error}"
             ) from error
-        return values
+        for rank, (reported, _) in enumerate(outcomes):
+            if reported is not None:
+                raise CheckpointError(f"{what} (train rank {rank}): {reported}") from failure
+        return [result for _, result in outcomes]
 
 
 class BackgroundWriter:
-    """Runs one write after the other on a thread; made by all ranks together.
-
-    Attributes:
-        group: the ranks, for writes, and for what runs while nothing is being written.
-    """
+    """Runs one write after the other on a thread; made by all ranks together."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = SideGroup(group)
@@ -124,14 +113,6 @@ class BackgroundWriter:
             )
         self._running = None
 
-    def finish(self, written: Future[None]) -> None:
-        """Waits for the write that `begin` returned.
-
-        Raises: CheckpointError: it failed.
-        """
-        self.wait()
-        written.result()
-
     def close(self) -> None:
         """Lets the write that goes on end, and then the thread."""
         self.wait()
@@ -142,8 +123,8 @@ def replace_folder(folder: Path, group: SideGroup, fill: Callable[[Path], None])
     """Fills a folder beside `folder` on all ranks, then puts it in its place: `commit_folder`.
 
     Args:
-        folder: every rank must see it, also from another node.
-        fill: gets the folder to write to; agrees with the other ranks itself on how that ended.
+        folder: on a file system that every rank sees.
+        fill: gets the folder to write to; itself agrees with the other ranks on how that ended.
     Raises: CheckpointError: the former content stays.
     """
     what = f"cannot write {folder}"

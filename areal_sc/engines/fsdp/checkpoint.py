@@ -1,47 +1,115 @@
 """Snapshots: weights, AdamW state and random state, to go on from with any number of ranks.
 
     begin    copies this rank's shards to host memory, and returns         (training waits for this)
-    write    DCP's plan, agreed on by all ranks; each writes its own file   (training goes on)
+    write    each rank writes its shards to a file of its own               (training goes on)
     commit   rank 0 writes `snapshot.json` and gives the folder its name
 
-A snapshot therefore holds the step that it was begun at, whatever is trained meanwhile. The copy
-has 12 bytes a parameter of the rank, and its memory is kept from one snapshot to the next (pinned
-for a GPU): filling fresh memory takes three times as long. If a rank fails, all raise, and the
-folder keeps its former content. There is no other state: the learning rate is a function of the
-training step, which the caller names at each update.
+    rank-<n>.safetensors   the shards of rank n, by the names of their tensors, and its random state
+    snapshot.json          sizes and checksums of the files; its own
+
+A shard of FSDP is a run of rows, so the shards of all ranks, in their order, are the whole tensor;
+a rank reads the rows that it needs from the files that hold them. The copy has 12 bytes a parameter
+of the rank, and its memory is kept from one snapshot to the next (pinned for a GPU): filling fresh
+memory takes three times as long. The learning rate is no state: the caller names the training step.
+
+Nothing is unpickled, as `torch.distributed.checkpoint` would do: snapshots are given to others, and
+one that is damaged or forged must do no more than be wrong.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Struct
+from safetensors import safe_open
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from areal_sc.durable import recover_folder
 from areal_sc.engines.fsdp.background import FAILURES, BackgroundWriter, replace_folder
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
-from areal_sc.engines.fsdp.storage import (
-    SnapshotIndex,
-    SnapshotReader,
-    SnapshotWriter,
-    verify_checksums,
-)
-from areal_sc.transport.tensor_bytes import dtype_name
+from areal_sc.engines.fsdp.optimizer import ShardedAdamW, first_row, local_part
+from areal_sc.engines.fsdp.tensor_file import TensorFile, dtype_code, file_checksum
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 4
+INDEX_NAME = "snapshot.json"
 _MAX_NAMED = 3  # differences that an error message spells out
+_CPU_RANDOM, _CUDA_RANDOM = "random.cpu", "random.cuda"
 
 State = dict[str, torch.Tensor]
+
+
+class StoredFile(Struct, frozen=True):
+    """The file of one rank.
+
+    Attributes:
+        checksum: its crc32.
+    """
+
+    num_bytes: int
+    checksum: int
+
+
+class SnapshotIndex(Struct, frozen=True):
+    """What `snapshot.json` says.
+
+    Attributes:
+        architecture: class of the model.
+        num_updates: optimizer updates until then.
+        files: of all ranks, in their order.
+    """
+
+    architecture: str
+    num_updates: int
+    files: tuple[StoredFile, ...]
+
+    def encode(self) -> bytes:
+        content = msgspec.json.encode(self)
+        return msgspec.json.encode(_Checked(FORMAT, zlib.crc32(content), msgspec.Raw(content)))
+
+    @classmethod
+    def read(cls, folder: Path) -> SnapshotIndex:
+        """Reads `snapshot.json` and checks that all files are there with their sizes.
+
+        Raises: ValueError, OSError: it is no snapshot, incomplete, or of another format.
+        """
+        path = folder / INDEX_NAME
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} is no snapshot: it has no {INDEX_NAME}")
+        try:
+            checked = msgspec.json.decode(path.read_bytes(), type=_Checked)
+            if checked.format != FORMAT:
+                raise ValueError(f"{path}: expected format {FORMAT}, got {checked.format!r}")
+            if checked.checksum != zlib.crc32(checked.content):
+                raise ValueError(f"{path}: its checksum is wrong, its content damaged")
+            index = msgspec.json.decode(checked.content, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{path}: its content is damaged: {error}") from error
+        for rank, file in enumerate(index.files):
+            stored = folder / _file_name(rank)
+            size = stored.stat().st_size
+            if size != file.num_bytes:
+                raise ValueError(
+                    f"{stored}: expected {file.num_bytes} bytes, got {size}; "
+                    "it is truncated or not of this snapshot"
+                )
+        return index
+
+
+class _Checked(Struct, frozen=True):
+    """An index, and the crc32 of its bytes. Other formats have a `format`, too."""
+
+    format: int
+    checksum: int = 0
+    content: msgspec.Raw = msgspec.Raw()
 
 
 class Snapshots:
@@ -66,51 +134,35 @@ class Snapshots:
 
         A write that still goes on is waited for first: there is memory for one copy only.
 
-        Returns: a future that is done when the snapshot is on the disk under its name. It fails
-            with CheckpointError, on every rank, when that could not be done.
+        Returns: a future that is done when the snapshot is on the disk under its name. If a rank
+            fails, it fails on all with CheckpointError, and `folder` keeps its former content.
         """
         self._writer.wait()
         group = self._writer.group
-        state = self._state()
         staged: State = {}
         failure: Exception | None = None
         try:
-            staged = self._stage(state)
+            shards = {name: shard.values for name, shard in self._shards().items()}
+            staged = self._stage(shards | _random_state())
         except FAILURES as error:  # for lack of memory; the other ranks must hear of it
             failure = error
-        storage = SnapshotWriter(
-            folder,
-            architecture=type(self._causal_lm).__name__,
-            world_size=group.world_size,
-            num_updates=self._optimizer.num_updates,
-        )
+        num_updates = self._optimizer.num_updates
 
         def fill(part: Path) -> None:
-            what = f"cannot write {folder}"
-            planner = _StagedPlanner(staged)
-            storage.reset(part)
-
-            def plan() -> SavePlan:
+            def write() -> StoredFile:
                 if failure is not None:
                     raise failure
-                planner.set_up_planner(state, is_coordinator=group.rank == 0)
-                return planner.create_local_plan()
+                layout = TensorFile.lay_out(staged)
+                checksum = layout.write_whole(part / _file_name(group.rank), staged)
+                return StoredFile(layout.num_bytes, checksum)
 
-            plans = group.together(what, plan)
-            metadata = Metadata({})
-
-            def write() -> list[WriteResult]:
-                nonlocal metadata
-                # Every rank makes the same global plan of all ranks' parts, and follows its own.
-                all_plans, metadata = planner.create_global_plan(plans)
-                mine = planner.finish_plan(storage.prepare_global_plan(all_plans)[group.rank])
-                return storage.write_data(mine, planner).value()
-
-            results = group.together(what, write)
+            what = f"cannot write {folder}"
+            files = tuple(group.together(what, write))
 
             def finish() -> None:
                 if group.rank == 0:
-                    storage.finish(metadata, results)
+                    index = SnapshotIndex(self._architecture, num_updates, files)
+                    (part / INDEX_NAME).write_bytes(index.encode())
 
             group.together(what, finish)
 
@@ -128,7 +180,7 @@ class Snapshots:
         self._writer.wait()
         group = self._writer.group
         what = f"cannot read the snapshot in {folder}"
-        state = self._state()
+        shards = self._shards()
 
         def recover() -> None:
             if group.rank == 0:
@@ -136,138 +188,156 @@ class Snapshots:
 
         def check() -> SnapshotIndex:
             index = SnapshotIndex.read(folder)
-            _check_same_model(index, state, type(self._causal_lm).__name__)
-            verify_checksums(folder, index.files[group.rank :: group.world_size])
+            for rank in range(group.rank, len(index.files), group.size):
+                path = folder / _file_name(rank)
+                if file_checksum(path) != index.files[rank].checksum:
+                    raise ValueError(f"{path}: its checksum is wrong, its content damaged")
+            with _opened_files(folder, index) as files:
+                _check_same_model(files, index.architecture, shards, self._architecture)
             return index
 
         group.together(what, recover)
         index = group.together(what, check)[group.rank]
-        for name in _random_names(group.rank):
-            if index.world_size != group.world_size or name not in index.tensors:
-                state.pop(name, None)
-        if index.world_size != group.world_size:
+        is_same_size = len(index.files) == group.size
+
+        def read() -> None:
+            with _opened_files(folder, index) as files:
+                for name, shard in shards.items():
+                    _read_shard(files, name, shard)
+                if is_same_size:
+                    _restore_random_state(files[group.rank])
+
+        group.together(what, read)
+        if not is_same_size:
             logger.info(
                 "snapshot=%s was written by %d ranks: random state is not restored",
                 folder,
-                index.world_size,
+                len(index.files),
             )
-
-        def read() -> None:
-            reader = SnapshotReader(folder, index)
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            planner.set_up_planner(state, reader.read_metadata(), group.rank == 0)
-            reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
-            _restore_random_state(group.rank, state)
-
-        group.together(what, read)
         self._optimizer.num_updates = index.num_updates
 
-    def _state(self) -> State:
-        """The live tensors by name, AdamW's placed as their parameters are; random state copied.
+    @property
+    def _architecture(self) -> str:
+        return type(self._causal_lm).__name__
 
-        `step` of a parameter counts its updates, equal on all ranks that hold a part of it; on a
-        rank whose part is empty AdamW does not count, so that such a rank must not store it.
-        """
-        state: State = {}
+    def _shards(self) -> dict[str, _Shard]:
+        """The live tensors of this rank. AdamW's counters of updates are one number each."""
+        shards: dict[str, _Shard] = {}
         parameters = dict(self._causal_lm.named_parameters())
         for name, parameter in parameters.items():
-            state[f"parameter.{name}"] = parameter.detach()
+            values = local_part(parameter.detach())
+            shards[f"parameter.{name}"] = _Shard(values, first_row(parameter), parameter.shape)
         for name, moments in self._optimizer.moments().items():
+            of_parameter = shards[f"parameter.{name}"]
             for kind, values in moments.items():
-                if kind != "step":
-                    state[f"{kind}.{name}"] = _placed_like(values, parameters[name])
-                elif local_part(parameters[name]).numel():
-                    state[f"{kind}.{name}"] = values
-        state |= _random_state(self._writer.group.rank)
-        return state
+                shards[f"{kind}.{name}"] = (
+                    _Shard(values, 0, values.shape)
+                    if kind == "step"
+                    else of_parameter._replace(values=values)
+                )
+        return shards
 
     def _stage(self, state: State) -> State:
-        """This rank's part of every tensor, copied to host memory."""
+        """Copies in host memory."""
         staged: State = {}
-        devices = set()
         for name, values in state.items():
-            part = local_part(values)
             buffer = self._staging.get(name)
             if buffer is None:
-                pinned = part.device.type == "cuda"
-                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
+                pinned = values.device.type == "cuda"
+                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
                 self._staging[name] = buffer
-            staged[name] = buffer.copy_(part, non_blocking=True)
-            devices.add(part.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            staged[name] = buffer.copy_(values, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return staged
 
 
-class _StagedPlanner(DefaultSavePlanner):
-    """Plans by the live tensors, which know their place, and hands out the staged values."""
+class _Shard(NamedTuple):
+    """What this rank has of a tensor.
 
-    def __init__(self, staged: State) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged = staged
+    Attributes:
+        values: the live rows; there may be none.
+        first_row: of them.
+        shape: of the whole tensor.
+    """
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._staged[write_item.index.fqn]
+    values: torch.Tensor
+    first_row: int
+    shape: torch.Size
 
 
-def _check_same_model(index: SnapshotIndex, state: State, architecture: str) -> None:
+@contextmanager
+def _opened_files(folder: Path, index: SnapshotIndex) -> Iterator[list[Any]]:
+    """The files of all ranks, in their order."""
+    with ExitStack() as stack:
+        paths = [folder / _file_name(rank) for rank in range(len(index.files))]
+        yield [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+
+
+def _read_shard(files: Sequence[Any], name: str, shard: _Shard) -> None:
+    """Fills in the rows of a shard; the files hold the tensor's rows in the order of the ranks."""
+    if not shard.shape:
+        shard.values.copy_(files[0].get_tensor(name))
+        return
+    begin = 0
+    for file in files:
+        stored = file.get_slice(name)
+        end = begin + stored.get_shape()[0]
+        low, high = max(shard.first_row, begin), min(shard.first_row + len(shard.values), end)
+        if low < high:
+            target = shard.values[low - shard.first_row : high - shard.first_row]
+            target.copy_(stored[low - begin : high - begin])
+        begin = end
+
+
+def _check_same_model(
+    files: Sequence[Any], stored_as: str, shards: Mapping[str, _Shard], architecture: str
+) -> None:
     """Raises: ValueError: tensors of the snapshot and of the engine differ."""
     stored = {
-        name: _describe(tensor.properties.dtype, tensor.size)
-        for name, tensor in index.tensors.items()
+        name: _describe_stored([file.get_slice(name) for file in files])
+        for name in files[0].keys()  # noqa: SIM118
+        if not name.startswith("random.")
     }
-    own = {name: _describe(values.dtype, values.shape) for name, values in state.items()}
+    own = {
+        name: f"{dtype_code(shard.values.dtype)} {list(shard.shape)}"
+        for name, shard in shards.items()
+    }
     differences = [
         f"{name} is {stored.get(name, 'absent')} in the snapshot and "
         f"{own.get(name, 'absent')} in the model"
-        for name in [*own, *(name for name in stored if name not in own)]
-        if not name.startswith(("random.", "step.")) and stored.get(name) != own.get(name)
+        for name in own | stored
+        if stored.get(name) != own.get(name)
     ]
     if differences:
         more = f"; and {len(differences) - _MAX_NAMED} more" if differences[_MAX_NAMED:] else ""
         raise ValueError(
-            f"it holds another model ({index.architecture}) than the one to be trained "
+            f"it holds another model ({stored_as}) than the one to be trained "
             f"({architecture}): {'; '.join(differences[:_MAX_NAMED])}{more}. Set actor.path to "
             "the model that the snapshot was made from, or choose another run_dir to start anew"
         )
-    missing = [name for name in own if name.startswith("step.") and name not in stored]
-    if missing:
-        raise ValueError(f"it has no {missing[0]}")
 
 
-def _placed_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _describe_stored(parts: Sequence[Any]) -> str:
+    """Dtype and shape of a tensor whose parts are slices of the ranks' files."""
+    shape = parts[0].get_shape()
+    if shape:
+        shape[0] = sum(part.get_shape()[0] for part in parts)
+    return f"{parts[0].get_dtype()} {shape}"
 
 
-def _random_names(rank: int) -> list[str]:
-    return [f"random.{rank}.cpu", f"random.{rank}.cuda"]
+def _file_name(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
 
 
-def _random_state(rank: int) -> State:
-    cpu, cuda = _random_names(rank)
-    state = {cpu: torch.get_rng_state()}
+def _random_state() -> State:
+    state = {_CPU_RANDOM: torch.get_rng_state()}
     if torch.cuda.is_available():
-        state[cuda] = torch.cuda.get_rng_state()
+        state[_CUDA_RANDOM] = torch.cuda.get_rng_state()
     return state
 
 
-def _restore_random_state(rank: int, state: Mapping[str, torch.Tensor]) -> None:
-    cpu, cuda = _random_names(rank)
-    if cpu in state:
-        torch.set_rng_state(state[cpu])
-    if cuda in state:
-        torch.cuda.set_rng_state(state[cuda])
-
-
-def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype_name(dtype)} {list(shape)}"
+def _restore_random_state(file: Any) -> None:
+    torch.set_rng_state(file.get_tensor(_CPU_RANDOM))
+    if torch.cuda.is_available() and _CUDA_RANDOM in file.keys():  # noqa: SIM118
+        torch.cuda.set_rng_state(file.get_tensor(_CUDA_RANDOM))

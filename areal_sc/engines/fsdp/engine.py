@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from areal_sc.algorithms.losses import LossTokens, Metric
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.engines.fsdp.background import BackgroundWriter
 from areal_sc.engines.fsdp.checkpoint import Snapshots
 from areal_sc.engines.fsdp.export import begin_export
@@ -77,17 +77,11 @@ class FSDPEngine:
         self._snapshots: Snapshots
 
     def create_rendezvous(self, host: str = "127.0.0.1") -> str:
-        """On rank 0, before `initialize`: opens the ranks' meeting point on a free port.
-
-        Args:
-            host: address of this machine that the other ranks can reach.
-        Returns: the `init_method` for every rank, this one included.
-        """
         self._hosted, address = host_rendezvous(host)
         return address
 
-    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPlace:
-        """Meets the other ranks and loads the model; returns this rank's place among them.
+    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPosition:
+        """Meets the other ranks and loads the model.
 
         Args:
             init_method: from `create_rendezvous`, or `tcp://host:port` that rank 0 will open, or
@@ -124,17 +118,14 @@ class FSDPEngine:
             self.config.dtype,
             self._model.abilities,
         )
-        return self._groups.place
+        return self._groups.position
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
-        """What the current weights say of trained tokens, at the tokens' own temperatures.
+        """What the current weights say of trained tokens, on the CPU.
 
         Args:
             rows: fields `input_ids` and `loss_mask`; `temperatures`, else 1. Where advantages are
                 known, tokens of advantage 0 are left out: nothing is trained on them.
-            output: `logprobs` or `entropy`.
-        Returns: [T] float32 on the CPU, nats: at each token in `loss_mask`, given those before it
-            in its row; 0 at all others, at row starts, and at tokens that were left out.
         Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
         if output not in OUTPUTS:
@@ -147,7 +138,9 @@ class FSDPEngine:
         with torch.no_grad():
             for micro_rows in self._pack(rows, chosen, count):
                 micro_batch = self._micro_batch(rows, micro_rows, asked)
-                values[micro_batch.source] = self._forward(micro_batch, rows)[column].float().cpu()
+                values[micro_batch.token_index] = (
+                    self._forward(micro_batch, rows)[column].float().cpu()
+                )
         if isinstance(self._model, FSDPModule):
             # The root stays whole after a forward without backward, and would go stale.
             self._model.reshard()
@@ -164,16 +157,13 @@ class FSDPEngine:
         """One optimizer update a minibatch.
 
         Args:
-            minibatches: this rank's rows of each; equally many on every rank. Fields `input_ids`,
-                `loss_mask`, with `min_token_version` `versions`, those that the loss reads, and
-                `temperatures`, else 1. The first minibatch may do without `proximal_logprobs`: no
-                weight has changed, so its own forward is that of the proximal policy.
+            minibatches: fields `input_ids`, `loss_mask`, with `min_token_version` `versions`, those
+                that the loss reads, and `temperatures`, else 1. The first minibatch may do without
+                `proximal_logprobs`: no weight has changed, so its own forward is that of the
+                proximal policy.
             loss: where it is zero without an advantage, tokens of advantage 0 go through no
                 forward; they count in the denominator all the same.
-            step: training step, counted from 0; decides the learning rate.
-            min_token_version: tokens sampled by older versions add nothing to the loss and its
-                denominator; None trains all.
-        Returns: the same global numbers on every rank, see `UpdateMetrics.summary`.
+        Returns: see `UpdateMetrics.summary`.
         Raises: ValueError: a field or the advantages are missing, a row is over the micro-batch
             limit, or the ranks have different numbers of minibatches. ConfigError: no such loss.
         """
@@ -212,7 +202,8 @@ class FSDPEngine:
             norm = self._optimizer.update(step)
             if not math.isfinite(norm):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
-            metrics.add_update(norm, len(packed))
+            metrics.gradient_norms.append(norm)
+            metrics.num_micro_batches += len(packed)
         return metrics.summary(
             self._groups.data,
             num_tokens=sum(rows.num_tokens for rows in minibatches),
@@ -222,27 +213,21 @@ class FSDPEngine:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this rank computes on a GPU."""
         return self._groups.world.device.type == "cuda"
 
     def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-        """Every whole parameter in the dtype of computation, tied ones once, in buckets.
-
-        Parameters may be the live ones. All ranks must go through all buckets together.
-        """
         parameters = dict(self._model.causal_lm.named_parameters())
         for bucket in split_into_buckets(self._unfilled_weights(), bucket_bytes):
             named = [(name, parameters[name].detach()) for name, _ in bucket]
             yield gather_whole(named, compute_dtype(self.config))
 
-    def flat_parts(self) -> list[NamedTensor]:
+    def flat_parts(self) -> tuple[dict[str, torch.Tensor], torch.dtype]:
         """The shards of this rank: rows of each parameter, and so a range of its values."""
         parameters = self._model.causal_lm.named_parameters()
-        parts = [(name, local_part(value.detach()).flatten()) for name, value in parameters]
-        return [(name, part) for name, part in parts if len(part)]
+        parts = {name: local_part(value.detach()).flatten() for name, value in parameters}
+        return {n: part for n, part in parts.items() if len(part)}, compute_dtype(self.config)
 
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
-        """What `gather_weights` gives, without the values."""
         return [
             layout_of(bucket)
             for bucket in split_into_buckets(self._unfilled_weights(), bucket_bytes)
@@ -253,25 +238,15 @@ class FSDPEngine:
         for name, parameter in self._model.causal_lm.named_parameters():
             yield name, torch.empty(parameter.shape, dtype=dtype, device="meta")
 
-    def begin_save_hf(self, folder: Path) -> Future[None]:
+    def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
         """Takes the weights as they are now; a folder that `transformers` loads is written later.
 
-        Training may go on at once. One write goes on at a time: the one before is waited for.
+        One write goes on at a time: the one before is waited for.
 
         Returns: a future that is done when the folder, tokenizer included, is on the disk under
             its name. It fails with CheckpointError, on every rank, when it could not be written;
             what was at `folder` then stays.
         """
-        return self._begin_export(folder, is_staged=True)
-
-    def save_hf(self, folder: Path) -> None:
-        """Writes the same, and returns when it is written; the weights are not copied for it.
-
-        Raises: CheckpointError: on every rank, when it could not be written.
-        """
-        self._writer.finish(self._begin_export(folder, is_staged=False))
-
-    def _begin_export(self, folder: Path, *, is_staged: bool) -> Future[None]:
         return begin_export(
             self._model.causal_lm,
             Path(self.config.path),
@@ -282,24 +257,15 @@ class FSDPEngine:
         )
 
     def begin_snapshot(self, folder: Path) -> Future[None]:
-        """Takes weights, optimizer state and random state as they are now, and writes them later.
-
-        Training may go on at once. One write goes on at a time: the one before is waited for.
-
-        Returns: a future that is done when the snapshot is on the disk and has replaced `folder`.
-            It fails with CheckpointError, on every rank, when it could not be written.
-        """
+        """Takes weights, optimizer state and random state as they are now; see `Snapshots`."""
         return self._snapshots.begin(folder)
 
     def load_snapshot(self, folder: Path) -> None:
-        """Restores what `begin_snapshot` took, also with another number of ranks.
-
-        Raises: CheckpointError: on every rank, when it is absent, damaged, or of another model.
-        """
+        """Restores what `begin_snapshot` took, also with another number of ranks."""
         self._snapshots.load(folder)
 
     def close(self) -> None:
-        """Waits for what is being written, and leaves the group. It cannot be used afterwards."""
+        """Waits for what is being written, and leaves the group."""
         if hasattr(self, "_writer"):
             self._writer.close()
         if hasattr(self, "_groups"):
@@ -330,7 +296,6 @@ class FSDPEngine:
         return [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
 
     def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
-        """The chosen rows in at least `count` micro-batches."""
         return pack_rows(rows, chosen, self.config.max_tokens_per_micro_batch, count)
 
     def _micro_batch(

@@ -17,13 +17,12 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -33,8 +32,8 @@ from areal_sc.engines.fsdp.background import (
     SideGroup,
     replace_folder,
 )
-from areal_sc.engines.fsdp.optimizer import local_part
-from areal_sc.engines.fsdp.tensor_file import TensorFile, TensorShapes
+from areal_sc.engines.fsdp.optimizer import first_row, local_part
+from areal_sc.engines.fsdp.tensor_file import TensorFile
 
 MAX_FILE_BYTES = 5 << 30
 """A larger model is split over several files, as its readers expect. One tensor is never split."""
@@ -56,31 +55,19 @@ class ModelFiles:
     index: dict[str, Any] | None
 
     @classmethod
-    def lay_out(cls, tensors: TensorShapes, max_file_bytes: int) -> ModelFiles:
-        """Files are filled in the order of `tensors`, so that a layer's lie together."""
-        files: list[dict[str, Any]] = [{}]
-        room = max_file_bytes
-        for name, (dtype, shape) in tensors.items():
-            size = prod(shape) * dtype.itemsize
-            if size > room and files[-1]:
-                files.append({})
-                room = max_file_bytes
-            files[-1][name] = (dtype, shape)
-            room -= size
-        if len(files) == 1:
-            return cls({"model.safetensors": TensorFile.lay_out(files[0])}, None)
-        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-        index = {
-            "metadata": {
-                "total_parameters": sum(prod(shape) for _, shape in tensors.values()),
-                "total_size": sum(prod(shape) * dt.itemsize for dt, shape in tensors.values()),
-            },
-            "weight_map": {
-                tensor: name for name, file in zip(names, files, strict=True) for tensor in file
-            },
+    def lay_out(cls, tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> ModelFiles:
+        """Files are filled in the order of `tensors`, which may be `meta`."""
+        unfilled = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        split = split_torch_state_dict_into_shards(unfilled, max_shard_size=max_file_bytes)
+        layouts = {
+            file: TensorFile.lay_out({name: unfilled[name] for name in names})
+            for file, names in split.filename_to_tensors.items()
         }
-        layouts = [TensorFile.lay_out(file) for file in files]
-        return cls(dict(zip(names, layouts, strict=True)), index)
+        if not split.is_sharded:
+            return cls(layouts, None)
+        num_parameters = sum(tensor.numel() for tensor in unfilled.values())
+        metadata = {"total_parameters": num_parameters, **split.metadata}
+        return cls(layouts, {"metadata": metadata, "weight_map": split.tensor_to_filename})
 
     def create(self, folder: Path) -> None:
         for name, layout in self.layouts.items():
@@ -102,14 +89,14 @@ def begin_export(
 ) -> Future[None]:
     """Takes the weights as they are now, and writes them with config and tokenizer files.
 
+    Every rank makes the call.
+
     Args:
-        causal_lm: the Hugging Face model, sharded or not. Every rank makes the call.
         source: model folder whose other files (tokenizer, generation config) are copied.
         folder: target; replaced as a whole.
         dtype: of the floating-point weights in the files.
         is_staged: the weights are copied first. Without it they must not change until the future
             is done, and no memory is needed but for one tensor.
-        max_file_bytes: see `MAX_FILE_BYTES`.
     Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
         every rank, when that could not be done.
     """
@@ -121,22 +108,25 @@ def begin_export(
         for name, values in tensors.items()
         if group.rank == 0 or isinstance(values, DTensor)
     }
-    starts = {name: _first_value(tensors[name]) for name in parts}
+    starts = {n: first_row(tensors[n]) * tensors[n].shape[1:].numel() for n in parts}
     failure: Exception | None = None
     try:
         if is_staged:
             parts = {n: _in_host_memory(part, dtype, copy=True) for n, part in parts.items()}
     except FAILURES as error:  # for lack of memory; the other ranks must hear of it
         failure = error
-    shapes = {name: (_file_dtype(v, dtype), tuple(v.shape)) for name, v in tensors.items()}
+    unfilled = {
+        name: torch.empty(v.shape, dtype=_file_dtype(v, dtype), device="meta")
+        for name, v in tensors.items()
+    }
     config = _config_text(causal_lm, dtype)
-    names = _names_in_files(causal_lm, shapes)
+    names = _names_in_files(causal_lm, unfilled)
 
     def fill(part: Path) -> None:
         what = f"cannot write {folder}"
         target = part / _AS_IN_MEMORY if names is None else part
-        named = names or {name: name for name in shapes}
-        files = ModelFiles.lay_out({named[n]: shapes[n] for n in shapes}, max_file_bytes)
+        named = names or {name: name for name in unfilled}
+        files = ModelFiles.lay_out({named[n]: v for n, v in unfilled.items()}, max_file_bytes)
 
         def create() -> None:
             if failure is not None:
@@ -187,21 +177,17 @@ def _tensors_to_export(causal_lm: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _names_in_files(causal_lm: Any, shapes: TensorShapes) -> dict[str, str] | None:
+def _names_in_files(causal_lm: Any, unfilled: Mapping[str, torch.Tensor]) -> dict[str, str] | None:
     """Name in memory -> name in the files; None if values change, too.
 
     Some models are loaded under other names, or with several tensors (of experts) fused into one;
     their files keep the form that was loaded. Which it is shows on tensors without values.
     """
-    probes = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (dtype, shape) in shapes.items()
-    }
-    reverted = revert_weight_conversion(causal_lm, dict(probes))
-    in_files = {id(probe): name for name, probe in reverted.items()}
-    if len(reverted) != len(probes) or any(id(probe) not in in_files for probe in probes.values()):
+    reverted = revert_weight_conversion(causal_lm, dict(unfilled))
+    in_files = {id(tensor): name for name, tensor in reverted.items()}
+    if len(reverted) != len(unfilled) or any(id(t) not in in_files for t in unfilled.values()):
         return None
-    return {name: in_files[id(probe)] for name, probe in probes.items()}
+    return {name: in_files[id(tensor)] for name, tensor in unfilled.items()}
 
 
 def _convert(
@@ -215,23 +201,11 @@ def _convert(
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     tensors = revert_weight_conversion(causal_lm, tensors)
-    shapes = {name: (values.dtype, tuple(values.shape)) for name, values in tensors.items()}
-    files = ModelFiles.lay_out(shapes, max_file_bytes)
+    files = ModelFiles.lay_out(tensors, max_file_bytes)
     files.create(target)
     for name, layout in files.layouts.items():
         layout.write_parts(target / name, ((n, 0, tensors[n]) for n in layout.starts))
     shutil.rmtree(source)
-
-
-def _first_value(values: torch.Tensor) -> int:
-    """Index of the first value of this rank's part in the flat tensor."""
-    if not isinstance(values, DTensor):
-        return 0
-    (item,) = create_default_local_save_plan({"": values}, True).items
-    assert item.tensor_data is not None
-    part = item.tensor_data.chunk
-    assert part.sizes[1:] == values.shape[1:], "FSDP shards the first dimension"
-    return part.offsets[0] * prod(values.shape[1:]) if part.offsets else 0
 
 
 def _in_host_memory(values: torch.Tensor, dtype: torch.dtype, *, copy: bool) -> torch.Tensor:

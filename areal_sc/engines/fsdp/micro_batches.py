@@ -22,23 +22,23 @@ class MicroBatch:
         layout: the rows' lengths.
         positions: [N] int64, packed index of the token *before* each asked one.
         targets: [N] int64, the asked tokens.
-        source: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
+        token_index: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
     """
 
     input_ids: torch.Tensor
     layout: PackedLayout
     positions: torch.Tensor
     targets: torch.Tensor
-    source: torch.Tensor
+    token_index: torch.Tensor
 
     def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
         """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
 
         Raises: ValueError: one is not above 0.
         """
-        if not len(self.source) or "temperatures" not in rows.fields:
+        if not len(self.token_index) or "temperatures" not in rows.fields:
             return None
-        temperatures = rows.fields["temperatures"][self.source]
+        temperatures = rows.fields["temperatures"][self.token_index]
         if not bool((temperatures > 0).all()):
             raise ValueError(
                 "temperatures of asked tokens must be above 0, got "
@@ -62,9 +62,9 @@ class TokenFields(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> torch.Tensor:
         """Raises: ValueError: the rows have no such field."""
         batch = self._batch
-        if not len(batch.source):  # a rank without rows does not know their fields
+        if not len(batch.token_index):  # a rank without rows does not know their fields
             return torch.zeros(0, device=batch.input_ids.device)
-        return require_field(self._rows, name)[batch.source].to(batch.input_ids.device)
+        return require_field(self._rows, name)[batch.token_index].to(batch.input_ids.device)
 
 
 def with_token_advantages(rows: PackedRows) -> PackedRows:
@@ -138,28 +138,21 @@ def make_micro_batch(
     Args:
         asked: [T] bool over all rows. First tokens of rows are left out: nothing predicts them.
     """
-    if not chosen:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return MicroBatch(
-            torch.zeros(1, dtype=torch.int64, device=device),
-            model.layout([1], device),
-            nothing.to(device),
-            nothing.to(device),
-            nothing,
-        )
-    all_starts = torch.tensor(rows.starts)
-    chosen_rows = torch.tensor(chosen)
-    sizes = torch.tensor([rows.lengths[row] for row in chosen])
-    row_of_token = torch.repeat_interleave(chosen_rows, sizes)
+    lengths = [rows.lengths[row] for row in chosen] or [1]
+    sizes = torch.tensor(lengths)
     packed_starts = sizes.cumsum(0) - sizes
-    offset = torch.arange(len(row_of_token)) - torch.repeat_interleave(packed_starts, sizes)
-    token_index = all_starts[row_of_token] + offset
-    input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
-    is_asked = asked[token_index] & (offset > 0)
-    places = torch.nonzero(is_asked).flatten()
+    offset = torch.arange(sum(lengths)) - torch.repeat_interleave(packed_starts, sizes)
+    if chosen:
+        starts = torch.tensor(rows.starts)[torch.tensor(chosen)]
+        token_index = torch.repeat_interleave(starts, sizes) + offset
+        input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
+        places = torch.nonzero(asked[token_index] & (offset > 0)).flatten()
+    else:
+        token_index = input_ids = torch.zeros(1, dtype=torch.int64)
+        places = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         input_ids.to(device),
-        model.layout(sizes.tolist(), device),
+        model.layout(lengths, device),
         (places - 1).to(device),
         input_ids[places].to(device),
         token_index[places],

@@ -77,8 +77,7 @@ def read_causal_lm(config: ActorConfig) -> Any:
     if not config.random_init:
         return load_causal_lm(Path(config.path))
     try:
-        settings = AutoConfig.from_pretrained(config.path, local_files_only=True)
-        return _from_config(settings).eval()
+        return _from_config(Path(config.path)).eval()
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot build the model of {config.path}: {error}") from error
 
@@ -107,14 +106,14 @@ def load_causal_lm(folder: Path) -> Any:
 
 def build_unfilled(folder: Path) -> Any:
     """The same model with memory for its weights, but no values in it."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with no_init_weights():
-        model = _from_config(config)
+        model = _from_config(folder)
     model.tie_weights()
     return model.eval()
 
 
-def _from_config(config: Any) -> Any:
+def _from_config(folder: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=torch.float32
     )

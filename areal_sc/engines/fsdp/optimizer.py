@@ -38,14 +38,21 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def first_row(tensor: torch.Tensor) -> int:
+    """Of this rank's shard. Each rank has as many rows as those before it, or what is left."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    num_rows, mesh = len(tensor), tensor.device_mesh
+    return min(num_rows, mesh.get_local_rank() * -(-num_rows // mesh.size()))
+
+
 class ShardedAdamW:
     """AdamW is elementwise, so each rank updates its own shards as plain tensors.
 
-    All memory that training needs at all times is taken at once, so that a server that shares the
-    device, and starts later, measures what is really left.
+    All memory that training always needs is taken at once, so that a server that shares the device,
+    and starts later, measures what is really left.
 
     Attributes:
-        config: the settings.
         num_updates: optimizer updates so far.
     Raises: ConfigError: the learning rate falls, and nothing says over how many steps.
     """
@@ -101,7 +108,7 @@ class ShardedAdamW:
                 settings["lr"] = learning_rate(self.config, step)
             self._adamw.step()
             self.num_updates += 1
-        self._adamw.zero_grad(set_to_none=True)
+        self._adamw.zero_grad()
         return norm
 
     def _clip(self) -> float:

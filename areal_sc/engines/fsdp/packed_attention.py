@@ -3,12 +3,10 @@
 A micro-batch is one sequence [1, T] of rows without padding between them. Attention must not
 cross row borders, and its cost should be that of the rows. Three ways, chosen by shape:
 
-    rows alone      one call a row, on slices: long rows, where the call itself costs nothing
-    buckets         rows of similar length are padded to one length and share a call; the padding
-                    is on the right, so causal attention never sees it. Many short rows
+    rows alone      one call a row, on slices; for long rows, where the call itself costs nothing
+    buckets         rows of similar length are padded on the right to one length and share a call;
+                    for many short rows
     varlen kernel   one call, on CUDA in half precision, where this torch has it
-
-The layout travels as a keyword argument through the model's forward, so that nothing is global.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ class PackedLayout:
     Attributes:
         lengths: tokens of each row, >= 1.
         position_ids: [1, T] int64, restarting at each row.
-        buckets: every row once.
-        pad_index: [P] token for each padded place, bucket after bucket; None when every bucket
-            is one row, which is then a slice.
-        unpad_index: [T] padded place of each token.
+        buckets: every row once; in the order of the rows if each is a bucket of its own.
+        pad_index: [P] token for each padded place, bucket after bucket; None if each row is a
+            bucket, which is then a slice.
+        unpad_index: [T] padded place of each token; None likewise.
         row_starts: [R + 1] int32 on the device, first token of each row, and T.
     """
 
@@ -73,7 +71,9 @@ class PackedLayout:
         starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64)
         position_ids = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], sizes)
         pad_index = unpad_index = None
-        if any(len(bucket.rows) > 1 for bucket in buckets):
+        if len(buckets) == len(lengths):
+            buckets = tuple(sorted(buckets, key=lambda bucket: bucket.rows))
+        else:
             pad_index, unpad_index = _padding_indices(buckets, starts, sizes)
             pad_index, unpad_index = pad_index.to(device), unpad_index.to(device)
         return cls(
@@ -166,29 +166,7 @@ def packed_attention(
         return _varlen_attention(query, key, value, scaling, sliding_window, layout), None
     # [T, H, D]: rows of memory, so that gathering tokens is gathering rows
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if layout.pad_index is None:
-        outputs = _attend_rows(attend, query, key, value, layout)
-    else:
-        outputs = _attend_buckets(attend, query, key, value, layout)
-    return outputs[None], None
-
-
-def _attend_rows(
-    attend: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: PackedLayout,
-) -> torch.Tensor:
-    """[T, H, D]; one call a row."""
-    pieces = [
-        attend(*(part.transpose(0, 1)[None] for part in parts))[0].transpose(0, 1)
-        for parts in zip(
-            *(torch.split(tensor, list(layout.lengths)) for tensor in (query, key, value)),
-            strict=True,
-        )
-    ]
-    return torch.cat(pieces)
+    return _attend_buckets(attend, query, key, value, layout)[None], None
 
 
 def _attend_buckets(
@@ -199,23 +177,21 @@ def _attend_buckets(
     layout: PackedLayout,
 ) -> torch.Tensor:
     """[T, H, D]; one call a bucket."""
-    assert layout.pad_index is not None
-    assert layout.unpad_index is not None
-    padded = [
-        _Pad.apply(tensor, layout.pad_index, layout.unpad_index)  # type: ignore[no-untyped-call]
-        for tensor in (query, key, value)
-    ]
+    tensors = [query, key, value]
+    if layout.pad_index is not None:
+        tensors = [
+            _Pad.apply(tensor, layout.pad_index, layout.unpad_index)  # type: ignore[no-untyped-call]
+            for tensor in tensors
+        ]
     sizes = [len(bucket.rows) * bucket.length for bucket in layout.buckets]
     pieces = []
-    for bucket, parts in zip(
-        layout.buckets,
-        zip(*(torch.split(tensor, sizes) for tensor in padded), strict=True),
-        strict=True,
+    for bucket, *parts in zip(
+        layout.buckets, *(torch.split(tensor, sizes) for tensor in tensors), strict=True
     ):
         batched = (part.unflatten(0, (-1, bucket.length)).transpose(1, 2) for part in parts)
         pieces.append(attend(*batched).transpose(1, 2).flatten(0, 1))
     together = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return together.index_select(0, layout.unpad_index)
+    return together if layout.unpad_index is None else together.index_select(0, layout.unpad_index)
 
 
 class _Pad(torch.autograd.Function):
@@ -245,36 +221,38 @@ def _causal_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[B, H, L, D] within each batch entry."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    length = query.shape[2]
     mask = None
-    if window is not None and num_keys > window:
-        distance = torch.arange(num_queries, device=query.device)[:, None] - torch.arange(
-            num_keys, device=query.device
-        )
-        mask = (distance >= 0) & (distance < window)
+    if window is not None and length > window:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = mask.tril().triu(1 - window)
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            is_causal=mask is None and num_queries > 1,
+            is_causal=mask is None and length > 1,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    key, value = _with_all_heads(key, query), _with_all_heads(value, query)
     scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         sink_scores = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
         scores = torch.cat([scores, sink_scores], -1)
-    weights = scores.float().softmax(-1)[..., :num_keys].to(value.dtype)
+    weights = scores.float().softmax(-1)[..., :length].to(value.dtype)
     return weights @ value
+
+
+def _with_all_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values once for each query head that they serve."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
 
 
 @functools.cache
@@ -305,8 +283,7 @@ def _varlen_attention(
     layout: PackedLayout,
 ) -> torch.Tensor:
     """[1, T, H, D] by one kernel over all rows."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    key, value = _with_all_heads(key, query), _with_all_heads(value, query)
     longest = max(layout.lengths)
     outputs = _varlen_function()(
         *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),

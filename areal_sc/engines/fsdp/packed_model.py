@@ -14,11 +14,7 @@ import torch
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from areal_sc.algorithms.logprobs import (
-    chunked_logprobs,
-    logprobs_of_logits,
-    logprobs_of_logits_function,
-)
+from areal_sc.algorithms.logprobs import chunked_logprobs, logprobs_of_logits
 from areal_sc.engines.fsdp.packed_attention import PackedLayout, register_packed_attention
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.errors import ModelError
@@ -42,10 +38,10 @@ class ModelAbilities:
     """What a probe at start found out about the model.
 
     Attributes:
-        packs: rows can share one sequence. False: they are padded into a batch, and the model
+        packs: rows can share one sequence. Otherwise they are padded into a batch, and the model
             attends by its own means.
-        has_linear_head: logits are the output embedding of the hidden states (and its bias), so
-            they can be computed in chunks. False: the model computes all logits itself.
+        has_linear_head: logits are the output layer's product with the hidden states (and its
+            bias), so they can be computed in chunks. Otherwise the model computes all of them.
     """
 
     packs: bool
@@ -61,7 +57,6 @@ class PackedModel(nn.Module):
     It is the root that FSDP shards, so that within `forward` the output layer's weight is whole.
 
     Attributes:
-        causal_lm: the Hugging Face model.
         own_attention: the implementation that transformers has chosen for the model.
     """
 
@@ -77,7 +72,7 @@ class PackedModel(nn.Module):
 
     @property
     def abilities(self) -> ModelAbilities:
-        """Which ways it takes; set once by the engine, to what `probe_abilities` has found."""
+        """Which ways it takes: what `probe_abilities` has found."""
         return self._abilities
 
     @abilities.setter
@@ -115,35 +110,32 @@ class PackedModel(nn.Module):
             return logprobs_of_logits(logits, targets, temperatures=temperatures)
         hidden = self._hidden(input_ids, layout)[positions]
         head = self.causal_lm.get_output_embeddings()
-        if head.bias is None:
-            return chunked_logprobs(
-                hidden,
-                head.weight,
-                targets,
-                temperatures=temperatures,
-                chunk_tokens=self.chunk_tokens,
-            )
-        return logprobs_of_logits_function(
-            hidden, head, targets, temperatures=temperatures, chunk_tokens=self.chunk_tokens
+        return chunked_logprobs(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperatures=temperatures,
+            chunk_tokens=self.chunk_tokens,
         )
 
     def _hidden(self, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """[T, H] final hidden states."""
         arguments, is_token = self._inputs(input_ids, layout)
-        hidden = self.causal_lm.base_model(**arguments).last_hidden_state
-        return hidden[0] if is_token is None else hidden[is_token]  # type: ignore[no-any-return]
+        hidden: torch.Tensor = self.causal_lm.base_model(**arguments).last_hidden_state
+        return hidden[0] if is_token is None else hidden[is_token]
 
     def _own_logits(
         self, input_ids: torch.Tensor, layout: PackedLayout, positions: torch.Tensor
     ) -> torch.Tensor:
         """[N, V] logits at the positions, as the model makes them."""
         arguments, is_token = self._inputs(input_ids, layout)
-        if is_token is not None:
-            return self.causal_lm(**arguments).logits[is_token][positions]  # type: ignore[no-any-return]
-        if "logits_to_keep" in inspect.signature(self.causal_lm.forward).parameters:
-            kept = self.causal_lm(**arguments, logits_to_keep=positions).logits[0]
-            return kept  # type: ignore[no-any-return]
-        return self.causal_lm(**arguments).logits[0, positions]  # type: ignore[no-any-return]
+        forward = self.causal_lm.forward
+        if is_token is None and "logits_to_keep" in inspect.signature(forward).parameters:
+            kept: torch.Tensor = self.causal_lm(**arguments, logits_to_keep=positions).logits[0]
+            return kept
+        logits: torch.Tensor = self.causal_lm(**arguments).logits
+        return (logits[0] if is_token is None else logits[is_token])[positions]
 
     def _inputs(
         self, input_ids: torch.Tensor, layout: PackedLayout

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from areal_sc.config.machine import resolved_device
 from areal_sc.config.schema import Device
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.engines.weight_group import listening_store
 from areal_sc.errors import WorkerStartError
 
@@ -29,12 +29,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def host_rendezvous(host: str) -> tuple[TCPStore, str]:
-    """Opens the meeting point of the ranks on a port of the system's choice.
-
-    Args:
-        host: address of this machine that the other ranks can reach.
-    Returns: the store, to be kept until the ranks have met, and its address `tcp://host:port`.
-    """
+    """The ranks' meeting point, to be kept until they have met, and its `tcp://host:port`."""
     store = listening_store(host, RENDEZVOUS_TIMEOUT)
     return store, f"tcp://{host}:{store.port}"
 
@@ -60,7 +55,6 @@ class ProcessGroup:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """As `sum`."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def _all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -72,18 +66,16 @@ class ProcessGroup:
 
     def broadcast(self, value: Any) -> Any:
         """The object of the group's rank 0, on every rank."""
-        if self.size == 1:
-            return value
         box = [value]
-        dist.broadcast_object_list(box, group=self.handle, group_src=0)
+        if self.size > 1:
+            dist.broadcast_object_list(box, group=self.handle, group_src=0)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's object, on every rank, in rank order."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.handle)
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.handle)
         return values
 
 
@@ -101,9 +93,9 @@ class ProcessGroups:
     is_owner: bool
 
     @property
-    def place(self) -> RankPlace:
+    def position(self) -> RankPosition:
         """What the controller goes by."""
-        return RankPlace(data_rank=self.data.rank, is_head=self.model.rank == 0)
+        return RankPosition(data_rank=self.data.rank, is_head=self.model.rank == 0)
 
     @classmethod
     def join(
@@ -124,6 +116,8 @@ class ProcessGroups:
             is_needed: a single rank wants a group, too.
         Raises: WorkerStartError: the ranks did not meet in time.
         """
+        world = ProcessGroup(rank, world_size, device)
+        alone = ProcessGroup(0, 1, device)
         if dist.is_initialized():
             found = (dist.get_rank(), dist.get_world_size())
             if found != (rank, world_size):
@@ -131,9 +125,8 @@ class ProcessGroups:
                     f"torch.distributed runs as rank {found[0]} of {found[1]}, "
                     f"expected rank {rank} of {world_size}"
                 )
-            return cls._of(rank, world_size, device, is_owner=False)
-        if world_size == 1 and not is_needed:
-            return cls._of(rank, world_size, device, is_owner=False)
+        if dist.is_initialized() or (world_size == 1 and not is_needed):
+            return cls(world, data=world, model=alone, is_owner=False)
         arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
         try:
             if world_size == 1:
@@ -153,14 +146,7 @@ class ProcessGroups:
                 f"rank {rank} of {world_size} did not meet the others at {init_method!r} within "
                 f"{RENDEZVOUS_TIMEOUT.total_seconds():.0f} s: {error}"
             ) from error
-        return cls._of(rank, world_size, device, is_owner=True)
-
-    @classmethod
-    def _of(
-        cls, rank: int, world_size: int, device: torch.device, *, is_owner: bool
-    ) -> ProcessGroups:
-        world = ProcessGroup(rank, world_size, device)
-        return cls(world, data=world, model=ProcessGroup(0, 1, device), is_owner=is_owner)
+        return cls(world, data=world, model=alone, is_owner=True)
 
     def close(self) -> None:
         if self.is_owner and dist.is_initialized():
@@ -185,10 +171,7 @@ def _connect(init_method: str, *, is_master: bool) -> TCPStore:
     address = urlsplit(init_method)
     if address.scheme != "tcp" or not address.hostname or not address.port:
         raise ValueError(f"expected tcp://host:port or env://, got {init_method!r}")
+    host, port = address.hostname, address.port
     return TCPStore(
-        address.hostname,
-        address.port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=RENDEZVOUS_TIMEOUT,
+        host, port, is_master=is_master, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT
     )

@@ -1,8 +1,7 @@
 """Safetensors files written in place: the layout is known first, then values go where they belong.
 
-`safetensors` itself writes a file from tensors that are all in memory, holding the interpreter's
-lock. Here each tensor, or a part of it, is written by itself, so that nothing is gathered or
-copied for it, several ranks can fill one file, and other threads go on.
+`safetensors` itself copies all tensors of a file, holding the interpreter's lock. Here several
+ranks can fill one file, nothing is gathered or copied, and other threads go on.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -34,8 +32,6 @@ _DTYPE_CODES = {
 _PIECE_BYTES = 4 << 20  # fits the cache, so that the checksum reads what the write has just read
 _HEADER_ALIGNMENT = 8
 
-TensorShapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
-
 
 @dataclass(frozen=True)
 class TensorFile:
@@ -43,8 +39,8 @@ class TensorFile:
 
     Attributes:
         header: its first bytes.
-        starts: position of each tensor's first byte in the file, in the order of the file.
-        num_bytes: size of the whole file.
+        starts: position of each tensor's first byte, in the order of the file.
+        num_bytes: of the whole file.
     """
 
     header: bytes
@@ -52,26 +48,23 @@ class TensorFile:
     num_bytes: int
 
     @classmethod
-    def lay_out(cls, tensors: TensorShapes) -> TensorFile:
+    def lay_out(cls, tensors: Mapping[str, torch.Tensor]) -> TensorFile:
         """Tensors of wide dtypes come first, so that each starts at a multiple of its width.
 
+        Args:
+            tensors: their values do not matter; they may be `meta`.
         Raises: ValueError: a dtype that safetensors does not know.
         """
-        unknown = [name for name, (dtype, _) in tensors.items() if dtype not in _DTYPE_CODES]
-        if unknown:
-            raise ValueError(f"{unknown[0]}: safetensors holds no {tensors[unknown[0]][0]}")
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts: dict[str, int] = {}
         position = 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-            end = position + prod(shape) * dtype.itemsize
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
+            starts[name], position = position, position + tensor.nbytes
             entries[name] = {
-                "dtype": _DTYPE_CODES[dtype],
-                "shape": list(shape),
-                "data_offsets": [position, end],
+                "dtype": dtype_code(tensor.dtype),
+                "shape": list(tensor.shape),
+                "data_offsets": [starts[name], position],
             }
-            starts[name] = position
-            position = end
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
         header = len(text).to_bytes(8, "little") + text
@@ -105,10 +98,7 @@ class TensorFile:
             os.close(descriptor)
 
     def write_whole(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Writes a new file with all its values, on the CPU.
-
-        Returns: crc32 of the file.
-        """
+        """Writes a new file with all its values, on the CPU; returns its crc32."""
         with path.open("xb", buffering=0) as file:
             descriptor = file.fileno()
             _write_all(descriptor, memoryview(self.header), 0)
@@ -120,6 +110,16 @@ class TensorFile:
                     _write_all(descriptor, piece, position + begin)
                     checksum = zlib.crc32(piece, checksum)
         return checksum
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype.
+
+    Raises: ValueError: it does not know this one.
+    """
+    if dtype not in _DTYPE_CODES:
+        raise ValueError(f"safetensors holds no {dtype}")
+    return _DTYPE_CODES[dtype]
 
 
 def file_checksum(path: Path) -> int:

@@ -17,31 +17,19 @@ class UpdateMetrics:
 
     Attributes:
         metrics: this rank's, by name, on the device.
-        gradient_norms: global norm of each update, before clipping; finite ones.
-        num_updates: updates made.
-        num_skipped: updates left out, as the gradient norm was not finite.
+        gradient_norms: global norm of each update, before clipping; one with a norm that is not
+            finite was skipped.
         num_micro_batches: of each rank.
     """
 
     metrics: Metrics = field(default_factory=dict)
     gradient_norms: list[float] = field(default_factory=list)
-    num_updates: int = 0
-    num_skipped: int = 0
     num_micro_batches: int = 0
 
     def add(self, **metrics: Metric) -> None:
         """Adds those of one micro-batch, of the same names on every rank."""
         for name, metric in metrics.items():
             self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
-
-    def add_update(self, gradient_norm: float, num_micro_batches: int) -> None:
-        """Counts an update; one with a norm that is not finite was skipped."""
-        self.num_micro_batches += num_micro_batches
-        if math.isfinite(gradient_norm):
-            self.num_updates += 1
-            self.gradient_norms.append(gradient_norm)
-        else:
-            self.num_skipped += 1
 
     def summary(
         self, group: ProcessGroup, *, num_tokens: int, num_loss_tokens: int, lr: float
@@ -59,17 +47,18 @@ class UpdateMetrics:
             Without any, means over them are NaN.
         """
         combined = self._combined(group)
-        loss = combined.pop("loss", 0.0) / max(1, self.num_updates + self.num_skipped)
+        made = [norm for norm in self.gradient_norms if math.isfinite(norm)]
+        loss = combined.pop("loss", 0.0) / max(1, len(self.gradient_norms))
         all_tokens = group.sum(torch.tensor(num_tokens, dtype=torch.float64))
         return {
             "loss": loss,
-            "grad_norm": sum(self.gradient_norms) / max(1, self.num_updates),
+            "grad_norm": sum(made) / max(1, len(made)),
             "lr": lr,
             "num_tokens": all_tokens.item(),
             "num_loss_tokens": float(num_loss_tokens),
             "num_effective_tokens": 0.0,  # unless there are any
-            "num_updates": float(self.num_updates),
-            "num_skipped_updates": float(self.num_skipped),
+            "num_updates": float(len(made)),
+            "num_skipped_updates": float(len(self.gradient_norms) - len(made)),
             "num_micro_batches": float(self.num_micro_batches),
             **combined,
         }

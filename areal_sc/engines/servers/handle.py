@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ from areal_sc.config.schema import (
     WeightUpdateMethod,
 )
 from areal_sc.config.worker_plan import WorkerPlan
-from areal_sc.engines.handle_base import GeneratorHandle, load_class
+from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,11 +70,11 @@ class ServersHandle(GeneratorHandle):
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:
-        return load_class(self.worker_class)(self, log_folder=log_folder, name=name)
+        return resolve_name(self.worker_class)(self, log_folder=log_folder, name=name)
 
     def connect(self, url: str, api_key: str) -> ServerClient:
         """Imports torch."""
-        client: ServerClient = load_class(self.client_class)(
+        client: ServerClient = resolve_name(self.client_class)(
             url, api_key, self.servers.control_timeout_s
         )
         return client

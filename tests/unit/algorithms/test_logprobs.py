@@ -3,11 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_sc.algorithms.logprobs import (
-    chunked_logprobs,
-    logprobs_of_logits,
-    logprobs_of_logits_function,
-)
+from areal_sc.algorithms.logprobs import chunked_logprobs, logprobs_of_logits
 
 NUM_TOKENS, WIDTH, VOCABULARY = 37, 16, 50
 
@@ -58,17 +54,26 @@ def test_agrees_with_float64_full_logits(
         assert torch.allclose(value.double(), expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+@pytest.mark.parametrize("chunk_tokens", [2, 1000])
 def test_gradient_is_exact_in_float64(chunk_tokens: int) -> None:
-    hidden, weight, targets = inputs(torch.float64)
-    temperatures = mixed_temperatures().double()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 3), (7, 3), (7,))
+    )
+    targets = torch.tensor([0, 6, 3, 3, 1])
+    temperatures = mixed_temperatures()[:5].double()
 
-    def logprobs(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def logprobs(*parts: torch.Tensor) -> torch.Tensor:
         return chunked_logprobs(
-            hidden, weight, targets, temperatures=temperatures, chunk_tokens=chunk_tokens
+            *parts[:2],
+            targets,
+            bias=parts[2],
+            temperatures=temperatures,
+            chunk_tokens=chunk_tokens,
         )[0]
 
-    assert torch.autograd.gradcheck(logprobs, (hidden, weight))
+    assert torch.autograd.gradcheck(logprobs, (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("chunk_tokens", [10, 1000])
@@ -126,29 +131,24 @@ def test_large_logits_lose_no_digits() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [10, 1000])
-def test_output_layers_of_any_kind(chunk_tokens: int) -> None:
+def test_output_layers_with_a_bias(chunk_tokens: int) -> None:
     hidden, weight, targets = inputs()
     bias = torch.linspace(-1, 1, VOCABULARY).requires_grad_()
     temperatures = mixed_temperatures()
-    divisor = temperatures[:, None].double()
-
-    def soft_capped(chunk: torch.Tensor) -> torch.Tensor:
-        return 3 * torch.tanh((chunk @ weight.t() + bias) / 3)
-
-    logprobs, entropy = logprobs_of_logits_function(
-        hidden, soft_capped, targets, temperatures=temperatures, chunk_tokens=chunk_tokens
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, targets, bias=bias, temperatures=temperatures, chunk_tokens=chunk_tokens
     )
     (logprobs * upstream()).sum().backward()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
-    logits = 3 * torch.tanh((exact[0] @ exact[1].t() + exact[2]) / 3) / divisor
-    distribution = torch.distributions.Categorical(logits=logits)
+    logits = exact[0] @ exact[1].t() + exact[2]
+    distribution = torch.distributions.Categorical(logits=logits / temperatures[:, None].double())
     expected = distribution.log_prob(targets)
     (expected * upstream()).sum().backward()
     assert torch.allclose(logprobs.double(), expected, atol=1e-5)
     assert torch.allclose(entropy.double(), distribution.entropy(), atol=1e-5)
     for found, reference_tensor in zip((hidden, weight, bias), exact, strict=True):
         assert torch.allclose(found.grad.double(), reference_tensor.grad, atol=2e-5)
-    from_logits = logprobs_of_logits(logits * divisor, targets, temperatures=temperatures.double())
+    from_logits = logprobs_of_logits(logits, targets, temperatures=temperatures.double())
     assert torch.allclose(from_logits[0], expected)
     assert torch.allclose(from_logits[1], distribution.entropy())
 

@@ -11,7 +11,7 @@ from simulation.virtual_loop import run_virtual
 from areal_sc import FSDPPPOActor, TrainController
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.rank_layout import RankLayout
-from areal_sc.engines.base import RankPlace
+from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import Served
@@ -78,11 +78,16 @@ def test_a_whole_run_with_model_groups_trains_each_row_once() -> None:
 )
 def test_places_that_do_not_go_together(places: list[tuple[int, bool]]) -> None:
     with pytest.raises(WorkerStartError, match="expected model groups of data ranks 0, 1"):
-        RankLayout.of([RankPlace(*place) for place in places])
+        RankLayout.of([RankPosition(*place) for place in places])
 
 
 def test_shares_and_replies_by_rank() -> None:
-    places = [RankPlace(1, False), RankPlace(0, True), RankPlace(1, True), RankPlace(0, False)]
+    places = [
+        RankPosition(1, False),
+        RankPosition(0, True),
+        RankPosition(1, True),
+        RankPosition(0, False),
+    ]
     layout = RankLayout.of(places)
     assert layout.num_shares == 2
     assert layout.spread(["first", "second"]) == ["second", "first", "second", "first"]

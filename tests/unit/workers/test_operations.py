@@ -21,8 +21,8 @@ class Engine:
         self.has_begun = asyncio.Event()
         self.goes_on = asyncio.Event()
 
-    def change(self, name: str) -> Callable[[Any], Any]:
-        async def run(_: Any) -> dict[str, str]:
+    def change(self, name: str) -> Callable[[], Any]:
+        async def run() -> dict[str, str]:
             self.begun.append(name)
             self.has_begun.set()
             await self.goes_on.wait()
@@ -47,25 +47,22 @@ async def publish(operations: Operations, version: int) -> None:
 
 async def test_two_that_ask_at_once_get_one_run() -> None:
     engine, operations = Engine(), Operations("train/0")
-    asked = [
-        asyncio.create_task(operations.join(update(0), nothing, engine.change("a")))
-        for _ in range(2)
-    ]
+    asked = [asyncio.create_task(operations.join(update(0), engine.change("a"))) for _ in range(2)]
     await asyncio.wait_for(engine.has_begun.wait(), 5.0)
     engine.goes_on.set()
     assert await asyncio.gather(*asked) == [{"did": "a"}] * 2
-    assert await operations.join(update(0), nothing, engine.change("again")) == {"did": "a"}
+    assert await operations.join(update(0), engine.change("again")) == {"did": "a"}
     assert engine.begun == ["a"]
 
 
 async def test_who_gives_up_does_not_end_it() -> None:
     engine, operations = Engine(), Operations("train/0")
-    first = asyncio.create_task(operations.join(update(0), nothing, engine.change("a")))
+    first = asyncio.create_task(operations.join(update(0), engine.change("a")))
     await asyncio.wait_for(engine.has_begun.wait(), 5.0)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    repeat = asyncio.create_task(operations.join(update(0), nothing, engine.change("again")))
+    repeat = asyncio.create_task(operations.join(update(0), engine.change("again")))
     publication = asyncio.create_task(publish(operations, 1))
     await asyncio.sleep(0)
     assert operations.version == 0, "what comes after waits for it"
@@ -74,7 +71,7 @@ async def test_who_gives_up_does_not_end_it() -> None:
     await publication
     assert operations.version == 1
     # the version before is remembered, for the reply may have been lost
-    assert await operations.join(update(0), nothing, engine.change("again")) == {"did": "a"}
+    assert await operations.join(update(0), engine.change("again")) == {"did": "a"}
     assert engine.begun == engine.done == ["a"]
 
 
@@ -89,19 +86,19 @@ async def test_another_version_or_lineage_is_refused_by_both_names() -> None:
             "train/0 is at lineage 0, policy version 5"
         )
         with pytest.raises(StaleCall, match=expected):
-            await operations.join(update(version, lineage=lineage), nothing, engine.change("a"))
+            await operations.join(update(version, lineage=lineage), engine.change("a"))
     assert engine.begun == []
-    await operations.join(update(5), nothing, engine.change("a"))
+    await operations.join(update(5), engine.change("a"))
     assert engine.done == ["a"]
 
 
 async def test_a_repeat_must_be_about_the_same() -> None:
     engine, operations = Engine(), Operations("train/0")
     engine.goes_on.set()
-    await operations.join(update(0), nothing, engine.change("a"))
+    await operations.join(update(0), engine.change("a"))
     with pytest.raises(StaleCall, match=r"update/0 at .* asked for before, with something else"):
-        await operations.join(update(0, content="others"), nothing, engine.change("b"))
-    await operations.join(update(0, number=1, content="others"), nothing, engine.change("b"))
+        await operations.join(update(0, content="others"), engine.change("b"))
+    await operations.join(update(0, number=1, content="others"), engine.change("b"))
     assert engine.done == ["a", "b"]
 
 
@@ -113,8 +110,8 @@ async def test_what_failed_before_it_changed_anything_may_be_repeated() -> None:
         raise ShardGone("the rows are gone")
 
     with pytest.raises(ShardGone):
-        await operations.join(update(0), pull, engine.change("a"))
-    assert await operations.join(update(0), nothing, engine.change("a")) == {"did": "a"}
+        await operations.join(update(0), pull)
+    assert await operations.join(update(0), engine.change("a")) == {"did": "a"}
     assert engine.done == ["a"]
 
 
@@ -122,22 +119,23 @@ async def test_after_a_change_that_failed_only_a_snapshot_helps() -> None:
     engine, operations = Engine(), Operations("train/0")
     engine.goes_on.set()
 
-    async def fail(_: None) -> None:
-        raise MemoryError("in the second minibatch")
+    async def fail() -> None:
+        with operations.changing(update(0)):
+            raise MemoryError("in the second minibatch")
 
     with pytest.raises(MemoryError):
-        await operations.join(update(0), nothing, fail)
+        await operations.join(update(0), fail)
     reason = r"update/0 .* failed on train/0.*MemoryError.*second minibatch.*load a snapshot"
     for _ in range(2):
         with pytest.raises(EngineFailed, match=reason):
-            await operations.join(update(0), nothing, engine.change("again"))
+            await operations.join(update(0), engine.change("again"))
     with pytest.raises(EngineFailed, match=reason):
         await publish(operations, 1)
     assert (operations.version, engine.begun) == (0, [])
     load = Operation(1, 7, "load")
     for _ in range(2):  # a repeat joins, too
         await operations.join(load, nothing, next_version=7, begins_lineage=True)
-    await operations.join(update(7, lineage=1), nothing, engine.change("a"))
+    await operations.join(update(7, lineage=1), engine.change("a"))
     assert engine.done == ["a"]
     with pytest.raises(StaleCall, match=r"load at lineage 1, .* is at lineage 1, policy version 7"):
         await operations.join(Operation(1, 5, "load"), nothing, begins_lineage=True)
@@ -156,7 +154,7 @@ async def test_memory_is_bounded() -> None:
 async def test_an_end_leaves_nobody_waiting() -> None:
     engine, operations = Engine(), Operations("train/0")
     asked = [
-        asyncio.create_task(operations.join(update(0, number), nothing, engine.change("a")))
+        asyncio.create_task(operations.join(update(0, number), engine.change("a")))
         for number in range(2)
     ]
     await asyncio.wait_for(engine.has_begun.wait(), 5.0)

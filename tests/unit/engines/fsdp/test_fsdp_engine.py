@@ -355,7 +355,7 @@ def test_a_saved_folder_holds_the_model_and_its_companions(
     engine.update([make_rows()], CROSS_ENTROPY, step=0)
     folder = tmp_path / "deep" / "final"
     for _ in range(2):  # the second one replaces the first
-        engine.save_hf(folder)
+        engine.begin_save_hf(folder, is_staged=False).result(60)
     assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
     assert [path.name for path in folder.parent.iterdir()] == ["final"]

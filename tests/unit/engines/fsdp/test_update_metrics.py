@@ -35,7 +35,7 @@ def test_every_metric_of_a_loss_is_reported() -> None:
             largest=Metric.max(tokens),
             loss=Metric.sum(tokens.sum()),
         )
-    metrics.add_update(2.0, num_micro_batches=2)
+    metrics.gradient_norms.append(2.0)
     found = summary(metrics)
     assert (found["surprise"], found["count"], found["largest"]) == (4.0, 6.0, 9.0)
     assert (found["loss"], found["grad_norm"], found["num_tokens"]) == (32.0, 2.0, 20.0)

@@ -1,0 +1,50 @@
+"""What counts as the same update of a version, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from msgspec.structs import replace
+from simulation.training_run import Settings, TrainingRun
+from simulation.virtual_loop import run_virtual
+
+from areal_sc.errors import StaleCall
+from areal_sc.metadata import BatchMetadata, Columns, Run, ShardMetadata
+
+
+def with_field(batch: BatchMetadata, name: str, owner: Any) -> BatchMetadata:
+    """The batch with a field of its own, in a new shard."""
+    shard = ShardMetadata(
+        owner.name,
+        owner.address,
+        owner.store.put(4 * batch.num_tokens),
+        (Run(0, 0, batch.total_batch_size),),
+    )
+    return replace(batch, columns=(*batch.columns, Columns({name: "float32"}, (shard,))))
+
+
+def test_an_update_with_other_token_advantages_is_no_repeat() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(Settings(num_minibatches=1, num_ranks=2)).started() as run:
+            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            batch = run.actor.compute_advantages(batch)
+            owner = run.cluster.workers["train/0"]
+            first, other = (with_field(batch, "advantages", owner) for _ in range(2))
+            recomputed = with_field(first, "proximal_logprobs", owner)
+            assert (
+                await asyncio.gather(
+                    *(
+                        run.actor.ppo_update_async(repeated)
+                        for repeated in (first, first, recomputed)
+                    ),
+                )
+                == [{"loss": 0.0}] * 3
+            )
+            run.actor._num_updates = 0  # as in a controller that has not heard of it
+            (refused,) = await asyncio.gather(
+                run.actor.ppo_update_async(other), return_exceptions=True
+            )
+            assert isinstance(refused, StaleCall), refused
+
+    run_virtual(scenario())
