@@ -1,4 +1,4 @@
-"""The synchronous shell: one event loop in a thread, shared by the controllers of a script.
+"""The event loop that the controllers of a script share, and their blocking methods.
 
 Controllers are asyncio inside. Their loop runs in a thread of its own, so admission, heartbeats
 and weight updates go on while the user's script computes, sleeps, or waits in another call. Time in
@@ -10,16 +10,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import gc
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from areal_sc import interrupts
 from areal_sc.controller.pausable_loop import PausableLoop
 from areal_sc.errors import TransportError, WaitTimeout, WorkerLost
 
+C = TypeVar("C", bound="Controller")
+P = ParamSpec("P")
 T = TypeVar("T")
+
 JOIN_TIMEOUT_S = 30.0
 SIGNAL_CHECK_S = 0.5
 CLOSE_TIMEOUT_S = 60.0
@@ -36,7 +41,7 @@ class ControlLoop:
         controllers: those whose lost workers end a call of any of them.
     """
 
-    def __init__(self, controllers: Sequence[Startable] = ()) -> None:
+    def __init__(self, controllers: Sequence[Controller] = ()) -> None:
         self._controllers = controllers
         self._loop = PausableLoop()
         self._thread = threading.Thread(
@@ -117,41 +122,24 @@ def _copy_outcome(task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) 
         outcome.set_result(task.result())
 
 
-class Startable(Protocol):
-    """A controller, as `start` sees it.
+class Controller(ABC):
+    """Base of controllers: runs their coroutines on the loop of the `start` block.
 
     Attributes:
         worker_lost: for the first of its workers that was lost, if one was.
-    """
-
-    worker_lost: WorkerLost | None
-
-    @property
-    def measures_free_memory(self) -> bool:
-        """Whether its engines take a share of the GPU memory that is free when they start."""
-        ...
-
-    def attach(self, control_loop: ControlLoop | None) -> None: ...
-
-    async def start_async(self) -> None: ...
-
-    async def close_async(self) -> None: ...
-
-
-class Shell:
-    """Base of controllers: gives their synchronous methods the loop of the `start` block.
-
-    Attributes:
-        worker_lost: for the first of its workers that was lost, if one was.
+        measures_free_memory: whether its engines take a share of the GPU memory that is free when
+            they start.
     """
 
     worker_lost: WorkerLost | None = None
+    measures_free_memory: bool = False
     _control_loop: ControlLoop | None = None
 
-    @property
-    def measures_free_memory(self) -> bool:
-        """Whether its engines take a share of the GPU memory that is free when they start."""
-        return False
+    @abstractmethod
+    async def start_async(self) -> None: ...
+
+    @abstractmethod
+    async def close_async(self) -> None: ...
 
     def attach(self, control_loop: ControlLoop | None) -> None:
         self._control_loop = control_loop
@@ -183,8 +171,26 @@ class Shell:
         return self._control_loop
 
 
+def blocking(
+    method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
+    before: Callable[..., object] = lambda *args, **kwargs: None,
+) -> Callable[Concatenate[C, P], T]:
+    """The method for callers outside of the event loop: it blocks until the coroutine is done.
+
+    Args:
+        before: gets the same arguments first, in the thread of the caller, where Ctrl-C ends it.
+    """
+
+    @functools.wraps(method)
+    def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        before(self, *args, **kwargs)
+        return self._run(method(self, *args, **kwargs))
+
+    return call
+
+
 @contextlib.contextmanager
-def start(*controllers: Startable) -> Iterator[None]:
+def start(*controllers: Controller) -> Iterator[None]:
     """Starts the workers of all controllers, concurrently, and stops them at the end.
 
     Controllers whose engines measure the free memory of a GPU start when the others have started:
@@ -202,7 +208,7 @@ def start(*controllers: Startable) -> Iterator[None]:
             controller.attach(control_loop)
         last = [c for c in controllers if c.measures_free_memory]
         for wave in ([c for c in controllers if c not in last], last):
-            control_loop.run(_all([controller.start_async for controller in wave]))
+            control_loop.run(_start_all(wave))
         with _small_collections():
             yield
     except TransportError as error:
@@ -215,7 +221,7 @@ def start(*controllers: Startable) -> Iterator[None]:
             stack.callback(control_loop.close)
             for controller in controllers:
                 stack.callback(controller.attach, None)
-            control_loop.run(_close([controller.close_async for controller in controllers]))
+            control_loop.run(_close_all(controllers))
 
 
 @contextlib.contextmanager
@@ -232,11 +238,11 @@ def _small_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _all(starts: list[Callable[[], Awaitable[None]]]) -> None:
+async def _start_all(controllers: Sequence[Controller]) -> None:
     try:
         async with asyncio.TaskGroup() as group:
-            for begin in starts:
-                group.create_task(_run(begin))
+            for controller in controllers:
+                group.create_task(controller.start_async())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
@@ -251,17 +257,15 @@ async def _notice_loss(control_loop: ControlLoop) -> WorkerLost | None:
         await asyncio.sleep(0.05)
 
 
-async def _close(closes: list[Callable[[], Awaitable[None]]]) -> None:
+async def _close_all(controllers: Sequence[Controller]) -> None:
     """Closes all, then raises the first error."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            results = await asyncio.gather(*(_run(c) for c in closes), return_exceptions=True)
+            results = await asyncio.gather(
+                *(controller.close_async() for controller in controllers), return_exceptions=True
+            )
     except TimeoutError:
         raise WaitTimeout(f"the workers did not end within {CLOSE_TIMEOUT_S:g} s") from None
     for result in results:
         if isinstance(result, BaseException):
             raise result
-
-
-async def _run(begin: Callable[[], Awaitable[None]]) -> None:
-    await begin()

@@ -24,7 +24,7 @@ from areal_sc.controller.fleet import Fleet
 from areal_sc.errors import ArealError, EngineFailed, TransportError
 from areal_sc.metadata import RowMetadata
 from areal_sc.transport.rpc.method import A, Method, R
-from areal_sc.weights import BucketLayout, WeightBroadcast, WeightGroup, WeightsReference
+from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation
 
@@ -33,12 +33,17 @@ logger = logging.getLogger(__name__)
 SENT_AFTER_S = 10.0
 """Within which rank 0 notices that all ranks have received; else some of them did so otherwise."""
 
+JOIN_MARGIN_S = 60.0
+"""What joining a weight group may take beyond the engines' own time limit."""
+
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
 
 
 class WeightsReceiver(Protocol):
     """Where a new policy version goes: a RolloutController."""
+
+    fleet: Fleet
 
     async def hold_updates_async(self) -> int:
         """Waits for updates that go on, and lets none begin before `receive_weights`.
@@ -52,16 +57,6 @@ class WeightsReceiver(Protocol):
     ) -> None: ...
 
     async def wait_for_weights_async(self) -> None: ...
-
-    async def weight_ranks_async(self, group: str) -> Sequence[calls.WeightRanks]:
-        """What each worker needs in a weight group, and whether it is in that of this name."""
-        ...
-
-    async def join_weight_group_async(
-        self, group: WeightGroup, first_ranks: Sequence[int]
-    ) -> None: ...
-
-    async def leave_weight_group_async(self, group: str) -> None: ...
 
 
 @dataclass
@@ -199,11 +194,11 @@ class Publisher:
         if not self._layouts:
             self._layouts = await self._call_root(calls.WEIGHT_LAYOUTS, None)
         for attempt in range(MAX_MEETINGS):
-            ranks = await rollout.weight_ranks_async(self._group)
+            ranks = await rollout.fleet.call_all(calls.WEIGHT_RANKS, self._group)
             if self._group and all(worker.is_member for worker in ranks):
                 return
             if self._group:
-                await rollout.leave_weight_group_async(self._group)
+                await rollout.fleet.call_all(calls.LEAVE_WEIGHT_GROUP, self._group)
             try:
                 self._group = await self._form_group(rollout, ranks)
                 return
@@ -235,7 +230,11 @@ class Publisher:
         )
         meetings = await asyncio.gather(
             self._call_root(calls.MEET_WEIGHT_GROUP, world_size),
-            rollout.join_weight_group_async(group, first_ranks),
+            rollout.fleet.call_each(
+                calls.JOIN_WEIGHT_GROUP,
+                [calls.JoinWeightGroup(group, rank) for rank in first_ranks],
+                timeout_s=self._config.weight_update.step_timeout_s + JOIN_MARGIN_S,
+            ),
             return_exceptions=True,
         )
         for meeting in meetings:

@@ -2,9 +2,9 @@
 
     prompts (references)                 publish_weights
          |                                     |
-    TrainingGroups ---- GroupRunner ---- RolloutWorkers ---- Fleet ----> rollout workers
-     admission, batches       |           load, weights,      calls,
-         |                    |           stores              liveness
+    TrainingGroups ------------------- RolloutWorkers ---- Fleet ----> rollout workers
+     admission, batches       |         runs of groups,     calls,
+         |                    |         weights, stores     liveness
       batch             OutsideGroups
                          rollout_batch, evaluations
 
@@ -14,7 +14,7 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,20 @@ from msgspec import Struct
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.control_loop import Shell
+from areal_sc.controller.control_loop import Controller, blocking
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.group_runs import GroupRunner, Source
+from areal_sc.controller.group import RolloutSource
 from areal_sc.controller.outside_groups import OutsideGroups
 from areal_sc.controller.rejections import RejectionCounts, Rejections
-from areal_sc.controller.rollout_workers import (
-    RPC_MARGIN_S,
-    RolloutWorkers,
-    update_timeout_s,
-)
+from areal_sc.controller.rollout_workers import RPC_MARGIN_S, RolloutWorkers, update_timeout_s
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.training_groups import TrainingGroups, TrainingState
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
-from areal_sc.weights import WeightGroup, WeightsReference
+from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.sources import PromptSource, SourceRegistry
@@ -54,7 +50,7 @@ class RolloutState(Struct, frozen=True):
     rejections: RejectionCounts
 
 
-class RolloutController(Shell):
+class RolloutController(Controller):
     """Runs the user's workflow over prompts on any number of rollout workers.
 
     Methods block; each has an awaitable twin, named `..._async`: see TrainController.
@@ -62,6 +58,8 @@ class RolloutController(Shell):
     Attributes:
         groups: those of training: their ledger, the policy version, the position in the prompts.
         rejections: what was thrown away.
+        fleet: its workers.
+        measures_free_memory: see `Controller`.
     """
 
     def __init__(
@@ -70,6 +68,7 @@ class RolloutController(Shell):
         self.engine = engine
         self.config: RolloutConfig = engine.config
         self.scheduler = scheduler
+        self.measures_free_memory = engine.takes_free_memory
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys)
         self._background = Background(
@@ -77,25 +76,16 @@ class RolloutController(Shell):
             + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
             lambda: f"groups: {self.groups.ledger.account()}",
         )
-        self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
-        self._workers = RolloutWorkers(engine, self._fleet, self._background)
+        self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
+        self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
         self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
-        self._runner = GroupRunner(
-            self.config.group_size, self._workers, self.rejections, self._background
-        )
+        new_id = self._runtime.new_id
         self.groups = TrainingGroups(
-            self.config,
-            self._workers,
-            self._runner,
-            self.rejections,
-            self._background,
-            self._runtime.new_id,
+            self.config, self._workers, self.rejections, self._background, new_id
         )
         self.groups.total_steps = self.config.total_steps or None
-        self._outside = OutsideGroups(
-            self.config, self._workers, self._runner, self.rejections, self._runtime.new_id
-        )
+        self._outside = OutsideGroups(self.config, self._workers, self.rejections, new_id)
 
     @property
     def version(self) -> int:
@@ -120,18 +110,13 @@ class RolloutController(Shell):
         """Means of the workflow's own metrics over the newest batch."""
         return self.groups.batch_metrics
 
-    @property
-    def measures_free_memory(self) -> bool:
-        """Whether its engines take a share of the GPU memory that is free when they start."""
-        return self.engine.takes_free_memory
-
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.
 
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
         device, num_devices = self.engine.devices
-        await self._fleet.launch(
+        await self.fleet.launch(
             [
                 LaunchRequest(
                     role="rollout",
@@ -145,23 +130,22 @@ class RolloutController(Shell):
                 for index in range(self.config.num_workers)
             ]
         )
-        self._workers.track(self._fleet.members)
+        self._workers.track(self.fleet.members)
         self._workers.check_room()
         await self._workers.initialize()
 
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
-        await self.groups.close()
-        await self._runner.close()
-        await self._workers.close()
-        await self._fleet.close()
+        self.groups.end()
+        await self._background.close()
+        await self.fleet.close()
         if self._owns_transport:
             await self._runtime.transport.close()
 
     @property
     def num_bytes(self) -> int:
         """Bytes on this controller's sockets so far."""
-        return self._fleet.num_bytes
+        return self.fleet.num_bytes
 
     async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
         """The batch to train the current policy version on, however often it is asked for.
@@ -175,9 +159,7 @@ class RolloutController(Shell):
             `total_steps` are trained. TooManyRejections: most episodes are rejected. WorkerLost: a
             worker died. WaitTimeout: no group ended for longer than a group may take.
         """
-        self._check_loop()
-        await self._sources.register_prompts_async(prompts)
-        source = self.register(prompts, workflow)
+        source = await self._register_async(prompts, workflow)
         self._outside.forget()
         return await self.groups.next_batch(source)
 
@@ -193,9 +175,7 @@ class RolloutController(Shell):
         Raises: WorkflowError: every group was rejected. WorkerLost: a worker died. WaitTimeout:
             the stores have no room for so many groups.
         """
-        self._check_loop()
-        await self._sources.register_prompts_async(prompts)
-        source = self.register(prompts, workflow)
+        source = await self._register_async(prompts, workflow)
         self._outside.forget()
         num_groups = source.num_prompts if num_groups is None else num_groups
         return await self._outside.run_batch(source, num_groups, self.version)
@@ -219,9 +199,7 @@ class RolloutController(Shell):
             num_prompts: None: all.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
         """
-        self._check_loop()
-        await self._sources.register_prompts_async(prompts)
-        source = self.register(prompts, workflow)
+        source = await self._register_async(prompts, workflow)
         num_prompts = min(num_prompts or source.num_prompts, source.num_prompts)
         return await self._outside.evaluate(source, num_prompts, temperature)
 
@@ -258,11 +236,11 @@ class RolloutController(Shell):
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
         self.groups.pause()
-        await self._workers.call_all(calls.PAUSE, None)
+        await self.fleet.call_all(calls.PAUSE, None)
 
     async def resume_async(self) -> None:
         """Goes on after `pause`."""
-        await self._workers.call_all(calls.RESUME, None)
+        await self.fleet.call_all(calls.RESUME, None)
         self.groups.resume()
 
     async def drain_async(self) -> None:
@@ -273,7 +251,7 @@ class RolloutController(Shell):
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each worker's engine and store."""
-        return [s.as_metrics() for s in await self._workers.call_all(calls.STATS, None)]
+        return [s.as_metrics() for s in await self.fleet.call_all(calls.STATS, None)]
 
     def receive_weights(
         self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
@@ -298,20 +276,6 @@ class RolloutController(Shell):
         """
         return await self._workers.hold_updates()
 
-    async def weight_ranks_async(self, group: str) -> list[calls.WeightRanks]:
-        """What each worker needs in a weight group; see `WeightsReceiver`."""
-        return await self._workers.call_all(calls.WEIGHT_RANKS, group)
-
-    async def join_weight_group_async(self, group: WeightGroup, first_ranks: Sequence[int]) -> None:
-        """All workers join a weight group at once, each from its first rank on."""
-        await self._workers.join_weight_group(
-            [calls.JoinWeightGroup(group, rank) for rank in first_ranks]
-        )
-
-    async def leave_weight_group_async(self, group: str) -> None:
-        """Workers that are in a weight group leave it."""
-        await self._workers.call_all(calls.LEAVE_WEIGHT_GROUP, group)
-
     async def wait_for_weights_async(self) -> None:
         """Waits until every worker holds the newest version."""
         await self._workers.wait_for_weights()
@@ -320,59 +284,37 @@ class RolloutController(Shell):
         self.worker_lost = self.worker_lost or loss
         self._background.fail(loss)
 
-    def register(self, prompts: PromptSource, workflow: Workflow) -> Source:
+    def _needs(self, run: calls.GroupAttempt) -> bool:
+        owner = self._outside if run.group_id < 0 else self.groups
+        return owner.needs(run)
+
+    def register(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         """Names both for the workers; to be called beforehand only to see what is wrong early.
 
         Raises: WorkflowError: the dataset is empty, or a worker could not build one of them.
         """
         dataset = self._sources.register_prompts(prompts)
-        return Source(
+        return RolloutSource(
             dataset,
             self._sources.register_workflow(workflow),
             len(self._sources.prompts(dataset)),
         )
 
-    # Datasets are copied in the calling thread, where Ctrl-C ends it.
-    def prepare_batch(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
-        self.register(prompts, workflow)
-        return self._run(self.prepare_batch_async(prompts, workflow))
+    async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
+        self._check_loop()
+        await self._sources.register_prompts_async(prompts)
+        return self.register(prompts, workflow)
 
-    def rollout_batch(
-        self, prompts: PromptSource, workflow: Workflow, num_groups: int | None = None
-    ) -> BatchMetadata:
-        self.register(prompts, workflow)
-        return self._run(self.rollout_batch_async(prompts, workflow, num_groups))
+    def _copy_prompts(self, prompts: PromptSource, *others: Any, **named: Any) -> None:
+        self._sources.register_prompts(prompts)
 
-    def evaluate(
-        self,
-        prompts: PromptSource,
-        workflow: Workflow,
-        *,
-        num_prompts: int | None = None,
-        temperature: float | None = None,
-    ) -> EvaluationOutcome:
-        self.register(prompts, workflow)
-        return self._run(
-            self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
-        )
-
-    def pause(self) -> None:
-        self._run(self.pause_async())
-
-    def resume(self) -> None:
-        self._run(self.resume_async())
-
-    def drain(self) -> None:
-        self._run(self.drain_async())
-
-    def wait_for_weights(self) -> None:
-        self._run(self.wait_for_weights_async())
-
-    def state(self) -> RolloutState:
-        return self._run(self.state_async())
-
-    def account(self) -> dict[str, Any]:
-        return self._run(self.account_async())
-
-    def worker_stats(self) -> list[dict[str, float]]:
-        return self._run(self.worker_stats_async())
+    prepare_batch = blocking(prepare_batch_async, before=_copy_prompts)
+    rollout_batch = blocking(rollout_batch_async, before=_copy_prompts)
+    evaluate = blocking(evaluate_async, before=_copy_prompts)
+    pause = blocking(pause_async)
+    resume = blocking(resume_async)
+    drain = blocking(drain_async)
+    wait_for_weights = blocking(wait_for_weights_async)
+    state = blocking(state_async)
+    account = blocking(account_async)
+    worker_stats = blocking(worker_stats_async)

@@ -42,14 +42,11 @@ class BatchDecision:
     Attributes:
         groups: the `train_batch_groups` finished groups to train, oldest first; None: not yet.
         stale: groups to reject as "stale" first; none of them is in `groups`.
-        waiting_for: when `groups` is None, the admitted groups of which `num_missing` must finish
-            first; fewer than `num_missing` of them: others must be admitted.
         num_missing: when `groups` is None, how many groups must finish first, at least.
     """
 
     groups: list[Group] | None
     stale: list[Group]
-    waiting_for: list[Group]
     num_missing: int
 
 
@@ -119,18 +116,10 @@ class StalenessPolicy:
         batch = [group for group in candidates if group.state is GroupState.finished]
         batch = batch[: self.train_batch_groups]
 
-        due = version + self.max_staleness
         num_missing = self.train_batch_groups - len(batch)
         if num_missing == 0 and self.over_bound == OverBound.wait:
-            due, num_missing = self._overdue_shortfall(candidates, batch, version)
-        if num_missing == 0:
-            return BatchDecision(groups=batch, stale=stale, waiting_for=[], num_missing=0)
-        waiting_for = [
-            group
-            for group in candidates
-            if group.state is not GroupState.finished and self.deadline(group) <= due
-        ]
-        return BatchDecision(None, stale, waiting_for, num_missing)
+            num_missing = self._overdue_shortfall(candidates, batch, version)
+        return BatchDecision(None if num_missing else batch, stale, num_missing)
 
     def _stale(self, groups: Sequence[Group], version: int) -> list[Group]:
         if self.over_bound != OverBound.mask:
@@ -145,13 +134,11 @@ class StalenessPolicy:
 
     def _overdue_shortfall(
         self, groups: Sequence[Group], batch: Sequence[Group], version: int
-    ) -> tuple[int, int]:
-        """The first deadline that `batch` would leave too many groups for, and how many it lacks.
+    ) -> int:
+        """How many groups `batch` lacks at the first deadline that it leaves too many groups for.
 
         `batch` holds the finished groups of earliest deadline, so it holds as many of every n_k
         as any batch can: where it falls short, only waiting helps.
-
-        Returns: (deadline, number of groups); (any, 0) when the batch is in order.
         """
         size = self.train_batch_groups
         num_due = self._num_due(groups, version)
@@ -159,8 +146,8 @@ class StalenessPolicy:
         for k, (due, taken) in enumerate(zip(num_due, num_in_batch, strict=True)):
             required = min(size, due - k * size)
             if taken < required:
-                return version + k, required - taken
-        return version, 0
+                return required - taken
+        return 0
 
     def _num_due(self, groups: Sequence[Group], version: int) -> list[int]:
         """n_k for k = 0..eta: how many of the groups have a deadline <= version + k."""

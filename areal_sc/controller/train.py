@@ -27,7 +27,7 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
-from areal_sc.controller.control_loop import Shell
+from areal_sc.controller.control_loop import Controller, blocking
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.publication import Publisher, WeightsReceiver
 from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
@@ -55,7 +55,7 @@ LOGPROB_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
 
 
-class TrainController(Shell):
+class TrainController(Controller):
     """Trains one model on any number of ranks.
 
     Methods block; each has an awaitable twin, named `..._async`, for scripts that are asyncio
@@ -272,18 +272,14 @@ class TrainController(Shell):
         finish = self._run(self._begin_export(check_replaceable(folder)))
         return self._submit(finish())
 
-    async def save_snapshot_async(self) -> None:
+    def begin_snapshot(self) -> Future[None]:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
 
+        Returns once the ranks have copied their state; they write it beside training.
         `areal_sc.trainer.checkpoints` adds the controllers' state and gives it its final name.
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        finish = await self._begin_snapshot()
-        await finish()
-
-    def begin_snapshot(self) -> Future[None]:
-        """`save_snapshot` beside training: returns once the ranks have copied their state."""
         finish = self._run(self._begin_snapshot())
         return self._submit(finish())
 
@@ -306,34 +302,6 @@ class TrainController(Shell):
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each rank's store and data plane."""
         return [stats.as_metrics() for stats in await self._fleet.call_all(calls.STATS, None)]
-
-    def worker_stats(self) -> list[dict[str, float]]:
-        return self._run(self.worker_stats_async())
-
-    def compute_proximal_logprobs(self, batch: BatchMetadata) -> BatchMetadata:
-        return self._run(self.compute_proximal_logprobs_async(batch))
-
-    def ppo_update(self, batch: BatchMetadata) -> dict[str, float]:
-        return self._run(self.ppo_update_async(batch))
-
-    def sft_update(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
-        self._sources.register_prompts(prompts)  # copied where Ctrl-C ends it
-        return self._run(self.sft_update_async(prompts, indices))
-
-    def publish_weights(self, rollout: WeightsReceiver) -> None:
-        self._run(self.publish_weights_async(rollout))
-
-    def share_weights(self, rollout: WeightsReceiver) -> None:
-        self._run(self.share_weights_async(rollout))
-
-    def save_hf(self, folder: str | Path) -> None:
-        self._run(self.save_hf_async(folder))
-
-    def save_snapshot(self) -> None:
-        self._run(self.save_snapshot_async())
-
-    def load_snapshot(self, step: int) -> None:
-        self._run(self.load_snapshot_async(step))
 
     @property
     def _needs_proximal_logprobs(self) -> bool:
@@ -388,3 +356,15 @@ class TrainController(Shell):
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss
+
+    def _copy_prompts(self, prompts: Prompts, indices: Sequence[int]) -> None:
+        self._sources.register_prompts(prompts)
+
+    compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
+    ppo_update = blocking(ppo_update_async)
+    sft_update = blocking(sft_update_async, before=_copy_prompts)
+    publish_weights = blocking(publish_weights_async)
+    share_weights = blocking(share_weights_async)
+    save_hf = blocking(save_hf_async)
+    load_snapshot = blocking(load_snapshot_async)
+    worker_stats = blocking(worker_stats_async)

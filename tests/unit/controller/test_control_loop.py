@@ -1,4 +1,4 @@
-"""The synchronous shell: controllers' coroutines from a script's own thread."""
+"""Blocking methods: controllers' coroutines from a script's own thread."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from simulation.tasks import NamedWorkflow
 from simulation.training_run import Settings, configs
 
 from areal_sc.config.schema import SGLangConfig
-from areal_sc.controller.control_loop import ControlLoop, Shell, start
+from areal_sc.controller.control_loop import Controller, ControlLoop, blocking, start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
 
 
-class Recorder(Shell):
+class Recorder(Controller):
     """A controller that only notes what happens to it."""
 
     def __init__(
@@ -45,14 +45,12 @@ class Recorder(Shell):
     async def where_async(self) -> str:
         return threading.current_thread().name
 
-    def where(self) -> str:
-        return self._run(self.where_async())
+    where = blocking(where_async)
 
     async def fail_async(self, error: Exception) -> None:
         raise error
 
-    def fail(self, error: Exception) -> None:
-        self._run(self.fail_async(error))
+    fail = blocking(fail_async)
 
     async def wait_for_loss_async(self, other: Recorder, loss: WorkerLost) -> None:
         other.worker_lost = loss
@@ -61,8 +59,7 @@ class Recorder(Shell):
         finally:
             self.events.append(f"{self.name} unwound")
 
-    def wait_for_loss(self, other: Recorder, loss: WorkerLost) -> None:
-        self._run(self.wait_for_loss_async(other, loss))
+    wait_for_loss = blocking(wait_for_loss_async)
 
     async def wait_for_ctrl_c_async(self) -> None:
         try:
@@ -71,8 +68,7 @@ class Recorder(Shell):
         finally:
             self.events.append(f"{self.name} unwound")
 
-    def wait_for_ctrl_c(self) -> None:
-        self._run(self.wait_for_ctrl_c_async())
+    wait_for_ctrl_c = blocking(wait_for_ctrl_c_async)
 
 
 class Measurer(Recorder):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from areal_sc.controller.worker_store import GroupRun, WorkerStore
-from areal_sc.workers.calls import Sweep
+from areal_sc.controller.worker_store import WorkerStore
+from areal_sc.workers.calls import GroupAttempt, Sweep
 
 
 class Owner:
@@ -12,16 +12,21 @@ class Owner:
     def __init__(self) -> None:
         self.needed: set[int] = set()
 
-    def needs(self, group_id: int, attempt: int) -> bool:
-        return group_id in self.needed
+    def needs(self, run: GroupAttempt) -> bool:
+        return run.group_id in self.needed
 
-    def run(self, group_id: int) -> GroupRun:
+    def run(self, group_id: int) -> GroupAttempt:
         self.needed.add(group_id)
-        return GroupRun(self, group_id, 0)
+        return GroupAttempt(group_id, 0)
+
+
+def owner_and_store() -> tuple[Owner, WorkerStore]:
+    owner = Owner()
+    return owner, WorkerStore(owner.needs)
 
 
 def test_a_group_takes_room_until_a_sweep_is_confirmed() -> None:
-    owner, store = Owner(), WorkerStore()
+    owner, store = owner_and_store()
     run = owner.run(0)
     store.begin(run)
     assert (store.num_running, store.num_held) == (1, 0)
@@ -37,7 +42,7 @@ def test_a_group_takes_room_until_a_sweep_is_confirmed() -> None:
 
 
 def test_what_becomes_dead_after_the_plan_waits_for_the_next_one() -> None:
-    owner, store = Owner(), WorkerStore()
+    owner, store = owner_and_store()
     for group_id in range(2):
         run = owner.run(group_id)
         store.begin(run)
@@ -51,7 +56,7 @@ def test_what_becomes_dead_after_the_plan_waits_for_the_next_one() -> None:
 
 
 def test_numbers_are_acknowledged_when_the_runs_of_their_time_have_ended() -> None:
-    owner, store = Owner(), WorkerStore()
+    owner, store = owner_and_store()
     slow, later = owner.run(0), owner.run(1)
     store.begin(slow)
     store.confirm_sweep(store.plan_sweep("a"), 5)  # one of the five may be the slow run's
@@ -64,7 +69,7 @@ def test_numbers_are_acknowledged_when_the_runs_of_their_time_have_ended() -> No
 
 
 def test_a_restarted_worker_is_told_no_numbers_of_its_earlier_life() -> None:
-    owner, store = Owner(), WorkerStore()
+    owner, store = owner_and_store()
     for group_id in range(3):
         run = owner.run(group_id)
         store.begin(run)
