@@ -33,7 +33,7 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.trainer.advice import tail_advice
 from areal_sc.trainer.checkpoints import load_latest_snapshot
-from areal_sc.trainer.display import RunDisplay, make_display
+from areal_sc.trainer.display import Display, make_display
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
@@ -61,7 +61,7 @@ class Run:
 
     folder: RunFolder
     scheduler: Scheduler
-    display: RunDisplay
+    display: Display
     log: MetricsLog
 
     def __init__(self, config: GRPOConfig, trackers: Sequence[Tracker] = ()) -> None:
@@ -159,7 +159,7 @@ class Run:
             num_episodes_rejected=rollout.rejections.num_episodes,
         )
         plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
-        self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())
+        self.folder.write_atomic(self.folder.summary_path, summary.to_json())
         self.tell(lambda tracker: tracker.on_finish(summary))
         return summary
 

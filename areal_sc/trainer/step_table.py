@@ -14,7 +14,7 @@ from typing import Any
 from rich.text import Text
 
 from areal_sc.trainer.metrics import Bound, StepMetrics
-from areal_sc.trainer.quantities import percent, short_count, short_duration, short_number
+from areal_sc.trainer.quantities import percent, short_duration, short_number
 
 _NARROW = 70
 """Terminals below this width show the step's number without the total (the bar shows it)."""
@@ -83,8 +83,8 @@ COLUMNS = (
         ("group_staleness_mean", "group_staleness_max"),
         *("groups", 7, 9, _mean_and_max, "staleness"),
     ),
-    Column(("generated_tokens_per_s",), "gen", 5, 10, short_count, "tokens/s"),
-    Column(("trained_tokens_per_s",), "train", 5, 11, short_count, "tokens/s"),
+    Column(("generated_tokens_per_s",), "gen", 5, 10, heading="tokens/s"),
+    Column(("trained_tokens_per_s",), "train", 5, 11, heading="tokens/s"),
     Column(("step_time_s",), "time", 6, 4, short_duration),
     BOUND,
 )
