@@ -44,7 +44,8 @@ class _Record:
 
     def to_record(self) -> dict[str, Any]:
         """The fields, and every property that follows from them; `from_record` is its inverse."""
-        return {name: getattr(self, name) for name in _names(type(self))}
+        record_type: Any = type(self)
+        return {name: getattr(self, name) for name in _names(record_type)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
