@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from areal_sc.controller.group import Group, GroupState
 from areal_sc.errors import TooManyRejections
-from areal_sc.metadata import BatchMetadata
 
 
 class RejectionCounts(Struct, frozen=True):
@@ -60,14 +60,17 @@ class Rejections:
             num_rejected += count
         self._recent.append((num_rejected, num_episodes))
 
-    def add_stale_running(self, num_episodes: int) -> None:
-        """Counts a group that became stale while it was generated."""
-        self.num_stale_episodes += num_episodes
+    def add_stale(self, group: Group, num_episodes: int) -> None:
+        """Counts a group that became stale.
 
-    def add_stale_finished(self, batch: BatchMetadata) -> None:
-        """Counts a group that became stale after it was generated."""
-        self.num_stale_episodes += len(batch.episodes)
-        self.wasted_tokens += sum(row.num_loss_tokens for row in batch.rows)
+        Args:
+            num_episodes: that it runs.
+        """
+        if group.state is GroupState.running:
+            self.num_stale_episodes += num_episodes
+        if group.batch is not None:
+            self.num_stale_episodes += len(group.batch.episodes)
+            self.wasted_tokens += sum(row.num_loss_tokens for row in group.batch.rows)
 
     def check_rate(self) -> None:
         """Raises: TooManyRejections: more than `max_rate` of the window's were rejected."""

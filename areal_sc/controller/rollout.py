@@ -59,7 +59,6 @@ class RolloutController(Controller):
         groups: those of training: their ledger, the policy version, the position in the prompts.
         rejections: what was thrown away.
         fleet: its workers.
-        measures_free_memory: see `Controller`.
     """
 
     def __init__(
@@ -84,26 +83,12 @@ class RolloutController(Controller):
         self.groups = TrainingGroups(
             self.config, self._workers, self.rejections, self._background, new_id
         )
-        self.groups.total_steps = self.config.total_steps or None
         self._outside = OutsideGroups(self.config, self._workers, self.rejections, new_id)
 
     @property
     def version(self) -> int:
         """The policy version that admission and batch forming count from."""
         return self.groups.version
-
-    @property
-    def total_steps(self) -> int | None:
-        """Training steps that the run will make; nothing is admitted beyond what they need.
-
-        At first it is `rollout.total_steps`, which is that of the run unless it is given. None:
-        groups are admitted without end.
-        """
-        return self.groups.total_steps
-
-    @total_steps.setter
-    def total_steps(self, total_steps: int | None) -> None:
-        self.groups.total_steps = total_steps
 
     @property
     def batch_metrics(self) -> dict[str, float]:
@@ -212,16 +197,13 @@ class RolloutController(Controller):
         temperature: float | None = None,
     ) -> Future[EvaluationOutcome]:
         """`evaluate` beside training: returns at once; the result is in the future."""
-        self.register(prompts, workflow)
+        self._sources.register_prompts(prompts)
         return self._submit(
             self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )
 
     async def state_async(self) -> RolloutState:
-        """What a new controller needs to go on from here; see `restore`.
-
-        On the event loop, as everything that reads the ledger: nothing changes meanwhile.
-        """
+        """What a new controller needs to go on from here; see `restore`."""
         return RolloutState(self.groups.snapshot(), self.rejections.snapshot())
 
     async def account_async(self) -> dict[str, Any]:
@@ -259,9 +241,7 @@ class RolloutController(Controller):
         """A new policy version exists: workers begin to pull it, admission counts from it.
 
         Args:
-            weights: the sealed version.
-            trained_rows: the rows whose training made it; those of admitted groups enter the
-                account.
+            trained_rows: the rows whose training made it.
         """
         self.groups.begin_version(weights.version, trained_rows)
         self._workers.receive_weights(weights)
@@ -271,7 +251,6 @@ class RolloutController(Controller):
     async def hold_updates_async(self) -> int:
         """Waits until no worker updates its weights; none begins before `receive_weights`.
 
-        Between the two the trainer seals the next version and drops the one before.
         Returns: the oldest version that a worker holds.
         """
         return await self._workers.hold_updates()

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,14 +33,11 @@ from areal_sc.controller.control_loop import Controller, blocking
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.publication import Publisher, WeightsReceiver
 from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
-from areal_sc.controller.rank_writes import Finish, RankWrites
 from areal_sc.controller.runtime import Runtime
+from areal_sc.durable import commit_folder
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import ConfigError, WorkerLost
-from areal_sc.metadata import (
-    BatchMetadata,
-    RowMetadata,
-)
+from areal_sc.errors import CheckpointError, ConfigError, WorkerLost
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
 from areal_sc.transport.rpc.method import A, Method
@@ -50,6 +49,8 @@ from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
 
 _ROLE = re.compile(r"[a-z][a-z0-9_]*")
+
+_Finish = Callable[[], Coroutine[Any, Any, None]]
 
 LOGPROB_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
@@ -96,7 +97,7 @@ class TrainController(Controller):
         self._num_updates = 0  # that returned since the last publication
         self._trained_rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
         self._publisher = Publisher(self.config, self._fleet, self._runtime.new_id)
-        self._writes = RankWrites(self._fleet, self._folder.exports / role)
+        self._exports = self._folder.exports / role  # where ranks gather a model
         self._layout = RankLayout((0,), (0,))
         self._loss = loss_of(self.config.ppo)
 
@@ -107,7 +108,7 @@ class TrainController(Controller):
         """
         world_size = self.config.parallel.num_ranks
         self._lineage = self._folder.begin_lineage()
-        self._writes.clear()
+        shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
         await self._fleet.launch(
             [
                 LaunchRequest(
@@ -137,7 +138,9 @@ class TrainController(Controller):
     async def close_async(self) -> None:
         """Ends the workers."""
         await self._fleet.close()
-        self._writes.close()
+        with suppress(OSError):  # it is not there, or an export is still being copied from it
+            self._exports.rmdir()
+            self._exports.parent.rmdir()
         if self._owns_transport:
             await self._runtime.transport.close()
 
@@ -248,7 +251,7 @@ class TrainController(Controller):
         """
 
         def announce(weights: WeightsReference) -> None:
-            trained_rows = [row for rows in self._trained_rows.values() for row in rows]
+            trained_rows = list(chain.from_iterable(self._trained_rows.values()))
             self._set_version(weights.version)
             rollout.receive_weights(weights, trained_rows)
 
@@ -264,13 +267,11 @@ class TrainController(Controller):
         Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
             as it was.
         """
-        finish = await self._begin_export(check_replaceable(folder))
-        await finish()
+        await (await self._begin_export(check_replaceable(folder)))()
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        finish = self._run(self._begin_export(check_replaceable(folder)))
-        return self._submit(finish())
+        return self._submit(self._run(self._begin_export(check_replaceable(folder)))())
 
     def begin_snapshot(self) -> Future[None]:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -280,8 +281,7 @@ class TrainController(Controller):
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        finish = self._run(self._begin_snapshot())
-        return self._submit(finish())
+        return self._submit(self._run(self._begin_snapshot())())
 
     async def load_snapshot_async(self, step: int) -> None:
         """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
@@ -347,12 +347,29 @@ class TrainController(Controller):
         operation = self._operation(f"publish_weights/{version}")
         await self._publisher.publish(operation, version, rollout, announce)
 
-    async def _begin_snapshot(self) -> Finish:
-        return await self._writes.begin_snapshot(self._operation("snapshot"))
+    async def _begin_snapshot(self) -> _Finish:
+        """Returns when every rank has copied its state; the rest is written by what it returns."""
+        change = calls.Change(self._operation("snapshot"))
+        await self._fleet.call_all(calls.BEGIN_SNAPSHOT, change)
 
-    async def _begin_export(self, target: Path) -> Finish:
-        operation = self._operation(f"save_hf/{digest(str(target))}")
-        return await self._writes.begin_export(operation, target)
+        async def finish() -> None:
+            await self._fleet.call_all(calls.FINISH_WRITE, change)
+
+        return finish
+
+    async def _begin_export(self, target: Path) -> _Finish:
+        """As `_begin_snapshot`; replaces `target`, which may be on another file system."""
+        change = calls.Change(self._operation(f"save_hf/{digest(str(target))}"))
+        exported, *_ = await self._fleet.call_all(calls.BEGIN_SAVE_HF, change)
+
+        async def finish() -> None:
+            await self._fleet.call_all(calls.FINISH_WRITE, change)
+            try:
+                await asyncio.to_thread(commit_folder, Path(exported), target)
+            except OSError as error:
+                raise CheckpointError(f"cannot write {target}: {error}") from error
+
+        return finish
 
     def _note_loss(self, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss

@@ -12,9 +12,8 @@ consumes     prompts, policy versions, the ends of running groups
 waits for    as many finished groups as the batch needs
 unblocked by each group that ends, and by `Background`'s failure and time limit
 
-Each running group is one task that waits for one RPC. Admission, replies, new versions and batch
-forming all run on one event loop and change the ledger between two awaits only, so there is nothing
-to lock; whoever waits for a change of that state waits on `Background`.
+Each admitted group is one task. Admission, replies, new versions and batch forming all run on one
+event loop and change the ledger between two awaits only, so there is nothing to lock.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class TrainingGroups:
     ) -> None:
         self.ledger = Ledger()
         self.version = 0
-        self.total_steps: int | None = None
+        self.total_steps: int | None = config.total_steps or None
         self.num_prompts_taken = 0
         self.batch_metrics: dict[str, float] = {}
         self._config = config
@@ -105,10 +104,7 @@ class TrainingGroups:
         return is_in_batch or self.ledger.is_finished(run.group_id, run.attempt)
 
     async def next_batch(self, source: RolloutSource) -> BatchMetadata:
-        """The batch of the current version, however often it is asked for.
-
-        Its rows live until the next version begins. Groups are admitted from `source` from here on,
-        also between two calls.
+        """As `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
             a group. WaitTimeout: nothing changed for too long.
@@ -251,11 +247,8 @@ class TrainingGroups:
     def _reject_stale(self, groups: Iterable[Group]) -> None:
         """Refunds the groups and ends them where they run; their prompts are admitted anew."""
         for group in groups:
-            if group.state == GroupState.running:
-                self._rejections.add_stale_running(self._config.group_size)
-            if group.batch is not None:
-                self._rejections.add_stale_finished(group.batch)
-                self._group_metrics.pop(group.group_id, None)
+            self._rejections.add_stale(group, self._config.group_size)
+            self._group_metrics.pop(group.group_id, None)
             if group.group_id in self._tasks:
                 self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)

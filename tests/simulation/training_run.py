@@ -112,7 +112,7 @@ class TrainingRun:
         self.rollout = RolloutController(
             LocalGenerator(rollout_config), self.cluster, runtime=runtime
         )
-        self.rollout.total_steps = settings.num_steps if settings.ends_at_last_step else None
+        self.rollout.groups.total_steps = settings.num_steps if settings.ends_at_last_step else None
         self.cluster.on_forgotten = self.before_forgotten
         ledger = WatchedLedger()
         ledger.run = self
