@@ -11,8 +11,7 @@ from process_cpu import cpu_seconds, worker_pids
 
 from areal_sc import FSDPPPOActor, TrainController, make_scheduler, start
 from areal_sc.config.schema import ActorConfig, SchedulerConfig, TransportConfig
-from areal_sc.controller.control_loop import Controller
-from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.base import Controller
 from areal_sc.ids import random_id
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -38,8 +37,6 @@ class RowSource(Controller):
 
     It is also where new weights go, and pulls none. Its server shares the controllers' event loop.
     """
-
-    fleet: Fleet  # of no workers; nobody asks for it
 
     def __init__(self, rows: PackedRows, keys: RunKeys) -> None:
         incarnation = random_id()

@@ -1,8 +1,8 @@
-"""The event loop that the controllers of a script share, and their blocking methods.
+"""The event loop that the controllers of a script share.
 
-Controllers are asyncio inside. Their loop runs in a thread of its own, so admission, heartbeats
-and weight updates go on while the user's script computes, sleeps, or waits in another call. Time in
-which the loop cannot turn counts for no time limit.
+It runs in a thread of its own, so admission, heartbeats and weight updates go on while the user's
+script computes, sleeps, or waits in another call. Time in which the loop cannot turn counts for no
+time limit.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import gc
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 from areal_sc import interrupts
+from areal_sc.controller.base import Controller
 from areal_sc.controller.pausable_loop import PausableLoop
 from areal_sc.errors import TransportError, WaitTimeout, WorkerLost
 
-C = TypeVar("C", bound="Controller")
-P = ParamSpec("P")
 T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 30.0
@@ -120,73 +117,6 @@ def _copy_outcome(task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) 
         outcome.set_exception(error)
     else:
         outcome.set_result(task.result())
-
-
-class Controller(ABC):
-    """Base of controllers: runs their coroutines on the loop of the `start` block.
-
-    Attributes:
-        worker_lost: for the first of its workers that was lost, if one was.
-        measures_free_memory: whether its engines take a share of the GPU memory that is free when
-            they start.
-    """
-
-    worker_lost: WorkerLost | None = None
-    measures_free_memory: bool = False
-    _control_loop: ControlLoop | None = None
-
-    @abstractmethod
-    async def start_async(self) -> None: ...
-
-    @abstractmethod
-    async def close_async(self) -> None: ...
-
-    def attach(self, control_loop: ControlLoop | None) -> None:
-        self._control_loop = control_loop
-        if control_loop is not None:
-            self.worker_lost = None  # that of an earlier start
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._started(coroutine).run(coroutine, needs_all_workers=True)
-
-    def _check_loop(self) -> None:
-        """Raises: RuntimeError: a coroutine of a started controller is awaited on another loop."""
-        if self._control_loop is not None and not self._control_loop.is_running_here():
-            raise RuntimeError(
-                f"{type(self).__name__} runs on the loop of its `with areal_sc.start(...)` block, "
-                "so other coroutines cannot await it: call its blocking methods, or, in place of "
-                "the block, await start_async() and close_async() of each controller"
-            )
-
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return self._started(coroutine).submit(coroutine)
-
-    def _started(self, coroutine: Coroutine[Any, Any, Any]) -> ControlLoop:
-        if self._control_loop is None:
-            coroutine.close()
-            raise RuntimeError(
-                f"{type(self).__name__} is not started: call it inside "
-                "`with areal_sc.start(actor, rollout):`"
-            )
-        return self._control_loop
-
-
-def blocking(
-    method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
-    before: Callable[..., object] = lambda *args, **kwargs: None,
-) -> Callable[Concatenate[C, P], T]:
-    """The method for callers outside of the event loop: it blocks until the coroutine is done.
-
-    Args:
-        before: gets the same arguments first, in the thread of the caller, where Ctrl-C ends it.
-    """
-
-    @functools.wraps(method)
-    def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        before(self, *args, **kwargs)
-        return self._run(method(self, *args, **kwargs))
-
-    return call
 
 
 @contextlib.contextmanager

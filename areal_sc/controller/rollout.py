@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -24,9 +23,8 @@ from msgspec import Struct
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.control_loop import Controller, blocking
+from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.group import RolloutSource
 from areal_sc.controller.outside_groups import OutsideGroups
 from areal_sc.controller.rejections import RejectionCounts, Rejections
@@ -40,7 +38,7 @@ from areal_sc.schedulers.base import LaunchRequest, Scheduler
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.sources import PromptSource, SourceRegistry
+from areal_sc.workflows.sources import PromptSource
 
 
 class RolloutState(Struct, frozen=True):
@@ -58,26 +56,21 @@ class RolloutController(Controller):
     Attributes:
         groups: those of training: their ledger, the policy version, the position in the prompts.
         rejections: what was thrown away.
-        fleet: its workers.
     """
 
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
     ) -> None:
+        super().__init__(scheduler, runtime)
         self.engine = engine
         self.config: RolloutConfig = engine.config
-        self.scheduler = scheduler
         self.measures_free_memory = engine.takes_free_memory
-        self._owns_transport = runtime is None
-        self._runtime = runtime or Runtime.create(scheduler.keys)
         self._background = Background(
             RPC_MARGIN_S
             + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
             lambda: f"groups: {self.groups.ledger.account()}",
         )
-        self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
-        self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         new_id = self._runtime.new_id
         self.groups = TrainingGroups(
@@ -123,14 +116,7 @@ class RolloutController(Controller):
         """Ends all running groups, then the workers."""
         self.groups.end()
         await self._background.close()
-        await self.fleet.close()
-        if self._owns_transport:
-            await self._runtime.transport.close()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on this controller's sockets so far."""
-        return self.fleet.num_bytes
+        await super().close_async()
 
     async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
         """The batch to train the current policy version on, however often it is asked for.
@@ -231,10 +217,6 @@ class RolloutController(Controller):
             lambda: self.groups.num_open == 0, "running groups to end"
         )
 
-    async def worker_stats_async(self) -> list[dict[str, float]]:
-        """Counters of each worker's engine and store."""
-        return [s.as_metrics() for s in await self.fleet.call_all(calls.STATS, None)]
-
     def receive_weights(
         self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
     ) -> None:
@@ -260,7 +242,7 @@ class RolloutController(Controller):
         await self._workers.wait_for_weights()
 
     def _note_loss(self, loss: WorkerLost) -> None:
-        self.worker_lost = self.worker_lost or loss
+        super()._note_loss(loss)
         self._background.fail(loss)
 
     def _needs(self, run: calls.GroupAttempt) -> bool:
@@ -284,16 +266,12 @@ class RolloutController(Controller):
         await self._sources.register_prompts_async(prompts)
         return self.register(prompts, workflow)
 
-    def _copy_prompts(self, prompts: PromptSource, *others: Any, **named: Any) -> None:
-        self._sources.register_prompts(prompts)
-
-    prepare_batch = blocking(prepare_batch_async, before=_copy_prompts)
-    rollout_batch = blocking(rollout_batch_async, before=_copy_prompts)
-    evaluate = blocking(evaluate_async, before=_copy_prompts)
+    prepare_batch = blocking(prepare_batch_async, before=Controller._copy_prompts)
+    rollout_batch = blocking(rollout_batch_async, before=Controller._copy_prompts)
+    evaluate = blocking(evaluate_async, before=Controller._copy_prompts)
     pause = blocking(pause_async)
     resume = blocking(resume_async)
     drain = blocking(drain_async)
     wait_for_weights = blocking(wait_for_weights_async)
     state = blocking(state_async)
     account = blocking(account_async)
-    worker_stats = blocking(worker_stats_async)

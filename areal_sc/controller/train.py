@@ -29,14 +29,13 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
-from areal_sc.controller.control_loop import Controller, blocking
-from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.publication import Publisher, WeightsReceiver
 from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
 from areal_sc.controller.runtime import Runtime
 from areal_sc.durable import commit_folder
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import CheckpointError, ConfigError, WorkerLost
+from areal_sc.errors import CheckpointError, ConfigError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import LaunchRequest, Scheduler
@@ -46,7 +45,6 @@ from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation, digest
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.base import Prompts
-from areal_sc.workflows.sources import SourceRegistry
 
 _ROLE = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -83,20 +81,16 @@ class TrainController(Controller):
                 f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
                 f"ref, got {role!r}"
             )
+        super().__init__(scheduler, runtime)
         self.role = role
         self.engine = engine
         self.config: ActorConfig = engine.config
-        self.scheduler = scheduler
         self.version = 0
-        self._owns_transport = runtime is None
-        self._runtime = runtime or Runtime.create(scheduler.keys)
-        self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
-        self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self._folder = RunFolder(scheduler.config.run_dir)
         self._lineage = 0
         self._num_updates = 0  # that returned since the last publication
         self._trained_rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
-        self._publisher = Publisher(self.config, self._fleet, self._runtime.new_id)
+        self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._layout = RankLayout((0,), (0,))
         self._loss = loss_of(self.config.ppo)
@@ -109,7 +103,7 @@ class TrainController(Controller):
         world_size = self.config.parallel.num_ranks
         self._lineage = self._folder.begin_lineage()
         shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
-        await self._fleet.launch(
+        await self.fleet.launch(
             [
                 LaunchRequest(
                     role=self.role,
@@ -124,9 +118,9 @@ class TrainController(Controller):
         )
         init_method = ""
         if world_size > 1:  # one rank alone opens no port for it
-            rank_0 = self._fleet.members[0]
-            init_method = await self._fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
-        places = await self._fleet.call_each(
+            rank_0 = self.fleet.members[0]
+            init_method = await self.fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
+        places = await self.fleet.call_each(
             calls.INITIALIZE_RANK,
             [
                 calls.InitializeRank(rank, world_size, init_method, self._lineage)
@@ -137,17 +131,10 @@ class TrainController(Controller):
 
     async def close_async(self) -> None:
         """Ends the workers."""
-        await self._fleet.close()
+        await super().close_async()
         with suppress(OSError):  # it is not there, or an export is still being copied from it
             self._exports.rmdir()
             self._exports.parent.rmdir()
-        if self._owns_transport:
-            await self._runtime.transport.close()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on this controller's sockets so far."""
-        return self._fleet.num_bytes
 
     async def compute_proximal_logprobs_async(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with field `proximal_logprobs`: [T] float32, nats, of the current weights.
@@ -169,7 +156,7 @@ class TrainController(Controller):
         for rows in share_rows:  # there may be none, and then the share has no fields
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
             parts.append(selected.take(rows))
-        replies = await self._fleet.call_each(calls.COMPUTE_LOGPROBS, self._layout.spread(parts))
+        replies = await self.fleet.call_each(calls.COMPUTE_LOGPROBS, self._layout.spread(parts))
         await asyncio.sleep(0)
         shards = [reply.shard for reply in self._layout.of_heads(replies)]
         return with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
@@ -290,7 +277,7 @@ class TrainController(Controller):
         """
         lineage = self._folder.begin_lineage()
         operation = Operation(lineage, step, "load_snapshot")
-        await self._fleet.call_all(calls.LOAD_SNAPSHOT, calls.Change(operation))
+        await self.fleet.call_all(calls.LOAD_SNAPSHOT, calls.Change(operation))
         self._lineage = lineage
         self._set_version(step)
 
@@ -298,10 +285,6 @@ class TrainController(Controller):
     def publication_stats(self) -> dict[str, float]:
         """Where the time of publications went; see `PublicationTimes`."""
         return self._publisher.times.as_stats()
-
-    async def worker_stats_async(self) -> list[dict[str, float]]:
-        """Counters of each rank's store and data plane."""
-        return [stats.as_metrics() for stats in await self._fleet.call_all(calls.STATS, None)]
 
     @property
     def _needs_proximal_logprobs(self) -> bool:
@@ -335,7 +318,7 @@ class TrainController(Controller):
         self, method: Method[A, dict[str, float]], shares: Sequence[A]
     ) -> dict[str, float]:
         """Metrics of the update, which every rank makes once."""
-        replies = await self._fleet.call_each(method, self._layout.spread(shares))
+        replies = await self.fleet.call_each(method, self._layout.spread(shares))
         return dict(self._layout.of_heads(replies)[0])
 
     async def _publish(
@@ -350,20 +333,20 @@ class TrainController(Controller):
     async def _begin_snapshot(self) -> _Finish:
         """Returns when every rank has copied its state; the rest is written by what it returns."""
         change = calls.Change(self._operation("snapshot"))
-        await self._fleet.call_all(calls.BEGIN_SNAPSHOT, change)
+        await self.fleet.call_all(calls.BEGIN_SNAPSHOT, change)
 
         async def finish() -> None:
-            await self._fleet.call_all(calls.FINISH_WRITE, change)
+            await self.fleet.call_all(calls.FINISH_WRITE, change)
 
         return finish
 
     async def _begin_export(self, target: Path) -> _Finish:
         """As `_begin_snapshot`; replaces `target`, which may be on another file system."""
         change = calls.Change(self._operation(f"save_hf/{digest(str(target))}"))
-        exported, *_ = await self._fleet.call_all(calls.BEGIN_SAVE_HF, change)
+        exported, *_ = await self.fleet.call_all(calls.BEGIN_SAVE_HF, change)
 
         async def finish() -> None:
-            await self._fleet.call_all(calls.FINISH_WRITE, change)
+            await self.fleet.call_all(calls.FINISH_WRITE, change)
             try:
                 await asyncio.to_thread(commit_folder, Path(exported), target)
             except OSError as error:
@@ -371,17 +354,10 @@ class TrainController(Controller):
 
         return finish
 
-    def _note_loss(self, loss: WorkerLost) -> None:
-        self.worker_lost = self.worker_lost or loss
-
-    def _copy_prompts(self, prompts: Prompts, indices: Sequence[int]) -> None:
-        self._sources.register_prompts(prompts)
-
     compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
     ppo_update = blocking(ppo_update_async)
-    sft_update = blocking(sft_update_async, before=_copy_prompts)
+    sft_update = blocking(sft_update_async, before=Controller._copy_prompts)
     publish_weights = blocking(publish_weights_async)
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)
     load_snapshot = blocking(load_snapshot_async)
-    worker_stats = blocking(worker_stats_async)

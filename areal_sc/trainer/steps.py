@@ -33,7 +33,8 @@ class Totals:
     @classmethod
     def of(cls, actor: TrainController, rollout: RolloutController) -> Totals:
         counters: dict[str, float] = {}
-        for worker in (*rollout.worker_stats(), *actor.worker_stats()):
+        ranks = actor.begin_worker_stats()
+        for worker in (*rollout.worker_stats(), *ranks.result()):
             for name, value in worker.items():
                 counters[name] = counters.get(name, 0) + value
         return cls(

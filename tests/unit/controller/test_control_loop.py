@@ -16,7 +16,8 @@ from simulation.tasks import NamedWorkflow
 from simulation.training_run import Settings, configs
 
 from areal_sc.config.schema import SGLangConfig
-from areal_sc.controller.control_loop import Controller, ControlLoop, blocking, start
+from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.control_loop import ControlLoop, start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.handles import make_generator
