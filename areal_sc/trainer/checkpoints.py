@@ -47,14 +47,9 @@ _Kind = Literal["snapshot", "model"]
 class Checkpoints:
     """Writes snapshots and models when they are due, one of each kind at a time.
 
-    One is begun, for which every rank copies its state, and training goes on while it is written.
-    The metrics file gets an event `snapshot`, `model`, `snapshot_failed` or `model_failed` when it
-    ends. A failure is a warning: earlier ones are left as they were, and the run goes on.
-
-    Args:
-        run: its settings say when snapshots and models are due, and how many snapshots stay.
-        actor: writes its state.
-        rollout: its ledger and its place in the prompts are kept with a snapshot.
+    Every rank copies its state, and training goes on while that is written. The metrics file gets
+    an event `snapshot`, `model`, `snapshot_failed` or `model_failed` when it ends. A failure is a
+    warning: earlier ones are left as they were, and the run goes on.
     """
 
     def __init__(self, run: Run, actor: TrainController, rollout: RolloutController) -> None:
@@ -198,8 +193,7 @@ def _read_state(path: Path, step: int) -> RolloutState:
         line, _, packed = path.read_bytes().partition(b"\n")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    kind, _, rest = line.partition(b" ")
-    format_number, _, digest = rest.partition(b" ")
+    kind, format_number, digest, *_ = [*line.split(b" "), b"", b""]
     if kind != _KIND or digest != _digest(format_number, packed):
         raise CheckpointError(f"{path}: its checksum is wrong, its content damaged")
     if int(format_number) != FORMAT:

@@ -61,8 +61,8 @@ class _Record:
 class StepMetrics(_Record):
     """One training step.
 
-    Staleness is in policy versions: of a group since its admission, of a token since it was
-    sampled. Statistics of tokens are over the step's trained tokens.
+    Staleness is in policy versions: of a group since its admission, of a trained token since it was
+    sampled.
 
     Attributes:
         step: number of training steps done, this one included.
@@ -171,15 +171,10 @@ class Summary:
 
     Attributes:
         first_step_s: from the start of the process to the end of the first training step.
-        wait_share: share of the steps' time spent waiting for generation.
-        train_share: ... on proximal log-probabilities, advantages and updates.
-        sync_share: ... on publishing weights.
-        max_token_staleness_trained: policy versions, over all trained tokens.
-        max_group_staleness: policy versions, over all trained groups.
+        wait_share, train_share, sync_share: of the steps' time; see `StepMetrics`.
+        max_token_staleness_trained, max_group_staleness: in policy versions.
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
         controller_bytes_per_row: bytes on the controllers' sockets for each trained row.
-        num_masked_tokens: kept out of the loss because they were over the bound.
-        num_wasted_tokens: generated and thrown away.
     """
 
     num_steps: int
@@ -205,7 +200,7 @@ class Summary:
     sync_share: float | None = None
 
     def to_json(self) -> bytes:
-        """The content of `summary.json`: every field, null where it is None or not finite."""
+        """The content of `summary.json`."""
         return msgspec.json.format(to_json(self), indent=2) + b"\n"
 
 

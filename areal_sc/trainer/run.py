@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from areal_sc.config.loader import config_text
@@ -52,10 +51,7 @@ class Run:
             and the display.
 
     Attributes:
-        config: as given.
-        folder: the run folder.
         scheduler: starts the workers; its fork server begins to import at once.
-        display: shows the run.
         log: the metrics file.
     """
 
@@ -104,12 +100,7 @@ class Run:
         self._is_open = True
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_open = False
         self._stack.close()
 
@@ -129,7 +120,8 @@ class Run:
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 stack.enter_context(start(actor, rollout))
-                self._resume(actor, rollout)
+                if self._opening is Opening.resume:
+                    self._resume(actor, rollout)
             yield stack.enter_context(closing(self._steps(actor, rollout)))
 
     def tell(self, event: Callable[[Tracker], None]) -> None:
@@ -164,8 +156,6 @@ class Run:
         return summary
 
     def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
-        if self._opening is not Opening.resume:
-            return
         step, warnings = load_latest_snapshot(self.folder, actor, rollout)
         for warning in warnings:
             self.display.warning(warning)

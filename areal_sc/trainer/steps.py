@@ -19,11 +19,7 @@ Part = Literal["wait", "train", "sync"]
 
 @dataclass(frozen=True)
 class Totals:
-    """What has been counted since the start of the workers.
-
-    Attributes:
-        counters: all of them, summed over workers.
-    """
+    """What has been counted since the start of the workers; `counters` are summed over them."""
 
     counters: dict[str, float]
     wasted_tokens: float
