@@ -103,17 +103,12 @@ class Ledger:
         if group is None or group.state is not GroupState.running or group.attempt != attempt:
             return False
         expected = (group_id, attempt, group.admitted_version)
-        if not batch.rows:
+        found = {(row.group_id, row.attempt, row.admitted_version) for row in batch.rows}
+        if found != {expected}:
             raise LedgerError(
-                f"finish: batch {batch.batch_id} of group {group_id} has no rows; "
-                "a group without rows is rejected, with its cause"
+                f"finish: batch {batch.batch_id} of group {group_id}: expected rows of (group, "
+                f"attempt, admitted version) {expected}, got {sorted(found) or 'no rows'}"
             )
-        for row in batch.rows:
-            if (got := (row.group_id, row.attempt, row.admitted_version)) != expected:
-                raise LedgerError(
-                    f"finish: batch {batch.batch_id} holds a row of (group, attempt, admitted "
-                    f"version) {got}, expected {expected}"
-                )
         self._move(group, GroupState.finished)
         group.batch = batch
         return True
@@ -121,7 +116,7 @@ class Ledger:
     def requeue_all(self) -> None:
         """Every unconsumed group -> queued with a new attempt: no worker of before is left.
 
-        Admission versions, and with them the deadlines, stay.
+        Ids and admission versions stay, and so do deadlines, and "trained once".
         """
         for group in self.unconsumed():
             self._move(group, GroupState.queued)
@@ -133,7 +128,6 @@ class Ledger:
         """queued | running | finished -> rejected, and refunded.
 
         Args:
-            group_id: the group.
             reason: a category that is counted (`stale`, `reward_error`, ...), not a message: each
                 distinct one is kept for the whole run.
         """
@@ -195,8 +189,6 @@ class Ledger:
         """Where every group ever admitted is, and what was trained.
 
         admitted == queued + running + finished + consumed + sum(rejected.values()), always.
-        `rows_trained` and `rows_trained_twice` count what `record_trained` was told;
-        `rows_consumed` what `consume` handed out.
         """
         state = self._state
         account = {
@@ -220,9 +212,7 @@ class Ledger:
     def restore(cls, state: LedgerState) -> Ledger:
         """The ledger that `state` was taken of, exactly.
 
-        Where the workers of then are gone, `requeue_all` follows: unconsumed groups keep id and
-        admission version, and are generated again as new attempts, so that "trained once" holds
-        across restarts.
+        Where the workers of then are gone, `requeue_all` follows.
         """
         ledger = cls()
         ledger._state = _copy(state, ())

@@ -14,15 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.rollout import RolloutController
 from areal_sc.errors import ArealError, EngineFailed, TransportError
-from areal_sc.metadata import RowMetadata
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
@@ -38,25 +37,6 @@ JOIN_MARGIN_S = 60.0
 
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
-
-
-class WeightsReceiver(Protocol):
-    """Where a new policy version goes: a RolloutController."""
-
-    fleet: Fleet
-
-    async def hold_updates_async(self) -> int:
-        """Waits for updates that go on, and lets none begin before `receive_weights`.
-
-        Returns: the oldest version that a worker holds.
-        """
-        ...
-
-    def receive_weights(
-        self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
-    ) -> None: ...
-
-    async def wait_for_weights_async(self) -> None: ...
 
 
 @dataclass
@@ -79,9 +59,6 @@ class PublicationTimes:
     published_bytes: float = 0.0
     failed_broadcasts: float = 0.0
 
-    def as_stats(self) -> dict[str, float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 class Publisher:
     """Publishes the weights of one trainer.
@@ -102,7 +79,7 @@ class Publisher:
         self,
         operation: Operation,
         version: int,
-        rollout: WeightsReceiver,
+        rollout: RolloutController,
         announce: Callable[[WeightsReference], None],
     ) -> None:
         """Returns once the weights are sealed, broadcast or written; generation goes on.
@@ -150,7 +127,7 @@ class Publisher:
         self,
         operation: Operation,
         version: int,
-        rollout: WeightsReceiver,
+        rollout: RolloutController,
         announce: Callable[[WeightsReference], None],
     ) -> None:
         started = time.perf_counter()
@@ -186,7 +163,7 @@ class Publisher:
             self.times.failed_broadcasts += 1
             self._group = ""
 
-    async def _ensure_group(self, rollout: WeightsReceiver) -> None:
+    async def _ensure_group(self, rollout: RolloutController) -> None:
         """The generating ranks, all of them, are in a group with rank 0.
 
         Raises: EngineFailed: repeated attempts to form one have failed.
@@ -212,7 +189,7 @@ class Publisher:
                 logger.warning("weight group not formed, attempt %d: %s", attempt + 1, error)
 
     async def _form_group(
-        self, rollout: WeightsReceiver, ranks: Sequence[calls.WeightRanks]
+        self, rollout: RolloutController, ranks: Sequence[calls.WeightRanks]
     ) -> str:
         first_ranks, world_size = [], 1
         for worker in ranks:

@@ -170,7 +170,6 @@ class StalenessStats:
         group_mean, group_max: over groups: version - the admission version.
         num_tokens_trained: tokens in the loss.
         num_tokens_masked: tokens that the bound left out of the loss.
-        masked_share: masked / (trained + masked).
     """
 
     token_mean: float
@@ -179,7 +178,6 @@ class StalenessStats:
     group_max: int
     num_tokens_trained: int
     num_tokens_masked: int
-    masked_share: float
 
     @classmethod
     def of(
@@ -208,5 +206,4 @@ class StalenessStats:
             group_max=max(groups, default=0),
             num_tokens_trained=num_trained,
             num_tokens_masked=num_tokens - num_trained,
-            masked_share=(num_tokens - num_trained) / max(1, num_tokens),
         )

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.base import Controller, blocking
-from areal_sc.controller.publication import Publisher, WeightsReceiver
+from areal_sc.controller.publication import Publisher
 from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
+from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.durable import commit_folder
 from areal_sc.engines.handle_base import TrainHandle
@@ -230,7 +232,7 @@ class TrainController(Controller):
         self._set_version(version + 1)
         return metrics
 
-    async def publish_weights_async(self, rollout: WeightsReceiver) -> None:
+    async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
 
         Returns once the weights are sealed, broadcast or written; generation goes on. An update
@@ -242,11 +244,14 @@ class TrainController(Controller):
             self._set_version(weights.version)
             rollout.receive_weights(weights, trained_rows)
 
-        await self._publish(self.version + 1, rollout, announce)
+        version = self.version + 1
+        operation = self._operation(f"publish_weights/{version}")
+        await self._publisher.publish(operation, version, rollout, announce)
 
-    async def share_weights_async(self, rollout: WeightsReceiver) -> None:
+    async def share_weights_async(self, rollout: RolloutController) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        await self._publish(self.version, rollout, rollout.receive_weights)
+        operation = self._operation(f"publish_weights/{self.version}")
+        await self._publisher.publish(operation, self.version, rollout, rollout.receive_weights)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
@@ -284,7 +289,7 @@ class TrainController(Controller):
     @property
     def publication_stats(self) -> dict[str, float]:
         """Where the time of publications went; see `PublicationTimes`."""
-        return self._publisher.times.as_stats()
+        return asdict(self._publisher.times)
 
     @property
     def _needs_proximal_logprobs(self) -> bool:
@@ -320,15 +325,6 @@ class TrainController(Controller):
         """Metrics of the update, which every rank makes once."""
         replies = await self.fleet.call_each(method, self._layout.spread(shares))
         return dict(self._layout.of_heads(replies)[0])
-
-    async def _publish(
-        self,
-        version: int,
-        rollout: WeightsReceiver,
-        announce: Callable[[WeightsReference], None],
-    ) -> None:
-        operation = self._operation(f"publish_weights/{version}")
-        await self._publisher.publish(operation, version, rollout, announce)
 
     async def _begin_snapshot(self) -> _Finish:
         """Returns when every rank has copied its state; the rest is written by what it returns."""

@@ -217,17 +217,16 @@ def test_stats_of_a_batch_by_hand() -> None:
     stats = StalenessStats.of(rows, 6)
     assert stats.token_mean == pytest.approx((4 * 10 + 2 * 6 + 3 * 4 + 1 * 20) / 40)
     assert (stats.token_max, stats.group_max, stats.group_mean) == (4, 4, 2.5)
-    assert (stats.num_tokens_trained, stats.num_tokens_masked, stats.masked_share) == (40, 0, 0.0)
+    assert (stats.num_tokens_trained, stats.num_tokens_masked) == (40, 0)
 
     stats = StalenessStats.of(rows, 6, min_token_version=4)
     assert stats.token_mean == pytest.approx((2 * 6 + 1 * 20) / 26)
     assert (stats.token_max, stats.group_max, stats.group_mean) == (2, 4, 2.5)
     assert (stats.num_tokens_trained, stats.num_tokens_masked) == (26, 14)
-    assert stats.masked_share == pytest.approx(14 / 40)
 
 
 def test_stats_without_rows_or_tokens_are_zero() -> None:
-    assert StalenessStats.of([], 3) == StalenessStats(0.0, 0, 0.0, 0, 0, 0, 0.0)
+    assert StalenessStats.of([], 3) == StalenessStats(0.0, 0, 0.0, 0, 0, 0)
     nothing_trained = [RowMetadata(0, 0, 5, 0.0, 1, ((1, 4),), 0)]
     stats = StalenessStats.of(nothing_trained, 3, min_token_version=2)
-    assert (stats.token_mean, stats.token_max, stats.masked_share) == (0.0, 0, 1.0)
+    assert (stats.token_mean, stats.token_max, stats.num_tokens_masked) == (0.0, 0, 4)
