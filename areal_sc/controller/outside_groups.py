@@ -25,11 +25,7 @@ T = TypeVar("T")
 
 
 class OutsideGroups:
-    """Runs prompts beside training, which takes none of their rows.
-
-    Args:
-        new_id: names batches.
-    """
+    """Runs prompts beside training, which takes none of their rows; `new_id` names batches."""
 
     def __init__(
         self,
@@ -53,12 +49,7 @@ class OutsideGroups:
     async def run_batch(
         self, source: RolloutSource, num_groups: int, version: int
     ) -> BatchMetadata:
-        """The rows of the source's first `num_groups` groups, under `version` or later ones.
-
-        The groups' ids are negative; rejected groups are missing. The rows live until `forget`.
-
-        Raises: WorkflowError: every group was rejected. WorkerLost, WaitTimeout: as of a group.
-        """
+        """As `RolloutController.rollout_batch_async`, under `version` or later ones."""
 
         async def run(group: Group) -> BatchMetadata | None:
             worker = await self._workers.take(version)
@@ -100,12 +91,7 @@ class OutsideGroups:
     async def evaluate(
         self, source: RolloutSource, num_prompts: int, temperature: float | None
     ) -> EvaluationOutcome:
-        """One episode of each of the source's first `num_prompts` prompts.
-
-        Args:
-            temperature: replaces that of the run; None keeps it.
-        Raises: WorkflowError: every prompt was rejected. WorkerLost: the worker died.
-        """
+        """As `RolloutController.evaluate_async`."""
         async with self._workers.held_for_evaluation() as worker:
 
             async def run(index: int) -> EvaluationReply:

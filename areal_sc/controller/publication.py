@@ -61,11 +61,7 @@ class PublicationTimes:
 
 
 class Publisher:
-    """Publishes the weights of one trainer.
-
-    Attributes:
-        times: sums over publications.
-    """
+    """Publishes the weights of one trainer."""
 
     def __init__(self, config: ActorConfig, fleet: Fleet, new_id: Callable[[], str]) -> None:
         self.times = PublicationTimes()
@@ -86,7 +82,6 @@ class Publisher:
 
         Args:
             operation: what the ranks are asked to do; a repeat does not publish again.
-            version: policy version of these weights.
             announce: is called with the new version when rollout workers may get it.
         """
         started = time.perf_counter()

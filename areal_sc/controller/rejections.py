@@ -61,11 +61,7 @@ class Rejections:
         self._recent.append((num_rejected, num_episodes))
 
     def add_stale(self, group: Group, num_episodes: int) -> None:
-        """Counts a group that became stale.
-
-        Args:
-            num_episodes: that it runs.
-        """
+        """Counts a group, of so many episodes, that became stale."""
         if group.state is GroupState.running:
             self.num_stale_episodes += num_episodes
         if group.batch is not None:
@@ -92,10 +88,8 @@ class Rejections:
         return ", ".join(f"{cause} x{count}" for cause, count in causes) or "none"
 
     def snapshot(self) -> RejectionCounts:
-        """What a resumed run goes on counting from; see `restore`."""
         return RejectionCounts(dict(self.episodes), self.num_stale_episodes)
 
     def restore(self, counts: RejectionCounts) -> None:
-        """Goes on from `counts`."""
         self.episodes = Counter(counts.episodes)
         self.num_stale_episodes = counts.num_stale_episodes

@@ -169,6 +169,7 @@ class RolloutController(Controller):
             workflow: the episode.
             num_prompts: None: all.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
+        Raises: WorkflowError: every prompt was rejected. WorkerLost: a worker died.
         """
         source = await self._register_async(prompts, workflow)
         num_prompts = min(num_prompts or source.num_prompts, source.num_prompts)

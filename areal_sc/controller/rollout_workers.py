@@ -3,12 +3,11 @@
 groups       each is one call of the worker that was chosen for it. A run whose caller is cancelled
              goes on in the background until the worker, which is told to end it, has replied: only
              then nothing more can be sealed in its room
-weights      one update a worker at a time, always to the newest version; none begins while
-             the trainer seals the next one, or while an evaluation holds the worker. With
-             `max_unavailable` workers take turns
 stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
              until nothing of it is left there (`worker_store`): a full store means that admission
              waits, not that a put fails. Shards that nobody needs are swept beside everything else
+weights      one update a worker at a time, always to the newest version; none begins while
+             the trainer seals the next one, or while an evaluation holds the worker
 """
 
 from __future__ import annotations
@@ -105,7 +104,9 @@ class RolloutWorkers:
         self._are_updates_held = False
         self._update_round: asyncio.Task[None] | None = None
         self._group_bytes = max_group_bytes(config)
-        self._update_slots = asyncio.Semaphore(_num_updated_at_once(engine))
+        # of workers, so that `max_unavailable` servers stand still at one time
+        num_servers = config.max_unavailable or config.num_workers * engine.num_servers
+        self._update_slots = asyncio.Semaphore(max(1, num_servers // engine.num_servers))
 
     def track(self, members: Iterable[Member]) -> None:
         """The workers are up."""
@@ -114,7 +115,8 @@ class RolloutWorkers:
             for number, member in enumerate(members)
         ]
         nodes = [state.member.worker.node for state in self._states]
-        self._loads = WorkerLoads(nodes, self._groups_per_worker, self._groups_by_node())
+        per_worker = max(1, self._config.store_bytes // self._group_bytes)
+        self._loads = WorkerLoads(nodes, per_worker, self._groups_by_node(per_worker))
         self._queue = WorkerQueue(self._loads, self._background)
 
     async def initialize(self) -> None:
@@ -123,19 +125,13 @@ class RolloutWorkers:
         await self._fleet.call_all(calls.INITIALIZE_ENGINE, None, timeout_s=timeout_s)
 
     def has_room(self, num_queued: int) -> bool:
-        """Whether the stores can hold one more group at its worst-case size.
-
-        Args:
-            num_queued: groups that will be given to a worker.
-        """
+        """Whether the stores hold one more group at its worst-case size beside the queued ones."""
         return num_queued + self._loads.num_stored < self._loads.max_groups
 
     def check_room(self) -> None:
-        """Whether the stores hold one training batch at its worst-case size.
+        """The limits that are set were checked before; how much memory is free shows only here.
 
-        The limits that are set were checked before; how much memory is free shows only here.
-
-        Raises: ConfigError: they do not, so that no batch might ever be complete.
+        Raises: ConfigError: the stores do not hold one training batch at its worst-case size.
         """
         wanted = self._config.train_batch_groups
         if self._loads.max_groups < wanted:
@@ -148,12 +144,7 @@ class RolloutWorkers:
             )
 
     async def take(self, version: int) -> RolloutWorkerState:
-        """The least loaded worker that holds `version` or a later one and has room.
-
-        Whoever takes it calls `run_group` before the next await.
-
-        Raises: WaitTimeout: nothing changed for too long. The failure of background work.
-        """
+        """As `WorkerQueue.take`. Whoever takes it calls `run_group` before the next await."""
         return self._states[await self._queue.take(version)]
 
     async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
@@ -231,16 +222,11 @@ class RolloutWorkers:
             num_held=state.store.num_held,
         )
 
-    @property
-    def _groups_per_worker(self) -> int:
-        """Groups of the longest rows that one store holds, at least one."""
-        return max(1, self._config.store_bytes // self._group_bytes)
-
-    def _groups_by_node(self) -> dict[str, int]:
+    def _groups_by_node(self, per_worker: int) -> dict[str, int]:
         """Groups of the longest rows that each node holds."""
         workers = [state.member.worker for state in self._states]
         num_workers = Counter(worker.node for worker in workers)
-        num_groups = {node: self._groups_per_worker * n for node, n in num_workers.items()}
+        num_groups = {node: per_worker * count for node, count in num_workers.items()}
         if self._config.node_store_bytes:
             of_node = self._config.node_store_bytes // self._group_bytes
             num_groups = {node: min(n, of_node) for node, n in num_groups.items()}
@@ -264,9 +250,10 @@ class RolloutWorkers:
 
     async def _sweep(self, state: RolloutWorkerState) -> None:
         while state.store.has_dead:
-            plan = state.store.plan_sweep(state.member.worker.incarnation)
-            last_sequence = await self._fleet.call(state.member, calls.SWEEP, plan.sweep)
-            state.store.confirm_sweep(plan, last_sequence)
+            incarnation = state.member.worker.incarnation
+            sweep, dead_ids = state.store.plan_sweep(incarnation)
+            last_sequence = await self._fleet.call(state.member, calls.SWEEP, sweep)
+            state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
             self._recount(state)
             self.on_room()
             self._background.notify()
@@ -363,14 +350,6 @@ def update_timeout_s(engine: GeneratorHandle) -> float:
         step_s += config.group_timeout_s
     num_waves = -(-engine.num_servers // (config.max_unavailable or engine.num_servers))
     return num_waves * step_s + engine.restart_timeout_s + RPC_MARGIN_S
-
-
-def _num_updated_at_once(engine: GeneratorHandle) -> int:
-    """Workers that may update at one time, so that `max_unavailable` servers stand still."""
-    config = engine.config
-    if not config.max_unavailable:
-        return config.num_workers
-    return max(1, config.max_unavailable // engine.num_servers)
 
 
 def _goes_on(task: asyncio.Task[None] | None) -> bool:

@@ -57,11 +57,7 @@ class StalenessPolicy:
     Each policy version is expected to train exactly one batch of `train_batch_groups` groups, from
     version 0 on; eq. 3 counts on it.
 
-    Attributes:
-        max_staleness: eta, in policy versions, >= 0; 0 is synchronous.
-        train_batch_groups: B, groups a training step, >= 1.
-        over_bound: what happens over the bound.
-
+    Attributes: as the settings of these names.
     Raises: ConfigError: a number is out of its range.
     """
 
@@ -103,12 +99,7 @@ class StalenessPolicy:
         return [group for group in groups if self.deadline(group) < version]
 
     def form_batch(self, groups: Iterable[Group], version: int) -> BatchDecision:
-        """The batch of `version` out of the unconsumed groups, or what it waits for.
-
-        Args:
-            groups: all queued, running and finished groups of the ledger.
-            version: the current policy version, whose batch has not been formed yet.
-        """
+        """The batch of `version`, out of all unconsumed groups of the ledger."""
         candidates = sorted(groups, key=lambda group: (group.admitted_version, group.group_id))
         stale = self._stale(candidates, version)
         stale_ids = {group.group_id for group in stale}
@@ -186,8 +177,6 @@ class StalenessStats:
         """The statistics of the rows of a batch trained at `version`; all 0 without tokens.
 
         Args:
-            rows: the batch's rows.
-            version: the version being trained.
             min_token_version: as of `StalenessPolicy.min_token_version`.
         """
         spans = [span for row in rows for span in row.version_spans if span[1] > 0]

@@ -54,7 +54,6 @@ class TrainingGroups:
         new_id: names batches.
 
     Attributes:
-        ledger: the state of every group.
         version: the policy version that admission and batch forming count from.
         total_steps: training steps that the run will make; nothing is admitted beyond what they
             need. None admits without end.
@@ -178,7 +177,6 @@ class TrainingGroups:
             self._start(group, self._source)
 
     def snapshot(self) -> TrainingState:
-        """What a new controller needs to go on from here; see `restore`."""
         return TrainingState(
             self.version,
             self.num_prompts_taken,

@@ -62,11 +62,7 @@ class WorkerLoads:
         self._held[worker] = num_held
 
     def promise(self, worker: int, num_groups: int) -> None:
-        """The worker was chosen for so many groups that do not run yet.
-
-        Args:
-            num_groups: negative once they run, or will not.
-        """
+        """The worker was chosen for groups that do not run yet, or, negative, no longer."""
         self._promised[worker] += num_groups
         self._on_node[self._node[worker]] += num_groups
 

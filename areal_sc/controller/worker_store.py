@@ -14,7 +14,6 @@ Pure state: nothing here waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from areal_sc.transport.shard_ids import parse_shard_id
@@ -26,20 +25,6 @@ Needs = Callable[[GroupAttempt], bool]
 It is asked when a sweep is planned. The plan is sent in the same turn of the event loop, so what it
 says of live, dead and acknowledged shards is one state.
 """
-
-
-@dataclass(frozen=True)
-class SweepPlan:
-    """What one call of `sweep` says.
-
-    Attributes:
-        incarnation: the life of the worker that it is meant for.
-        dead: ids of the shards that are gone when the worker replies.
-    """
-
-    incarnation: str
-    sweep: Sweep
-    dead: tuple[str, ...]
 
 
 class _Mark(NamedTuple):
@@ -84,12 +69,13 @@ class WorkerStore:
         self._runs.remove(run)
         self._shards.update(dict.fromkeys(shard_ids, run))
 
-    def plan_sweep(self, incarnation: str) -> SweepPlan:
+    def plan_sweep(self, incarnation: str) -> tuple[Sweep, list[str]]:
         """What the worker may forget now; to be sent before anything else happens.
 
         Args:
             incarnation: the worker's present life. Shards of earlier lives are adopted ones, and
                 what an earlier life has acknowledged is not said to this one.
+        Returns: what is asked of it, and the ids of the shards that are gone when it replies.
         """
         if not self._mark.runs & self._runs:
             self._acknowledged = self._mark
@@ -108,18 +94,17 @@ class WorkerStore:
                 dead_ids.append(shard_id)
         is_current = self._acknowledged.incarnation == incarnation
         acknowledged = self._acknowledged.sequence if is_current else 0
-        sweep = Sweep(acknowledged, tuple(live), tuple(dead), tuple(adopted_live))
-        return SweepPlan(incarnation, sweep, tuple(dead_ids))
+        return Sweep(acknowledged, tuple(live), tuple(dead), tuple(adopted_live)), dead_ids
 
-    def confirm_sweep(self, plan: SweepPlan, last_sequence: int) -> None:
-        """The worker has done what the plan said.
+    def confirm_sweep(self, incarnation: str, dead_ids: Iterable[str], last_sequence: int) -> None:
+        """The worker has done what was planned.
 
         Args:
             last_sequence: number of the newest shard in its store at that time. Once the runs that
                 go on now have ended, every shard up to it is known here, or its reply was lost and
                 nobody needs it.
         """
-        for shard_id in plan.dead:
+        for shard_id in dead_ids:
             del self._shards[shard_id]
         if self._mark is self._acknowledged:
-            self._mark = _Mark(plan.incarnation, last_sequence, frozenset(self._runs))
+            self._mark = _Mark(incarnation, last_sequence, frozenset(self._runs))

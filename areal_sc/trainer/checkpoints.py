@@ -5,10 +5,9 @@
                                              before it one line: format, and checksum of the rest
     models/step-<n>/                         what `transformers`, SGLang and vLLM load
 
-The ranks' files have checksums of their own. A snapshot is written under another name and gets its
-own once everything is on disk, so one that has its name is whole. It is written from copies of the
-state at its step. Rows that were generated but not trained are not kept: their groups are generated
-again.
+The ranks' files have checksums of their own. A snapshot gets its name once everything is on disk,
+so one that has its name is whole. Rows that were generated but not trained are not kept: their
+groups are generated again.
 """
 
 from __future__ import annotations

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -39,21 +37,14 @@ _BAR_WIDTH = 20
 _SPEED_WINDOW_S = 3600.0
 """The remaining time is told from the speed of so long; one step may take many minutes."""
 
-_RUN_FILES = (
-    *("summary.json", "metrics.jsonl", "learning_curve.png", "config.yaml"),
-    *("model", "models", "checkpoints", "logs"),
-)
-
 
 @dataclass
 class Phase:
     """A part of the run whose progress is shown.
 
     Attributes:
-        name: e.g. `start-up`, `warm start`, `training`.
         total: number of units to do; None where it is not known.
         unit: what is counted, in the plural: `steps`.
-        done: units done.
     """
 
     name: str
@@ -61,6 +52,7 @@ class Phase:
     unit: str
     display: Display
     done: int = 0
+    bar: Any = None  # of a live display
 
     def advance(self, n: int = 1) -> None:
         """Counts `n` more of the phase's units as done."""
@@ -135,8 +127,6 @@ def make_display(
     Args:
         console: where to show it; None is standard output, live only where that is a terminal
             that can move its cursor (`TERM=dumb` cannot).
-        run_dir: shown at the top.
-        total_steps: training steps of the whole run; None where it is not known.
     """
     if console is None:
         # given explicitly, because FORCE_COLOR would make rich take a pipe for a terminal
@@ -182,16 +172,9 @@ class PlainDisplay(Display):
         self._line(**values)
 
     def on_evaluation(self, result: EvaluationResult) -> None:
-        self._line(
-            evaluation=result.name,
-            step=result.step,
-            accuracy=result.accuracy,
-            reward=result.reward,
-            prompts=result.num_prompts,
-            temperature=result.temperature,
-            version_min=result.version_min,
-            version_max=result.version_max,
-        )
+        names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
+        values = {name: getattr(result, name) for name in names}
+        self._line(evaluation=result.name, step=result.step, **values)
 
     def note(self, text: str) -> None:
         self._line(note=text)
@@ -233,7 +216,6 @@ class LiveDisplay(Display):
         super().__init__(console, run_dir, total_steps)
         self._table: StepTable | None = None
         self._rows_since_header = 0
-        self._open: dict[int, TaskID] = {}  # bars, by the id of their phase
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
@@ -253,12 +235,12 @@ class LiveDisplay(Display):
             self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
 
     def begin_phase(self, phase: Phase) -> None:
-        self._open[id(phase)] = self._bars.add_task(phase.name, total=phase.total, status="")
+        phase.bar = self._bars.add_task(phase.name, total=phase.total, status="")
         self._bars.start()
 
     def end_phase(self, phase: Phase, outcome: str, duration_s: float) -> None:
-        self._bars.remove_task(self._open.pop(id(phase)))
-        if not self._open:
+        self._bars.remove_task(phase.bar)
+        if not self._bars.tasks:
             self._bars.stop()
         if outcome == "stopped":
             done = f"stopped after {phase.progress}"
@@ -267,11 +249,11 @@ class LiveDisplay(Display):
         self._print(Text(f"{phase.name}: {done} in {short_duration(duration_s)}"))
 
     def show_progress(self, phase: Phase, num_new: int) -> None:
-        self._bars.update(self._open[id(phase)], completed=phase.done)
+        self._bars.update(phase.bar, completed=phase.done)
 
     def show_status(self, phase: Phase, text: str) -> None:
         line = " ".join(Text.from_ansi(text).plain.split())
-        self._bars.update(self._open[id(phase)], status=line, refresh=True)
+        self._bars.update(phase.bar, status=line, refresh=True)
 
     def on_step(self, metrics: StepMetrics) -> None:
         if self._table is None or self._table.width != self._console.width:
@@ -315,9 +297,6 @@ class LiveDisplay(Display):
         self._console.print(grid)
         if self._run_dir is not None:
             self._print(Text.assemble(("run folder  ", "bold"), str(self._run_dir)))
-            found = [path for name in _RUN_FILES if (path := self._run_dir / name).exists()]
-            names = [f"{path.name}/" if path.is_dir() else path.name for path in found]
-            self._console.print(Padding(Text("  ".join(names)), (0, 0, 0, 2)))
 
     def close(self) -> None:
         self._bars.stop()

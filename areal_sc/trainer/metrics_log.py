@@ -20,8 +20,7 @@ class MetricsLog(Tracker):
     """Appends records to `metrics.jsonl`, one JSON object a line, each written at once.
 
     Every record has `kind` (`step`, `evaluation` or `event`) and `time` (Unix time, seconds).
-    Values that are not finite are written as null. A last line that an earlier process did not
-    finish is cut off first, so that the file stays readable after a crash.
+    A last line that an earlier process did not finish is cut off first.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:

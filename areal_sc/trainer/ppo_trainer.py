@@ -13,6 +13,8 @@ snapshots and exports go on beside it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
@@ -49,9 +51,7 @@ class PPOTrainer(Run):
         Returns: the numbers of `summary.json`.
         """
         evaluation_workflow = evaluation_workflow or workflow
-        if self._is_open:
-            return self._fit(workflow, prompts, evaluation_prompts, evaluation_workflow)
-        with self:
+        with nullcontext() if self._is_open else self:
             return self._fit(workflow, prompts, evaluation_prompts, evaluation_workflow)
 
     def _fit(

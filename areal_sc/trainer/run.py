@@ -46,7 +46,6 @@ class Run:
     """One run in its folder, from the start of its script to its summary. A context manager.
 
     Args:
-        config: the run's settings.
         trackers: are told of steps, evaluations and models, in this order, after the metrics file
             and the display.
 

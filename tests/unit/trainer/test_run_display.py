@@ -102,7 +102,7 @@ def test_output_that_is_no_terminal_gets_plain_lines(
         "trained_tokens_per_s=8000 step_time_s=0.5 bound=training num_rejected_groups=1"
     ) in lines
     assert (
-        "INFO evaluation=before step=0 accuracy=0.2 reward=0.2 prompts=64 temperature=1 "
+        "INFO evaluation=before step=0 accuracy=0.2 reward=0.2 num_prompts=64 temperature=1 "
         "version_min=0 version_max=0"
     ) in lines
     assert (
@@ -169,8 +169,6 @@ def test_live_lines_are_never_longer_than_the_terminal(
     make_step: MakeStep,
     make_evaluation: MakeEvaluation,
 ) -> None:
-    (tmp_path / "summary.json").touch()
-    (tmp_path / "logs").mkdir()
     console = live_console(width, monkeypatch)
     show_everything(console, Path("runs/quickstart"), make_step, make_evaluation)
     assert {len(line) for line in visible_lines(shown(console)) if len(line) > width} == set()
@@ -182,8 +180,6 @@ def test_live_display_at_80_columns(
     make_step: MakeStep,
     make_evaluation: MakeEvaluation,
 ) -> None:
-    (tmp_path / "summary.json").touch()
-    (tmp_path / "logs").mkdir()
     monkeypatch.chdir(tmp_path)
     console = live_console(80, monkeypatch)
     show_everything(console, Path("."), make_step, make_evaluation)
@@ -201,7 +197,7 @@ def test_live_display_at_80_columns(
     assert (values["wall_time_s"], values["train_share"]) == ("1m41s", "80%")
     assert (values["num_rows_trained"], values["num_rows_trained_twice"]) == ("7,680", "0")
     assert "first_step_s" not in values
-    assert "  summary.json  logs/" in result
+    assert result[-2].startswith("run folder")
 
 
 def test_bars_show_count_time_and_status(monkeypatch: pytest.MonkeyPatch) -> None:
