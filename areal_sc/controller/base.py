@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from areal_sc.config.plain import to_plain
+from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.runtime import Runtime
+from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import WorkerLost
-from areal_sc.schedulers.base import Scheduler
+from areal_sc.schedulers.base import LaunchRequest, Scheduler
 from areal_sc.workers.calls import STATS
 from areal_sc.workflows.sources import PromptSource, SourceRegistry
 
@@ -60,7 +63,10 @@ class Controller(ABC):
     measures_free_memory: bool = False
     _control_loop: ControlLoop | None = None
 
-    def __init__(self, scheduler: Scheduler, runtime: Runtime | None) -> None:
+    def __init__(
+        self, engine: TrainHandle | GeneratorHandle, scheduler: Scheduler, runtime: Runtime | None
+    ) -> None:
+        self.engine = engine
         self.scheduler = scheduler
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys)
@@ -69,6 +75,24 @@ class Controller(ABC):
 
     @abstractmethod
     async def start_async(self) -> None: ...
+
+    async def _launch(self, role: str, configs: Sequence[ActorConfig | RolloutConfig]) -> None:
+        """Starts one worker for each of these configurations of the engine."""
+        device, num_devices = self.engine.devices
+        await self.fleet.launch(
+            [
+                LaunchRequest(
+                    role=role,
+                    index=index,
+                    engine=type(self.engine).__name__,
+                    engine_config=to_plain(config),
+                    device=device,
+                    store_bytes=config.store_bytes,
+                    num_devices=num_devices,
+                )
+                for index, config in enumerate(configs)
+            ]
+        )
 
     async def close_async(self) -> None:
         """Ends the workers."""

@@ -20,7 +20,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
@@ -34,9 +33,10 @@ from areal_sc.controller.training_groups import TrainingGroups, TrainingState
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
-from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
+from areal_sc.workers.spec import ROLLOUT_ROLE
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.sources import PromptSource
 
@@ -58,11 +58,12 @@ class RolloutController(Controller):
         rejections: what was thrown away.
     """
 
+    engine: GeneratorHandle
+
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
     ) -> None:
-        super().__init__(scheduler, runtime)
-        self.engine = engine
+        super().__init__(engine, scheduler, runtime)
         self.config: RolloutConfig = engine.config
         self.measures_free_memory = engine.takes_free_memory
         self._background = Background(
@@ -93,21 +94,8 @@ class RolloutController(Controller):
 
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
-        device, num_devices = self.engine.devices
-        await self.fleet.launch(
-            [
-                LaunchRequest(
-                    role="rollout",
-                    index=index,
-                    engine=type(self.engine).__name__,
-                    engine_config=to_plain(self.engine.of_worker(index)),
-                    device=device,
-                    store_bytes=self.config.store_bytes,
-                    num_devices=num_devices,
-                )
-                for index in range(self.config.num_workers)
-            ]
-        )
+        configs = [self.engine.of_worker(index) for index in range(self.config.num_workers)]
+        await self._launch(ROLLOUT_ROLE, configs)
         self._workers.track(self.fleet.members)
         self._workers.check_room()
         await self._workers.initialize()
@@ -212,12 +200,6 @@ class RolloutController(Controller):
         await self.fleet.call_all(calls.RESUME, None)
         self.groups.resume()
 
-    async def drain_async(self) -> None:
-        """Waits until every admitted group has ended, without stopping admission."""
-        await self._background.wait_until(
-            lambda: self.groups.num_open == 0, "running groups to end"
-        )
-
     def receive_weights(
         self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
     ) -> None:
@@ -272,7 +254,6 @@ class RolloutController(Controller):
     evaluate = blocking(evaluate_async, before=Controller._copy_prompts)
     pause = blocking(pause_async)
     resume = blocking(resume_async)
-    drain = blocking(drain_async)
     wait_for_weights = blocking(wait_for_weights_async)
     state = blocking(state_async)
     account = blocking(account_async)

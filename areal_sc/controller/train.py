@@ -13,7 +13,6 @@ trains on does not depend on the number of ranks.
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -28,7 +27,6 @@ from msgspec.structs import replace
 from areal_sc.algorithms.advantages import normalized_advantages
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
-from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.publication import Publisher
@@ -40,15 +38,13 @@ from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import CheckpointError, ConfigError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.schedulers.base import Scheduler
 from areal_sc.transport.rpc.method import A, Method
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation, digest
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.base import Prompts
-
-_ROLE = re.compile(r"[a-z][a-z0-9_]*")
 
 _Finish = Callable[[], Coroutine[Any, Any, None]]
 
@@ -78,14 +74,14 @@ class TrainController(Controller):
         role: str = TRAIN_ROLE,
         runtime: Runtime | None = None,
     ) -> None:
-        if role == ROLLOUT_ROLE or not _ROLE.fullmatch(role):
+        is_word = role.isascii() and role.isidentifier() and role.islower()
+        if role == ROLLOUT_ROLE or not is_word:
             raise ConfigError(
                 f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
                 f"ref, got {role!r}"
             )
-        super().__init__(scheduler, runtime)
+        super().__init__(engine, scheduler, runtime)
         self.role = role
-        self.engine = engine
         self.config: ActorConfig = engine.config
         self.version = 0
         self._folder = RunFolder(scheduler.config.run_dir)
@@ -105,19 +101,7 @@ class TrainController(Controller):
         world_size = self.config.parallel.num_ranks
         self._lineage = self._folder.begin_lineage()
         shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
-        await self.fleet.launch(
-            [
-                LaunchRequest(
-                    role=self.role,
-                    index=index,
-                    engine=type(self.engine).__name__,
-                    engine_config=to_plain(self.config),
-                    device=self.config.device,
-                    store_bytes=self.config.store_bytes,
-                )
-                for index in range(world_size)
-            ]
-        )
+        await self._launch(self.role, [self.config] * world_size)
         init_method = ""
         if world_size > 1:  # one rank alone opens no port for it
             rank_0 = self.fleet.members[0]
