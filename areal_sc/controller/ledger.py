@@ -167,8 +167,7 @@ class Ledger:
         """Counts the rows that one training step was really given, once it is done.
 
         A row of a group that is not waiting to be trained, because an earlier call named it or a
-        later step has begun, was trained twice, and is counted as such: the account says what
-        happened, not what was meant to.
+        later step has begun, counts as trained twice.
 
         Raises: LedgerError: a row's group was not consumed.
         """

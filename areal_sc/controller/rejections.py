@@ -28,8 +28,8 @@ class Rejections:
     Attributes:
         episodes: those rejected by their workflow or reward, by cause.
         examples: cause -> one full message.
-        num_stale_episodes: those of groups that were rejected as stale, finished or running.
-        wasted_tokens: trained-to-be tokens of finished groups among them.
+        num_stale_episodes: those of groups that were rejected as stale.
+        wasted_tokens: that they would have trained.
     """
 
     def __init__(self, window: int, max_rate: float) -> None:

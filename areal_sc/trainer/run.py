@@ -124,7 +124,7 @@ class Run:
             yield stack.enter_context(closing(self._steps(actor, rollout)))
 
     def tell(self, event: Callable[[Tracker], None]) -> None:
-        """Calls one of their methods for everybody who follows the run."""
+        """Calls a method of everybody who follows the run."""
         for tracker in (self.log, self.display, *self._trackers):
             event(tracker)
 

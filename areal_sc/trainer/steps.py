@@ -45,8 +45,8 @@ class Step:
     """A training step that goes on; it begins when it is made.
 
     Attributes:
-        number: of the step, from 1.
-        totals: counted at the end of the step before, and once it is recorded at its own.
+        number: from 1.
+        totals: as of the end of the step before; once it is recorded, of its own.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class Step:
         """Ends the step, and tells what was measured of it.
 
         Args:
-            batch: what was trained.
             stats: what `ppo_update` returned, and whatever else is worth keeping.
         """
         staleness = StalenessStats.of(batch.rows, batch.global_step, batch.min_token_version)
