@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
@@ -30,10 +31,10 @@ from areal_sc.workers.operations import Operation
 logger = logging.getLogger(__name__)
 
 SENT_AFTER_S = 10.0
-"""Within which rank 0 notices that all ranks have received; else some of them did so otherwise."""
+"""Rank 0 notices within this time that all ranks have received, unless some of them pulled."""
 
 JOIN_MARGIN_S = 60.0
-"""What joining a weight group may take beyond the engines' own time limit."""
+"""Joining a weight group may take this much longer than the engines' own time limit."""
 
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
@@ -186,10 +187,7 @@ class Publisher:
     async def _form_group(
         self, rollout: RolloutController, ranks: Sequence[calls.WeightRanks]
     ) -> str:
-        first_ranks, world_size = [], 1
-        for worker in ranks:
-            first_ranks.append(world_size)
-            world_size += worker.num_ranks
+        *first_ranks, world_size = accumulate((worker.num_ranks for worker in ranks), initial=1)
         name = f"weights-{self._new_id()}"
         group = await self._call_root(
             calls.OPEN_WEIGHT_GROUP,

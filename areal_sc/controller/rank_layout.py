@@ -92,7 +92,7 @@ def with_sealed_field(
     shards = []
     for rows, shard in zip(share_rows, sealed, strict=True):
         runs = []
-        for _, part in groupby(enumerate(rows), key=lambda place: place[1] - place[0]):
+        for _, part in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
             (first, row), *others = part
             runs.append(Run(row, first, 1 + len(others)))
         if runs:

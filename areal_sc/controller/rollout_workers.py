@@ -39,13 +39,13 @@ from areal_sc.workers.calls import GroupAttempt, GroupReply
 logger = logging.getLogger(__name__)
 
 UPDATE_STEPS: Final = 4
-"""Of a weight update that may take `weight_update.step_timeout_s` each; most take far less."""
+"""A weight update has so many steps; each may take `weight_update.step_timeout_s`."""
 
 RPC_MARGIN_S: Final = 60.0
-"""What a group's RPC may take beyond the group's own time limit, which the worker keeps."""
+"""A group's RPC may take this much longer than the group's time limit, which the worker keeps."""
 
 BEGUN_PER_TURN: Final = 32
-"""Workers with which something is begun without giving the event loop a turn: some milliseconds."""
+"""So many calls of workers begin in one turn of the event loop; that takes some milliseconds."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ import numpy as np
 from areal_sc.controller.background import Background
 
 GROUPS_PER_TURN: Final = 32
-"""Started without giving the event loop a turn: some milliseconds."""
+"""So many groups get a worker in one turn of the event loop; that takes some milliseconds."""
 
 
 class WorkerLoads:

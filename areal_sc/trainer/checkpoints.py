@@ -38,7 +38,7 @@ FORMAT = 2
 _KIND = b"areal_sc-controllers"
 
 _FAILURES = (OSError, RunFolderError, CheckpointError)
-"""What a full disk raises, say."""
+"""Errors of writing, a full disk for example."""
 
 _Kind = Literal["snapshot", "model"]
 

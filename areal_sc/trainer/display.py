@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ _REFRESHES_PER_S = 4
 _ROWS_PER_HEADER = 20
 _BAR_WIDTH = 20
 _SPEED_WINDOW_S = 3600.0
-"""The remaining time is told from the speed of so long; one step may take many minutes."""
+"""The remaining time follows from the speed within this time: one step may take many minutes."""
 
 
 @dataclass
@@ -70,12 +69,18 @@ class Phase:
 
 
 class Display(Tracker):
-    """A tracker that shows what it is told, and phases, notes and warnings."""
+    """A tracker that shows what it is told, and phases, notes and warnings.
+
+    This one is for files and pipes: one `key=value` line an event, without control codes. Lines are
+    written past rich: they are never wrapped, coloured or cut.
+    """
 
     def __init__(self, console: Console, run_dir: Path | None, total_steps: int | None) -> None:
         self._console = console
         self._run_dir = run_dir
         self._total_steps = total_steps
+        if run_dir is not None:
+            self.show_folder(run_dir)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
@@ -90,66 +95,14 @@ class Display(Tracker):
         finally:
             self.end_phase(phase, outcome, self._console.get_time() - began)
 
-    @abstractmethod
-    def begin_phase(self, phase: Phase) -> None: ...
-
-    @abstractmethod
-    def end_phase(self, phase: Phase, outcome: str, duration_s: float) -> None:
-        """Args: outcome: `ended`, or `stopped` by an exception."""
-
-    @abstractmethod
-    def show_progress(self, phase: Phase, num_new: int) -> None: ...
-
-    @abstractmethod
-    def show_status(self, phase: Phase, text: str) -> None: ...
-
-    @abstractmethod
-    def note(self, text: str) -> None:
-        """Something worth knowing."""
-
-    @abstractmethod
-    def warning(self, text: str) -> None:
-        """Something is worse than it should be; the run goes on."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Gives the terminal back; a second call does nothing."""
-
-
-def make_display(
-    console: Console | None = None,
-    *,
-    run_dir: Path | None = None,
-    total_steps: int | None = None,
-) -> Display:
-    """The display that fits the output.
-
-    Args:
-        console: where to show it; None is standard output, live only where that is a terminal
-            that can move its cursor (`TERM=dumb` cannot).
-    """
-    if console is None:
-        # given explicitly, because FORCE_COLOR would make rich take a pipe for a terminal
-        console = Console(force_terminal=sys.stdout.isatty())
-    is_live = console.is_terminal and not console.is_dumb_terminal
-    return (LiveDisplay if is_live else PlainDisplay)(console, run_dir, total_steps)
-
-
-class PlainDisplay(Display):
-    """For files and pipes: one `key=value` line an event, without control codes.
-
-    Written past rich: lines are never wrapped, coloured or cut.
-    """
-
-    def __init__(self, console: Console, run_dir: Path | None, total_steps: int | None) -> None:
-        super().__init__(console, run_dir, total_steps)
-        if run_dir is not None:
-            self._line(run_dir=run_dir, total_steps=total_steps)
+    def show_folder(self, run_dir: Path) -> None:
+        self._line(run_dir=run_dir, total_steps=self._total_steps)
 
     def begin_phase(self, phase: Phase) -> None:
         self._line(phase=phase.name, begins=phase.progress)
 
     def end_phase(self, phase: Phase, outcome: str, duration_s: float) -> None:
+        """Args: outcome: `ended`, or `stopped` by an exception."""
         ended = {"phase": phase.name, outcome: phase.progress}
         self._line(**ended, duration_s=f"{duration_s:.2f}")
 
@@ -177,15 +130,18 @@ class PlainDisplay(Display):
         self._line(evaluation=result.name, step=result.step, **values)
 
     def note(self, text: str) -> None:
+        """Shows something worth knowing."""
         self._line(note=text)
 
     def warning(self, text: str) -> None:
+        """Shows that something is worse than it should be; the run goes on."""
         self._line("WARNING", warning=text)
 
     def on_finish(self, summary: Summary) -> None:
         self._line(finished=self._run_dir, **asdict(summary))
 
     def close(self) -> None:
+        """Gives the terminal back; a second call does nothing."""
         self._console.file.flush()
 
     def _line(self, level: str = "INFO", **values: Any) -> None:
@@ -231,8 +187,9 @@ class LiveDisplay(Display):
             transient=True,
             expand=True,
         )
-        if run_dir is not None:
-            self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
+
+    def show_folder(self, run_dir: Path) -> None:
+        self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
 
     def begin_phase(self, phase: Phase) -> None:
         phase.bar = self._bars.add_task(phase.name, total=phase.total, status="")
@@ -312,3 +269,22 @@ def _shown(name: str, value: float) -> str:
     if name.endswith("_s") and not name.endswith("_per_s"):
         return short_duration(value)
     return f"{value:,}" if isinstance(value, int) else short_number(value)
+
+
+def make_display(
+    console: Console | None = None,
+    *,
+    run_dir: Path | None = None,
+    total_steps: int | None = None,
+) -> Display:
+    """The display that fits the output.
+
+    Args:
+        console: where to show it; None is standard output, live only where that is a terminal
+            that can move its cursor (`TERM=dumb` cannot).
+    """
+    if console is None:
+        # given explicitly, because FORCE_COLOR would make rich take a pipe for a terminal
+        console = Console(force_terminal=sys.stdout.isatty())
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    return (LiveDisplay if is_live else Display)(console, run_dir, total_steps)

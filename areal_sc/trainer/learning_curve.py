@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Values = npt.NDArray[np.float64]
 
 _SMOOTHED_SHARE = 1 / 15
-"""Part of a run's steps that one smoothed value is the mean of."""
+"""One smoothed value is the mean over this share of a run's steps."""
 
 _FEW_STEPS = 10
 """Runs up to this length show a dot a step: a line needs two of them."""
