@@ -54,6 +54,8 @@ class _Record:
         for item in fields(cls):
             if item.type == "float" and values.get(item.name, 0.0) is None:
                 values[item.name] = math.nan
+        if "workflow" not in values and record.get("accuracy") is not None:  # an earlier areal_sc
+            values["workflow"] = {"accuracy": record["accuracy"]}
         return cls(**values)
 
 
@@ -80,7 +82,7 @@ class StepMetrics(_Record):
         sync_s: publication of the weights.
         controller_bytes: bytes on the controllers' sockets since the step before.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
-        counters: all that workers and publication count, summed over workers; since their start.
+        counters: all that workers and controllers count, summed; since the start of the workers.
     """
 
     step: int

@@ -36,7 +36,7 @@ from areal_sc.trainer.display import Display, make_display
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
-from areal_sc.trainer.steps import Step, Totals
+from areal_sc.trainer.steps import Step, count
 from areal_sc.trainer.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -165,18 +165,18 @@ class Run:
     def _steps(
         self, actor: TrainController, rollout: RolloutController
     ) -> Generator[Step, None, None]:
-        total, totals = self.config.total_steps, Totals.of(actor, rollout)
+        total, counters = self.config.total_steps, count(actor, rollout)
         with self.display.phase("training", total, "steps") as phase:
             phase.advance(actor.version)
             while actor.version < total:
-                step = Step(actor, rollout, totals, self._tell_step)
+                step = Step(actor, rollout, counters, self._tell_step)
                 yield step
                 if actor.version != step.number:
                     raise RuntimeError(
                         f"step {step.number} ended at policy version {actor.version}: call "
                         "actor.publish_weights(rollout) once a step"
                     )
-                totals = step.totals
+                counters = step.counters
                 phase.advance()
 
     def _tell_step(self, metrics: StepMetrics) -> None:

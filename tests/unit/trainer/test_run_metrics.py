@@ -127,3 +127,9 @@ def test_a_record_has_every_field_property_and_metric(make_step: MakeStep) -> No
     assert StepMetrics.from_record(record) == step
     assert (step.value("turns"), step.value("new"), step.value("bound")) == (1.5, 2.0, "training")
     assert step.value("unknown") is None
+
+
+def test_a_record_of_an_earlier_version_keeps_its_accuracy(make_step: MakeStep) -> None:
+    record = make_step(accuracy=0.4).to_record()
+    del record["workflow"]
+    assert StepMetrics.from_record(record).accuracy == 0.4
