@@ -16,6 +16,7 @@ from simulation.tasks import NamedWorkflow
 from simulation.training_run import Settings, configs
 
 from areal_sc.config.schema import SGLangConfig
+from areal_sc.controller import control_loop
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.control_loop import ControlLoop, start
 from areal_sc.controller.rollout import RolloutController
@@ -138,13 +139,13 @@ def test_outside_of_the_block_a_method_says_what_to_do() -> None:
 
 def test_the_loop_of_a_script_cannot_await_what_runs_on_that_of_the_block(tmp_path: Path) -> None:
     rollout = rollout_controller(tmp_path, {})
-    control_loop = ControlLoop()
-    rollout.attach(control_loop)
+    loop = ControlLoop()
+    rollout.attach(loop)
     try:
         with pytest.raises(RuntimeError, match=r"in place of the block, await start_async\(\)"):
             asyncio.run(rollout.prepare_batch_async([], NamedWorkflow()))
     finally:
-        control_loop.close()
+        loop.close()
 
 
 def test_an_exception_of_a_method_arrives_and_closes_everything() -> None:
@@ -208,7 +209,10 @@ def test_a_loss_of_an_earlier_start_is_forgotten() -> None:
         assert controller.where() == "areal-controllers"
 
 
-def test_a_failed_call_without_a_lost_worker_stays_what_it_is() -> None:
+def test_a_failed_call_without_a_lost_worker_stays_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_loop, "LOSS_NOTICE_S", 0.1)
     controller = Recorder([], "one")
     with pytest.raises(PeerLost, match="unreachable"), start(controller):
         controller.fail(PeerLost("unreachable"))
