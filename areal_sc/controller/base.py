@@ -46,6 +46,7 @@ def blocking(
         before(self, *args, **kwargs)
         return self._run(method(self, *args, **kwargs))
 
+    call.__name__ = method.__name__.removesuffix("_async")
     return call
 
 
