@@ -30,7 +30,7 @@ from planes_samples import percentiles
 
 from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
 from areal_sc.config.schema import ActorConfig, ParallelConfig, RolloutConfig, SchedulerConfig
-from areal_sc.controller.worker_loads import WorkerLoads
+from areal_sc.controller.worker_choice import WorkerLoads
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.transport.keys import RunKeys
 

@@ -13,7 +13,7 @@ _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 def worker_pids(*controllers: TrainController | RolloutController) -> dict[str, int]:
     """Process ids of the controllers' workers, by name."""
-    return {m.name: m.worker.pid for each in controllers for m in each._fleet.members}
+    return {m.name: m.worker.pid for each in controllers for m in each.fleet.members}
 
 
 def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float]:

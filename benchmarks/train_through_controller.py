@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -11,8 +11,7 @@ from process_cpu import cpu_seconds, worker_pids
 
 from areal_sc import FSDPPPOActor, TrainController, make_scheduler, start
 from areal_sc.config.schema import ActorConfig, SchedulerConfig, TransportConfig
-from areal_sc.controller.control_loop import ControlLoop
-from areal_sc.errors import WorkerLost
+from areal_sc.controller.base import Controller
 from areal_sc.ids import random_id
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -28,20 +27,16 @@ from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.tensor_store import TensorStore
-from areal_sc.weights import WeightGroup, WeightsReference
-from areal_sc.workers.calls import WeightRanks
+from areal_sc.weights import WeightsReference
 
 GROUP_SIZE = 8
 
 
-class RowSource:
+class RowSource(Controller):
     """Serves given rows as a rollout worker serves what it generated: one shard a group.
 
     It is also where new weights go, and pulls none. Its server shares the controllers' event loop.
     """
-
-    worker_lost: WorkerLost | None = None
-    measures_free_memory = False
 
     def __init__(self, rows: PackedRows, keys: RunKeys) -> None:
         incarnation = random_id()
@@ -56,9 +51,6 @@ class RowSource:
         )
         self._address = ""
 
-    def attach(self, control_loop: ControlLoop | None) -> None:
-        pass
-
     async def start_async(self) -> None:
         await self._bulk.start()
         self._address = await self._server.start()
@@ -71,15 +63,6 @@ class RowSource:
         return 0
 
     async def wait_for_weights_async(self) -> None:
-        pass
-
-    async def weight_ranks_async(self, group: str) -> list[WeightRanks]:
-        return []
-
-    async def join_weight_group_async(self, group: WeightGroup, first_ranks: Sequence[int]) -> None:
-        pass
-
-    async def leave_weight_group_async(self, group: str) -> None:
         pass
 
     def receive_weights(

@@ -1,7 +1,7 @@
-"""What a controller's concurrent work shares: one signal of change, and the first failure.
+"""What a controller's concurrent work shares: its tasks, one signal of change, the first failure.
 
 waits for    `wait` returns at the next `notify`, whatever changed; the caller looks again
-unblocked by every change of the controller's state, and every failure of background work
+unblocked by every change of the controller's state, and the end of every task
 bounded by   `limit_s`; what is waited for is in the message
 """
 
@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_sc.errors import ArealError, WaitTimeout
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Background:
-    """Guards background work; its first exception is raised by whoever waits next.
+    """Holds the tasks that nobody awaits; whoever waits next raises the first failure.
 
     Args:
         limit_s: without any change for so long a wait ends with WaitTimeout.
@@ -30,6 +32,7 @@ class Background:
         self._describe = describe
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def has_failed(self) -> bool:
@@ -70,14 +73,31 @@ class Background:
             await self.wait(what)
             self.raise_failure()
 
-    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs background work; its exception becomes the failure."""
-        try:
-            await work
-        except ArealError as error:
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs background work in a task; its exception becomes the failure."""
+        task = self.hold(work, name)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def hold(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Runs work whose outcome somebody else looks at; `close` ends it."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Ends all tasks, those included that others begin while they end."""
+        while self._tasks:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            if not isinstance(error, ArealError):
+                logger.error("background work failed", exc_info=error)
             self.fail(error)
-        except Exception as error:  # the task's end: nobody awaits it, so whoever waits is told
-            logger.exception("background work failed")
-            self.fail(error)
-        finally:
-            self.notify()
+        self.notify()

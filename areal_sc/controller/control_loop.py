@@ -1,8 +1,8 @@
-"""The synchronous shell: one event loop in a thread, shared by the controllers of a script.
+"""The event loop that the controllers of a script share.
 
-Controllers are asyncio inside. Their loop runs in a thread of its own, so admission, heartbeats
-and weight updates go on while the user's script computes, sleeps, or waits in another call. Time in
-which the loop cannot turn counts for no time limit.
+It runs in a thread of its own, so admission, heartbeats and weight updates go on while the user's
+script computes, sleeps, or waits in another call. Time in which the loop cannot turn counts for no
+time limit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import concurrent.futures
 import contextlib
 import gc
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 from areal_sc import interrupts
+from areal_sc.controller.base import Controller
 from areal_sc.controller.pausable_loop import PausableLoop
 from areal_sc.errors import TransportError, WaitTimeout, WorkerLost
 
 T = TypeVar("T")
+
 JOIN_TIMEOUT_S = 30.0
 SIGNAL_CHECK_S = 0.5
 CLOSE_TIMEOUT_S = 60.0
@@ -36,7 +38,7 @@ class ControlLoop:
         controllers: those whose lost workers end a call of any of them.
     """
 
-    def __init__(self, controllers: Sequence[Startable] = ()) -> None:
+    def __init__(self, controllers: Sequence[Controller] = ()) -> None:
         self._controllers = controllers
         self._loop = PausableLoop()
         self._thread = threading.Thread(
@@ -117,74 +119,8 @@ def _copy_outcome(task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) 
         outcome.set_result(task.result())
 
 
-class Startable(Protocol):
-    """A controller, as `start` sees it.
-
-    Attributes:
-        worker_lost: for the first of its workers that was lost, if one was.
-    """
-
-    worker_lost: WorkerLost | None
-
-    @property
-    def measures_free_memory(self) -> bool:
-        """Whether its engines take a share of the GPU memory that is free when they start."""
-        ...
-
-    def attach(self, control_loop: ControlLoop | None) -> None: ...
-
-    async def start_async(self) -> None: ...
-
-    async def close_async(self) -> None: ...
-
-
-class Shell:
-    """Base of controllers: gives their synchronous methods the loop of the `start` block.
-
-    Attributes:
-        worker_lost: for the first of its workers that was lost, if one was.
-    """
-
-    worker_lost: WorkerLost | None = None
-    _control_loop: ControlLoop | None = None
-
-    @property
-    def measures_free_memory(self) -> bool:
-        """Whether its engines take a share of the GPU memory that is free when they start."""
-        return False
-
-    def attach(self, control_loop: ControlLoop | None) -> None:
-        self._control_loop = control_loop
-        if control_loop is not None:
-            self.worker_lost = None  # that of an earlier start
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._started(coroutine).run(coroutine, needs_all_workers=True)
-
-    def _check_loop(self) -> None:
-        """Raises: RuntimeError: a coroutine of a started controller is awaited on another loop."""
-        if self._control_loop is not None and not self._control_loop.is_running_here():
-            raise RuntimeError(
-                f"{type(self).__name__} runs on the loop of its `with areal_sc.start(...)` block, "
-                "so other coroutines cannot await it: call its blocking methods, or, in place of "
-                "the block, await start_async() and close_async() of each controller"
-            )
-
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return self._started(coroutine).submit(coroutine)
-
-    def _started(self, coroutine: Coroutine[Any, Any, Any]) -> ControlLoop:
-        if self._control_loop is None:
-            coroutine.close()
-            raise RuntimeError(
-                f"{type(self).__name__} is not started: call it inside "
-                "`with areal_sc.start(actor, rollout):`"
-            )
-        return self._control_loop
-
-
 @contextlib.contextmanager
-def start(*controllers: Startable) -> Iterator[None]:
+def start(*controllers: Controller) -> Iterator[None]:
     """Starts the workers of all controllers, concurrently, and stops them at the end.
 
     Controllers whose engines measure the free memory of a GPU start when the others have started:
@@ -202,7 +138,7 @@ def start(*controllers: Startable) -> Iterator[None]:
             controller.attach(control_loop)
         last = [c for c in controllers if c.measures_free_memory]
         for wave in ([c for c in controllers if c not in last], last):
-            control_loop.run(_all([controller.start_async for controller in wave]))
+            control_loop.run(_start_all(wave))
         with _small_collections():
             yield
     except TransportError as error:
@@ -215,7 +151,7 @@ def start(*controllers: Startable) -> Iterator[None]:
             stack.callback(control_loop.close)
             for controller in controllers:
                 stack.callback(controller.attach, None)
-            control_loop.run(_close([controller.close_async for controller in controllers]))
+            control_loop.run(_close_all(controllers))
 
 
 @contextlib.contextmanager
@@ -232,11 +168,11 @@ def _small_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _all(starts: list[Callable[[], Awaitable[None]]]) -> None:
+async def _start_all(controllers: Sequence[Controller]) -> None:
     try:
         async with asyncio.TaskGroup() as group:
-            for begin in starts:
-                group.create_task(_run(begin))
+            for controller in controllers:
+                group.create_task(controller.start_async())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
@@ -251,17 +187,15 @@ async def _notice_loss(control_loop: ControlLoop) -> WorkerLost | None:
         await asyncio.sleep(0.05)
 
 
-async def _close(closes: list[Callable[[], Awaitable[None]]]) -> None:
+async def _close_all(controllers: Sequence[Controller]) -> None:
     """Closes all, then raises the first error."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            results = await asyncio.gather(*(_run(c) for c in closes), return_exceptions=True)
+            results = await asyncio.gather(
+                *(controller.close_async() for controller in controllers), return_exceptions=True
+            )
     except TimeoutError:
         raise WaitTimeout(f"the workers did not end within {CLOSE_TIMEOUT_S:g} s") from None
     for result in results:
         if isinstance(result, BaseException):
             raise result
-
-
-async def _run(begin: Callable[[], Awaitable[None]]) -> None:
-    await begin()

@@ -17,8 +17,9 @@ class EvaluationOutcome:
     """Means over the evaluated prompts.
 
     Attributes:
+        num_prompts: those that are in the means.
+        num_rejected: further prompts, whose episode was rejected.
         versions: lowest and highest policy version that sampled a token.
-        num_rejected: prompts whose episode was rejected; they are in no mean.
         rejection_example: why the first of them was, "" without any.
     """
 
@@ -35,6 +36,7 @@ class EvaluationOutcome:
 
         Raises: WorkflowError: every prompt was rejected, so there is no mean.
         """
+        rewards = [reply.reward for reply in replies if reply.reward is not None]
         done = [reply for reply in replies if reply.reward is not None]
         examples = [reply.rejection for reply in replies if reply.reward is None]
         if not done:
@@ -42,16 +44,17 @@ class EvaluationOutcome:
                 f"all {len(replies)} evaluation prompts were rejected; for example: "
                 f"{examples[0] if examples else 'there was none'}"
             )
-        rewards = [reply.reward for reply in replies if reply.reward is not None]
-        versions = [version for reply in done for version in reply.versions]
         return cls(
             num_prompts=len(done),
-            num_rejected=len(replies) - len(done),
-            reward=sum(rewards) / max(1, len(rewards)),
+            num_rejected=len(examples),
+            reward=sum(rewards) / len(rewards),
             metrics=mean_metrics(
                 [{name: (value, 1) for name, value in reply.metrics.items()} for reply in done]
             ),
-            versions=(min(versions), max(versions)),
+            versions=(
+                min(reply.versions[0] for reply in done),
+                max(reply.versions[1] for reply in done),
+            ),
             rejection_example=examples[0] if examples else "",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 from msgspec import Struct
@@ -22,14 +23,10 @@ class Group(Struct, array_like=True):
 
     Attributes:
         group_id: place in the order of admission.
-        prompt: which prompt, by reference.
         admitted_version: policy version at admission; staleness counts from here.
         attempt: which run of the group is current; only its result counts.
-        state: where it is in its life.
         worker: who generates, or holds, its rows; None while queued.
         batch: its rows, while finished; None otherwise.
-        consumed_step: training step that took it, once consumed.
-        reject_reason: why, once rejected.
     """
 
     group_id: int
@@ -39,5 +36,15 @@ class Group(Struct, array_like=True):
     state: GroupState = GroupState.queued
     worker: str | None = None
     batch: BatchMetadata | None = None
-    consumed_step: int | None = None
-    reject_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class RolloutSource:
+    """A dataset and a workflow, by the numbers under which the workers know them."""
+
+    dataset: int
+    workflow: int
+    num_prompts: int
+
+    def prompt(self, index: int, seed: int) -> PromptReference:
+        return PromptReference(self.dataset, index, seed)

@@ -2,72 +2,72 @@
 
 consumes     prompts, in their order
 waits for    a worker, and its reply, for each
-unblocked by as `group_runs`; an evaluation's worker keeps its weights until the last reply
+unblocked by the replies; an evaluation's worker keeps its weights until the last one
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.group import Group
-from areal_sc.controller.group_runs import GroupRunner, Source
+from areal_sc.controller.group import Group, RolloutSource
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
-from areal_sc.workers.calls import RUN_EVALUATION, RunEvaluation
+from areal_sc.workers.calls import RUN_EVALUATION, EvaluationReply, GroupAttempt, RunEvaluation
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 class OutsideGroups:
-    """Runs prompts beside training, which takes none of their rows.
-
-    Args:
-        new_id: names batches.
-    """
+    """Runs prompts beside training, which takes none of their rows; `new_id` names batches."""
 
     def __init__(
         self,
         config: RolloutConfig,
         workers: RolloutWorkers,
-        runner: GroupRunner,
         rejections: Rejections,
         new_id: Callable[[], str],
     ) -> None:
         self._config = config
         self._workers = workers
-        self._runner = runner
         self._rejections = rejections
         self._new_id = new_id
         self._num_groups = 0
         self._needed: set[int] = set()  # groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
 
-    def needs(self, group_id: int, attempt: int) -> bool:
-        """Whether these rows are in a batch that was not forgotten, or will be in one."""
-        return group_id in self._needed
+    def needs(self, run: GroupAttempt) -> bool:
+        """Whether its rows are in a batch that was not forgotten, or will be in one."""
+        return run.group_id in self._needed
 
-    async def run_batch(self, source: Source, num_groups: int, version: int) -> BatchMetadata:
-        """The rows of the source's first `num_groups` groups, under `version` or later ones.
+    async def run_batch(
+        self, source: RolloutSource, num_groups: int, version: int
+    ) -> BatchMetadata:
+        """As `RolloutController.rollout_batch_async`, under `version` or later ones."""
 
-        The groups' ids are negative; rejected groups are missing. The rows live until `forget`.
+        async def run(group: Group) -> BatchMetadata | None:
+            worker = await self._workers.take(version)
+            reply = await self._workers.run_group(worker, group, source)
+            self._rejections.add_group(reply.rejected, self._config.group_size)
+            if reply.batch is None:
+                self._workers.on_room()
+            return reply.batch
 
-        Raises: WorkflowError: every group was rejected. WorkerLost, WaitTimeout: as of a group.
-        """
         groups = []
         for index in range(num_groups):
             self._num_groups += 1
-            prompt = source.reference(index % source.num_prompts, self._config.seed)
+            prompt = source.prompt(index % source.num_prompts, self._config.seed)
             groups.append(Group(-self._num_groups, prompt, version))
         group_ids = {group.group_id for group in groups}
         self._needed |= group_ids
         try:
-            results = await self._gather([self._run(group, source) for group in groups])
+            results = await self._for_each(groups, run)
         except BaseException:
             self._let_go(group_ids)
             raise
@@ -89,51 +89,30 @@ class OutsideGroups:
             self._workers.sweep()
 
     async def evaluate(
-        self, source: Source, num_prompts: int, temperature: float | None
+        self, source: RolloutSource, num_prompts: int, temperature: float | None
     ) -> EvaluationOutcome:
-        """One episode of each of the source's first `num_prompts` prompts.
-
-        Args:
-            temperature: replaces that of the run; None keeps it.
-        Raises: WorkflowError: every prompt was rejected. WorkerLost: the worker died.
-        """
+        """As `RolloutController.evaluate_async`."""
         async with self._workers.held_for_evaluation() as worker:
-            replies = await self._gather(
-                [
-                    self._workers.call(
-                        worker,
-                        RUN_EVALUATION,
-                        RunEvaluation(
-                            source.reference(index, self._config.seed), source.workflow, temperature
-                        ),
-                    )
-                    for index in range(num_prompts)
-                ]
-            )
-        return EvaluationOutcome.of(replies)
 
-    async def _run(self, group: Group, source: Source) -> BatchMetadata | None:
-        """The group's rows; None when all were rejected."""
-        worker = await self._workers.take(group.admitted_version)
-        result = await self._runner.run(group, source, worker, self)
-        if result.batch is None:
-            self._workers.on_room()
-        return result.batch
+            async def run(index: int) -> EvaluationReply:
+                prompt = source.prompt(index, self._config.seed)
+                episode = RunEvaluation(prompt, source.workflow, temperature)
+                return await self._workers.call(worker, RUN_EVALUATION, episode)
 
-    async def _gather(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Results in order, at most `max_concurrent_groups` calls at a time."""
+            return EvaluationOutcome.of(await self._for_each(range(num_prompts), run))
+
+    async def _for_each(self, items: Iterable[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
+        """Results in order, at most `max_concurrent_groups` of them at a time."""
         slots = asyncio.Semaphore(self._config.max_concurrent_groups)
 
-        async def one(call: Coroutine[Any, Any, T]) -> T:
+        async def one(item: S) -> T:
             async with slots:
-                return await call
+                return await run(item)
 
-        tasks = [asyncio.create_task(one(call)) for call in calls]
+        tasks = [asyncio.create_task(one(item)) for item in items]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for call in calls:
-                call.close()  # those whose turn never came

@@ -2,8 +2,7 @@
 
 A script can be stopped (SIGSTOP, Ctrl-Z, a debugger), or hold the interpreter's lock in C code of
 its user. Replies and heartbeats then lie unread in the sockets, and every time limit of the
-controllers would blame the workers for it. So all of them count the time of this loop: heartbeats,
-deadlines of calls, polls, waits.
+controllers would blame the workers for it. So all of them count the time of this loop.
 """
 
 from __future__ import annotations

@@ -14,54 +14,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import accumulate
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.rollout import RolloutController
 from areal_sc.errors import ArealError, EngineFailed, TransportError
-from areal_sc.metadata import RowMetadata
 from areal_sc.transport.rpc.method import A, Method, R
-from areal_sc.weights import BucketLayout, WeightBroadcast, WeightGroup, WeightsReference
+from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation
 
 logger = logging.getLogger(__name__)
 
 SENT_AFTER_S = 10.0
-"""Within which rank 0 notices that all ranks have received; else some of them did so otherwise."""
+"""Rank 0 notices within this time that all ranks have received, unless some of them pulled."""
+
+JOIN_MARGIN_S = 60.0
+"""Joining a weight group may take this much longer than the engines' own time limit."""
 
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
-
-
-class WeightsReceiver(Protocol):
-    """Where a new policy version goes: a RolloutController."""
-
-    async def hold_updates_async(self) -> int:
-        """Waits for updates that go on, and lets none begin before `receive_weights`.
-
-        Returns: the oldest version that a worker holds.
-        """
-        ...
-
-    def receive_weights(
-        self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
-    ) -> None: ...
-
-    async def wait_for_weights_async(self) -> None: ...
-
-    async def weight_ranks_async(self, group: str) -> Sequence[calls.WeightRanks]:
-        """What each worker needs in a weight group, and whether it is in that of this name."""
-        ...
-
-    async def join_weight_group_async(
-        self, group: WeightGroup, first_ranks: Sequence[int]
-    ) -> None: ...
-
-    async def leave_weight_group_async(self, group: str) -> None: ...
 
 
 @dataclass
@@ -84,16 +60,9 @@ class PublicationTimes:
     published_bytes: float = 0.0
     failed_broadcasts: float = 0.0
 
-    def as_stats(self) -> dict[str, float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 class Publisher:
-    """Publishes the weights of one trainer.
-
-    Attributes:
-        times: sums over publications.
-    """
+    """Publishes the weights of one trainer."""
 
     def __init__(self, config: ActorConfig, fleet: Fleet, new_id: Callable[[], str]) -> None:
         self.times = PublicationTimes()
@@ -107,14 +76,13 @@ class Publisher:
         self,
         operation: Operation,
         version: int,
-        rollout: WeightsReceiver,
+        rollout: RolloutController,
         announce: Callable[[WeightsReference], None],
     ) -> None:
         """Returns once the weights are sealed, broadcast or written; generation goes on.
 
         Args:
             operation: what the ranks are asked to do; a repeat does not publish again.
-            version: policy version of these weights.
             announce: is called with the new version when rollout workers may get it.
         """
         started = time.perf_counter()
@@ -155,7 +123,7 @@ class Publisher:
         self,
         operation: Operation,
         version: int,
-        rollout: WeightsReceiver,
+        rollout: RolloutController,
         announce: Callable[[WeightsReference], None],
     ) -> None:
         started = time.perf_counter()
@@ -191,7 +159,7 @@ class Publisher:
             self.times.failed_broadcasts += 1
             self._group = ""
 
-    async def _ensure_group(self, rollout: WeightsReceiver) -> None:
+    async def _ensure_group(self, rollout: RolloutController) -> None:
         """The generating ranks, all of them, are in a group with rank 0.
 
         Raises: EngineFailed: repeated attempts to form one have failed.
@@ -199,11 +167,11 @@ class Publisher:
         if not self._layouts:
             self._layouts = await self._call_root(calls.WEIGHT_LAYOUTS, None)
         for attempt in range(MAX_MEETINGS):
-            ranks = await rollout.weight_ranks_async(self._group)
+            ranks = await rollout.fleet.call_all(calls.WEIGHT_RANKS, self._group)
             if self._group and all(worker.is_member for worker in ranks):
                 return
             if self._group:
-                await rollout.leave_weight_group_async(self._group)
+                await rollout.fleet.call_all(calls.LEAVE_WEIGHT_GROUP, self._group)
             try:
                 self._group = await self._form_group(rollout, ranks)
                 return
@@ -217,12 +185,9 @@ class Publisher:
                 logger.warning("weight group not formed, attempt %d: %s", attempt + 1, error)
 
     async def _form_group(
-        self, rollout: WeightsReceiver, ranks: Sequence[calls.WeightRanks]
+        self, rollout: RolloutController, ranks: Sequence[calls.WeightRanks]
     ) -> str:
-        first_ranks, world_size = [], 1
-        for worker in ranks:
-            first_ranks.append(world_size)
-            world_size += worker.num_ranks
+        *first_ranks, world_size = accumulate((worker.num_ranks for worker in ranks), initial=1)
         name = f"weights-{self._new_id()}"
         group = await self._call_root(
             calls.OPEN_WEIGHT_GROUP,
@@ -235,7 +200,11 @@ class Publisher:
         )
         meetings = await asyncio.gather(
             self._call_root(calls.MEET_WEIGHT_GROUP, world_size),
-            rollout.join_weight_group_async(group, first_ranks),
+            rollout.fleet.call_each(
+                calls.JOIN_WEIGHT_GROUP,
+                [calls.JoinWeightGroup(group, rank) for rank in first_ranks],
+                timeout_s=self._config.weight_update.step_timeout_s + JOIN_MARGIN_S,
+            ),
             return_exceptions=True,
         )
         for meeting in meetings:

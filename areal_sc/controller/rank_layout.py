@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 from msgspec import structs
@@ -88,14 +89,13 @@ def with_sealed_field(
         share_rows: rows of each share, in the order in which its head has sealed them.
         sealed: the shard of each share; of one without rows, none is read.
     """
-    shards: list[ShardMetadata] = []
-    order: list[int] = []
+    shards = []
     for rows, shard in zip(share_rows, sealed, strict=True):
-        if rows:
-            shards.append(ShardMetadata(*shard, runs=(Run(len(order), 0, len(rows)),)))
-            order += rows
-    rows_in_order = tuple(batch.rows[row] for row in order)
+        runs = []
+        for _, part in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+            (first, row), *others = part
+            runs.append(Run(row, first, 1 + len(others)))
+        if runs:
+            shards.append(ShardMetadata(*shard, runs=tuple(sorted(runs))))
     columns = (Columns({field: "float32"}, tuple(shards)),)
-    computed = structs.replace(batch, columns=columns, rows=rows_in_order)
-    position = {row: i for i, row in enumerate(order)}
-    return batch.union(computed.take([position[row] for row in range(len(order))]))
+    return batch.union(structs.replace(batch, columns=columns))

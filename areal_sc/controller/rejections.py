@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from areal_sc.controller.group import Group, GroupState
 from areal_sc.errors import TooManyRejections
-from areal_sc.metadata import BatchMetadata
 
 
 class RejectionCounts(Struct, frozen=True):
@@ -28,8 +28,8 @@ class Rejections:
     Attributes:
         episodes: those rejected by their workflow or reward, by cause.
         examples: cause -> one full message.
-        num_stale_episodes: those of groups that were rejected as stale, finished or running.
-        wasted_tokens: trained-to-be tokens of finished groups among them.
+        num_stale_episodes: those of groups that were rejected as stale.
+        wasted_tokens: that they would have trained.
     """
 
     def __init__(self, window: int, max_rate: float) -> None:
@@ -60,14 +60,13 @@ class Rejections:
             num_rejected += count
         self._recent.append((num_rejected, num_episodes))
 
-    def add_stale_running(self, num_episodes: int) -> None:
-        """Counts a group that became stale while it was generated."""
-        self.num_stale_episodes += num_episodes
-
-    def add_stale_finished(self, batch: BatchMetadata) -> None:
-        """Counts a group that became stale after it was generated."""
-        self.num_stale_episodes += len(batch.episodes)
-        self.wasted_tokens += sum(row.num_loss_tokens for row in batch.rows)
+    def add_stale(self, group: Group, num_episodes: int) -> None:
+        """Counts a group, of so many episodes, that became stale."""
+        if group.state is GroupState.running:
+            self.num_stale_episodes += num_episodes
+        if group.batch is not None:
+            self.num_stale_episodes += len(group.batch.episodes)
+            self.wasted_tokens += sum(row.num_loss_tokens for row in group.batch.rows)
 
     def check_rate(self) -> None:
         """Raises: TooManyRejections: more than `max_rate` of the window's were rejected."""
@@ -89,10 +88,8 @@ class Rejections:
         return ", ".join(f"{cause} x{count}" for cause, count in causes) or "none"
 
     def snapshot(self) -> RejectionCounts:
-        """What a resumed run goes on counting from; see `restore`."""
         return RejectionCounts(dict(self.episodes), self.num_stale_episodes)
 
     def restore(self, counts: RejectionCounts) -> None:
-        """Goes on from `counts`."""
         self.episodes = Counter(counts.episodes)
         self.num_stale_episodes = counts.num_stale_episodes

@@ -17,12 +17,7 @@ from areal_sc.transport.rpc.transport import Transport, ZmqTransport
 
 @dataclass(frozen=True)
 class Runtime:
-    """Injected into both controllers.
-
-    Attributes:
-        transport: opens connections to workers.
-        new_id: names batches, operations and incarnations.
-    """
+    """Injected into both controllers; `new_id` names batches, weight groups and incarnations."""
 
     transport: Transport
     new_id: Callable[[], str] = random_id

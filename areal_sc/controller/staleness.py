@@ -42,14 +42,11 @@ class BatchDecision:
     Attributes:
         groups: the `train_batch_groups` finished groups to train, oldest first; None: not yet.
         stale: groups to reject as "stale" first; none of them is in `groups`.
-        waiting_for: when `groups` is None, the admitted groups of which `num_missing` must finish
-            first; fewer than `num_missing` of them: others must be admitted.
         num_missing: when `groups` is None, how many groups must finish first, at least.
     """
 
     groups: list[Group] | None
     stale: list[Group]
-    waiting_for: list[Group]
     num_missing: int
 
 
@@ -60,11 +57,7 @@ class StalenessPolicy:
     Each policy version is expected to train exactly one batch of `train_batch_groups` groups, from
     version 0 on; eq. 3 counts on it.
 
-    Attributes:
-        max_staleness: eta, in policy versions, >= 0; 0 is synchronous.
-        train_batch_groups: B, groups a training step, >= 1.
-        over_bound: what happens over the bound.
-
+    Attributes: as the settings of these names.
     Raises: ConfigError: a number is out of its range.
     """
 
@@ -106,12 +99,7 @@ class StalenessPolicy:
         return [group for group in groups if self.deadline(group) < version]
 
     def form_batch(self, groups: Iterable[Group], version: int) -> BatchDecision:
-        """The batch of `version` out of the unconsumed groups, or what it waits for.
-
-        Args:
-            groups: all queued, running and finished groups of the ledger.
-            version: the current policy version, whose batch has not been formed yet.
-        """
+        """The batch of `version`, out of all unconsumed groups of the ledger."""
         candidates = sorted(groups, key=lambda group: (group.admitted_version, group.group_id))
         stale = self._stale(candidates, version)
         stale_ids = {group.group_id for group in stale}
@@ -119,18 +107,10 @@ class StalenessPolicy:
         batch = [group for group in candidates if group.state is GroupState.finished]
         batch = batch[: self.train_batch_groups]
 
-        due = version + self.max_staleness
         num_missing = self.train_batch_groups - len(batch)
         if num_missing == 0 and self.over_bound == OverBound.wait:
-            due, num_missing = self._overdue_shortfall(candidates, batch, version)
-        if num_missing == 0:
-            return BatchDecision(groups=batch, stale=stale, waiting_for=[], num_missing=0)
-        waiting_for = [
-            group
-            for group in candidates
-            if group.state is not GroupState.finished and self.deadline(group) <= due
-        ]
-        return BatchDecision(None, stale, waiting_for, num_missing)
+            num_missing = self._overdue_shortfall(candidates, batch, version)
+        return BatchDecision(None if num_missing else batch, stale, num_missing)
 
     def _stale(self, groups: Sequence[Group], version: int) -> list[Group]:
         if self.over_bound != OverBound.mask:
@@ -145,13 +125,11 @@ class StalenessPolicy:
 
     def _overdue_shortfall(
         self, groups: Sequence[Group], batch: Sequence[Group], version: int
-    ) -> tuple[int, int]:
-        """The first deadline that `batch` would leave too many groups for, and how many it lacks.
+    ) -> int:
+        """How many groups `batch` lacks at the first deadline that it leaves too many groups for.
 
         `batch` holds the finished groups of earliest deadline, so it holds as many of every n_k
         as any batch can: where it falls short, only waiting helps.
-
-        Returns: (deadline, number of groups); (any, 0) when the batch is in order.
         """
         size = self.train_batch_groups
         num_due = self._num_due(groups, version)
@@ -159,8 +137,8 @@ class StalenessPolicy:
         for k, (due, taken) in enumerate(zip(num_due, num_in_batch, strict=True)):
             required = min(size, due - k * size)
             if taken < required:
-                return version + k, required - taken
-        return version, 0
+                return required - taken
+        return 0
 
     def _num_due(self, groups: Sequence[Group], version: int) -> list[int]:
         """n_k for k = 0..eta: how many of the groups have a deadline <= version + k."""
@@ -183,7 +161,6 @@ class StalenessStats:
         group_mean, group_max: over groups: version - the admission version.
         num_tokens_trained: tokens in the loss.
         num_tokens_masked: tokens that the bound left out of the loss.
-        masked_share: masked / (trained + masked).
     """
 
     token_mean: float
@@ -192,7 +169,6 @@ class StalenessStats:
     group_max: int
     num_tokens_trained: int
     num_tokens_masked: int
-    masked_share: float
 
     @classmethod
     def of(
@@ -201,8 +177,6 @@ class StalenessStats:
         """The statistics of the rows of a batch trained at `version`; all 0 without tokens.
 
         Args:
-            rows: the batch's rows.
-            version: the version being trained.
             min_token_version: as of `StalenessPolicy.min_token_version`.
         """
         spans = [span for row in rows for span in row.version_spans if span[1] > 0]
@@ -221,5 +195,4 @@ class StalenessStats:
             group_max=max(groups, default=0),
             num_tokens_trained=num_trained,
             num_tokens_masked=num_tokens - num_trained,
-            masked_share=(num_tokens - num_trained) / max(1, num_tokens),
         )

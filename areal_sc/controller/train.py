@@ -13,9 +13,11 @@ trains on does not depend on the number of ranks.
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,37 +27,32 @@ from msgspec.structs import replace
 from areal_sc.algorithms.advantages import normalized_advantages
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
-from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, ClipCenter
-from areal_sc.controller.control_loop import Shell
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.publication import Publisher, WeightsReceiver
+from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.publication import Publisher
 from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
-from areal_sc.controller.rank_writes import Finish, RankWrites
+from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
+from areal_sc.durable import commit_folder
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import ConfigError, WorkerLost
-from areal_sc.metadata import (
-    BatchMetadata,
-    RowMetadata,
-)
+from areal_sc.errors import CheckpointError, ConfigError
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.schedulers.base import Scheduler
 from areal_sc.transport.rpc.method import A, Method
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation, digest
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.base import Prompts
-from areal_sc.workflows.sources import SourceRegistry
 
-_ROLE = re.compile(r"[a-z][a-z0-9_]*")
+_Finish = Callable[[], Coroutine[Any, Any, None]]
 
 LOGPROB_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
 
 
-class TrainController(Shell):
+class TrainController(Controller):
     """Trains one model on any number of ranks.
 
     Methods block; each has an awaitable twin, named `..._async`, for scripts that are asyncio
@@ -77,26 +74,22 @@ class TrainController(Shell):
         role: str = TRAIN_ROLE,
         runtime: Runtime | None = None,
     ) -> None:
-        if role == ROLLOUT_ROLE or not _ROLE.fullmatch(role):
+        is_word = role.isascii() and role.isidentifier() and role.islower()
+        if role == ROLLOUT_ROLE or not is_word:
             raise ConfigError(
                 f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
                 f"ref, got {role!r}"
             )
+        super().__init__(engine, scheduler, runtime)
         self.role = role
-        self.engine = engine
         self.config: ActorConfig = engine.config
-        self.scheduler = scheduler
         self.version = 0
-        self._owns_transport = runtime is None
-        self._runtime = runtime or Runtime.create(scheduler.keys)
-        self._fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
-        self._sources = SourceRegistry(Path(scheduler.config.run_dir))
         self._folder = RunFolder(scheduler.config.run_dir)
         self._lineage = 0
         self._num_updates = 0  # that returned since the last publication
         self._trained_rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
-        self._publisher = Publisher(self.config, self._fleet, self._runtime.new_id)
-        self._writes = RankWrites(self._fleet, self._folder.exports / role)
+        self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
+        self._exports = self._folder.exports / role  # where ranks gather a model
         self._layout = RankLayout((0,), (0,))
         self._loss = loss_of(self.config.ppo)
 
@@ -107,25 +100,13 @@ class TrainController(Shell):
         """
         world_size = self.config.parallel.num_ranks
         self._lineage = self._folder.begin_lineage()
-        self._writes.clear()
-        await self._fleet.launch(
-            [
-                LaunchRequest(
-                    role=self.role,
-                    index=index,
-                    engine=type(self.engine).__name__,
-                    engine_config=to_plain(self.config),
-                    device=self.config.device,
-                    store_bytes=self.config.store_bytes,
-                )
-                for index in range(world_size)
-            ]
-        )
+        shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
+        await self._launch(self.role, [self.config] * world_size)
         init_method = ""
         if world_size > 1:  # one rank alone opens no port for it
-            rank_0 = self._fleet.members[0]
-            init_method = await self._fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
-        places = await self._fleet.call_each(
+            rank_0 = self.fleet.members[0]
+            init_method = await self.fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
+        places = await self.fleet.call_each(
             calls.INITIALIZE_RANK,
             [
                 calls.InitializeRank(rank, world_size, init_method, self._lineage)
@@ -136,15 +117,10 @@ class TrainController(Shell):
 
     async def close_async(self) -> None:
         """Ends the workers."""
-        await self._fleet.close()
-        self._writes.close()
-        if self._owns_transport:
-            await self._runtime.transport.close()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on this controller's sockets so far."""
-        return self._fleet.num_bytes
+        await super().close_async()
+        with suppress(OSError):  # it is not there, or an export is still being copied from it
+            self._exports.rmdir()
+            self._exports.parent.rmdir()
 
     async def compute_proximal_logprobs_async(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with field `proximal_logprobs`: [T] float32, nats, of the current weights.
@@ -166,7 +142,7 @@ class TrainController(Shell):
         for rows in share_rows:  # there may be none, and then the share has no fields
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
             parts.append(selected.take(rows))
-        replies = await self._fleet.call_each(calls.COMPUTE_LOGPROBS, self._layout.spread(parts))
+        replies = await self.fleet.call_each(calls.COMPUTE_LOGPROBS, self._layout.spread(parts))
         await asyncio.sleep(0)
         shards = [reply.shard for reply in self._layout.of_heads(replies)]
         return with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
@@ -237,7 +213,7 @@ class TrainController(Shell):
         self._set_version(version + 1)
         return metrics
 
-    async def publish_weights_async(self, rollout: WeightsReceiver) -> None:
+    async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
 
         Returns once the weights are sealed, broadcast or written; generation goes on. An update
@@ -245,15 +221,18 @@ class TrainController(Shell):
         """
 
         def announce(weights: WeightsReference) -> None:
-            trained_rows = [row for rows in self._trained_rows.values() for row in rows]
+            trained_rows = list(chain.from_iterable(self._trained_rows.values()))
             self._set_version(weights.version)
             rollout.receive_weights(weights, trained_rows)
 
-        await self._publish(self.version + 1, rollout, announce)
+        version = self.version + 1
+        operation = self._operation(f"publish_weights/{version}")
+        await self._publisher.publish(operation, version, rollout, announce)
 
-    async def share_weights_async(self, rollout: WeightsReceiver) -> None:
+    async def share_weights_async(self, rollout: RolloutController) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        await self._publish(self.version, rollout, rollout.receive_weights)
+        operation = self._operation(f"publish_weights/{self.version}")
+        await self._publisher.publish(operation, self.version, rollout, rollout.receive_weights)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
@@ -261,28 +240,21 @@ class TrainController(Shell):
         Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
             as it was.
         """
-        finish = await self._begin_export(check_replaceable(folder))
-        await finish()
+        await (await self._begin_export(check_replaceable(folder)))()
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        finish = self._run(self._begin_export(check_replaceable(folder)))
-        return self._submit(finish())
+        return self._submit(self._run(self._begin_export(check_replaceable(folder)))())
 
-    async def save_snapshot_async(self) -> None:
+    def begin_snapshot(self) -> Future[None]:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
 
+        Returns once the ranks have copied their state; they write it beside training.
         `areal_sc.trainer.checkpoints` adds the controllers' state and gives it its final name.
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        finish = await self._begin_snapshot()
-        await finish()
-
-    def begin_snapshot(self) -> Future[None]:
-        """`save_snapshot` beside training: returns once the ranks have copied their state."""
-        finish = self._run(self._begin_snapshot())
-        return self._submit(finish())
+        return self._submit(self._run(self._begin_snapshot())())
 
     async def load_snapshot_async(self, step: int) -> None:
         """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
@@ -291,46 +263,14 @@ class TrainController(Shell):
         """
         lineage = self._folder.begin_lineage()
         operation = Operation(lineage, step, "load_snapshot")
-        await self._fleet.call_all(calls.LOAD_SNAPSHOT, calls.Change(operation))
+        await self.fleet.call_all(calls.LOAD_SNAPSHOT, calls.Change(operation))
         self._lineage = lineage
         self._set_version(step)
 
     @property
     def publication_stats(self) -> dict[str, float]:
         """Where the time of publications went; see `PublicationTimes`."""
-        return self._publisher.times.as_stats()
-
-    async def worker_stats_async(self) -> list[dict[str, float]]:
-        """Counters of each rank's store and data plane."""
-        return [stats.as_metrics() for stats in await self._fleet.call_all(calls.STATS, None)]
-
-    def worker_stats(self) -> list[dict[str, float]]:
-        return self._run(self.worker_stats_async())
-
-    def compute_proximal_logprobs(self, batch: BatchMetadata) -> BatchMetadata:
-        return self._run(self.compute_proximal_logprobs_async(batch))
-
-    def ppo_update(self, batch: BatchMetadata) -> dict[str, float]:
-        return self._run(self.ppo_update_async(batch))
-
-    def sft_update(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
-        self._sources.register_prompts(prompts)  # copied where Ctrl-C ends it
-        return self._run(self.sft_update_async(prompts, indices))
-
-    def publish_weights(self, rollout: WeightsReceiver) -> None:
-        self._run(self.publish_weights_async(rollout))
-
-    def share_weights(self, rollout: WeightsReceiver) -> None:
-        self._run(self.share_weights_async(rollout))
-
-    def save_hf(self, folder: str | Path) -> None:
-        self._run(self.save_hf_async(folder))
-
-    def save_snapshot(self) -> None:
-        self._run(self.save_snapshot_async())
-
-    def load_snapshot(self, step: int) -> None:
-        self._run(self.load_snapshot_async(step))
+        return asdict(self._publisher.times)
 
     @property
     def _needs_proximal_logprobs(self) -> bool:
@@ -364,27 +304,40 @@ class TrainController(Shell):
         self, method: Method[A, dict[str, float]], shares: Sequence[A]
     ) -> dict[str, float]:
         """Metrics of the update, which every rank makes once."""
-        replies = await self._fleet.call_each(method, self._layout.spread(shares))
+        replies = await self.fleet.call_each(method, self._layout.spread(shares))
         return dict(self._layout.of_heads(replies)[0])
 
-    async def _publish(
-        self,
-        version: int,
-        rollout: WeightsReceiver,
-        announce: Callable[[WeightsReference], None],
-    ) -> None:
-        operation = self._operation(f"publish_weights/{version}")
-        await self._publisher.publish(operation, version, rollout, announce)
+    async def _begin_snapshot(self) -> _Finish:
+        """Returns when every rank has copied its state; the rest is written by what it returns."""
+        change = calls.Change(self._operation("snapshot"))
+        await self.fleet.call_all(calls.BEGIN_SNAPSHOT, change)
 
-    async def _begin_snapshot(self) -> Finish:
-        return await self._writes.begin_snapshot(self._operation("snapshot"))
+        async def finish() -> None:
+            await self.fleet.call_all(calls.FINISH_WRITE, change)
 
-    async def _begin_export(self, target: Path) -> Finish:
-        operation = self._operation(f"save_hf/{digest(str(target))}")
-        return await self._writes.begin_export(operation, target)
+        return finish
 
-    def _note_loss(self, loss: WorkerLost) -> None:
-        self.worker_lost = self.worker_lost or loss
+    async def _begin_export(self, target: Path) -> _Finish:
+        """As `_begin_snapshot`; replaces `target`, which may be on another file system."""
+        change = calls.Change(self._operation(f"save_hf/{digest(str(target))}"))
+        exported, *_ = await self.fleet.call_all(calls.BEGIN_SAVE_HF, change)
+
+        async def finish() -> None:
+            await self.fleet.call_all(calls.FINISH_WRITE, change)
+            try:
+                await asyncio.to_thread(commit_folder, Path(exported), target)
+            except OSError as error:
+                raise CheckpointError(f"cannot write {target}: {error}") from error
+
+        return finish
+
+    compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
+    ppo_update = blocking(ppo_update_async)
+    sft_update = blocking(sft_update_async, before=Controller._copy_prompts)
+    publish_weights = blocking(publish_weights_async)
+    share_weights = blocking(share_weights_async)
+    save_hf = blocking(save_hf_async)
+    load_snapshot = blocking(load_snapshot_async)
 
 
 def _trained_content(batch: BatchMetadata) -> list[Any]:

@@ -12,9 +12,8 @@ consumes     prompts, policy versions, the ends of running groups
 waits for    as many finished groups as the batch needs
 unblocked by each group that ends, and by `Background`'s failure and time limit
 
-Each running group is one task that waits for one RPC. Admission, replies, new versions and batch
-forming all run on one event loop and change the ledger between two awaits only, so there is nothing
-to lock; whoever waits for a change of that state waits on `Background`.
+Each admitted group is one task. Admission, replies, new versions and batch forming all run on one
+event loop and change the ledger between two awaits only, so there is nothing to lock.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from msgspec import Struct
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import MetricSums, mean_metrics
-from areal_sc.controller.group import Group, GroupState
-from areal_sc.controller.group_runs import GroupRunner, Source
+from areal_sc.controller.group import Group, GroupState, RolloutSource
 from areal_sc.controller.ledger import Ledger, LedgerState
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
+from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workflows.prompts import prompt_at
 
 
@@ -55,7 +54,6 @@ class TrainingGroups:
         new_id: names batches.
 
     Attributes:
-        ledger: the state of every group.
         version: the policy version that admission and batch forming count from.
         total_steps: training steps that the run will make; nothing is admitted beyond what they
             need. None admits without end.
@@ -67,59 +65,45 @@ class TrainingGroups:
         self,
         config: RolloutConfig,
         workers: RolloutWorkers,
-        runner: GroupRunner,
         rejections: Rejections,
         background: Background,
         new_id: Callable[[], str],
     ) -> None:
         self.ledger = Ledger()
         self.version = 0
-        self.total_steps: int | None = None
+        self.total_steps: int | None = config.total_steps or None
         self.num_prompts_taken = 0
         self.batch_metrics: dict[str, float] = {}
         self._config = config
         self._workers = workers
-        self._runner = runner
         self._rejections = rejections
         self._background = background
         self._new_id = new_id
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
-        self._source: Source | None = None
+        self._source: RolloutSource | None = None
         self._is_paused = False
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
         self._batch_attempts: dict[int, int] = {}  # of its groups
         self._returned_prompts: deque[PromptReference] = deque()
-        self._restored: dict[int, None] = {}  # queued groups without a task, oldest first
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._group_tasks: dict[int, asyncio.Task[None]] = {}
+        self._restored: dict[int, Group] = {}  # queued groups without a task, oldest first
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
         self._group_metrics: dict[int, MetricSums] = {}
         workers.on_room = self.admit
-
-    async def close(self) -> None:
-        """Ends all running groups; their failures are the background's already."""
-        self._source = None  # room that comes back meanwhile is for nobody
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def num_open(self) -> int:
         """Groups that are queued or running."""
         return self.ledger.num(GroupState.queued) + self.ledger.num(GroupState.running)
 
-    def needs(self, group_id: int, attempt: int) -> bool:
-        """Whether these rows wait to be trained, or are in the batch of the current version."""
-        is_in_batch = self._batch_attempts.get(group_id) == attempt
-        return is_in_batch or self.ledger.is_finished(group_id, attempt)
+    def needs(self, run: GroupAttempt) -> bool:
+        """Whether its rows wait to be trained, or are in the batch of the current version."""
+        is_in_batch = self._batch_attempts.get(run.group_id) == run.attempt
+        return is_in_batch or self.ledger.is_finished(run.group_id, run.attempt)
 
-    async def next_batch(self, source: Source) -> BatchMetadata:
-        """The batch of the current version, however often it is asked for.
-
-        Its rows live until the next version begins. Groups are admitted from `source` from here on,
-        also between two calls.
+    async def next_batch(self, source: RolloutSource) -> BatchMetadata:
+        """As `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
             a group. WaitTimeout: nothing changed for too long.
@@ -160,6 +144,10 @@ class TrainingGroups:
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweep()
 
+    def end(self) -> None:
+        """Nothing more is admitted, whatever room comes back, until the next batch is asked for."""
+        self._source = None
+
     def pause(self) -> None:
         """Stops admission; groups that run go on."""
         self._is_paused = True
@@ -175,8 +163,7 @@ class TrainingGroups:
             return
         while self._restored and self._has_slot:
             group_id = next(iter(self._restored))
-            del self._restored[group_id]
-            self._spawn(self.ledger.group(group_id), self._source)
+            self._start(self._restored.pop(group_id), self._source)
         num_counted = self.ledger.num_admitted_not_rejected
         num_admissible = self._policy.num_admissible(self.version, num_counted)
         if self.total_steps is not None:
@@ -187,10 +174,9 @@ class TrainingGroups:
             if not self._has_slot or not self._workers.has_room(num_queued):
                 return
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
-            self._spawn(group, self._source)
+            self._start(group, self._source)
 
     def snapshot(self) -> TrainingState:
-        """What a new controller needs to go on from here; see `restore`."""
         return TrainingState(
             self.version,
             self.num_prompts_taken,
@@ -205,43 +191,40 @@ class TrainingGroups:
         self._returned_prompts = deque(state.returned_prompts)
         self.ledger = Ledger.restore(state.ledger)
         self.ledger.requeue_all()
-        self._restored = dict.fromkeys(group.group_id for group in self.ledger.unconsumed())
+        self._restored = {group.group_id: group for group in self.ledger.unconsumed()}
 
     @property
     def _has_slot(self) -> bool:
         return self.num_open - len(self._restored) < self._config.max_concurrent_groups
 
-    def _next_prompt(self, source: Source) -> PromptReference:
+    def _next_prompt(self, source: RolloutSource) -> PromptReference:
         """Prompts of stale groups come again first; else the shuffled stream goes on."""
         if self._returned_prompts:
             return self._returned_prompts.popleft()
         index = prompt_at(self.num_prompts_taken, source.num_prompts, self._config.seed)
         self.num_prompts_taken += 1
-        return source.reference(index, self._config.seed)
+        return source.prompt(index, self._config.seed)
 
-    def _spawn(self, group: Group, source: Source) -> None:
-        task = asyncio.create_task(
-            self._background.guard(self._run(group, source)), name=f"group {group.group_id}"
-        )
-        self._tasks.add(task)
-        self._group_tasks[group.group_id] = task
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: self._group_tasks.pop(group.group_id, None))
+    def _start(self, group: Group, source: RolloutSource) -> None:
+        group_id = group.group_id
+        task = self._background.start(self._run(group, source), f"group {group_id}")
+        self._tasks[group_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(group_id, None))
 
-    async def _run(self, group: Group, source: Source) -> None:
+    async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
         worker = await self._workers.take(group.admitted_version)
         attempt = self.ledger.start(group.group_id, worker.name)
-        result = await self._runner.run(group, source, worker, self)
-        if result.batch is None:
-            self.ledger.reject(group.group_id, result.cause)
-        elif self.ledger.finish(group.group_id, attempt, result.batch):
-            self._group_metrics[group.group_id] = result.metrics
+        reply = await self._workers.run_group(worker, group, source)
+        self._rejections.add_group(reply.rejected, self._config.group_size)
+        if reply.batch is None:
+            self.ledger.reject(group.group_id, _main_cause(reply))
+        elif self.ledger.finish(group.group_id, attempt, reply.batch):
+            self._group_metrics[group.group_id] = reply.metrics
         else:
             self._workers.sweep_one(worker)
         self._rejections.check_rate()
         self.admit()
-        self._background.notify()
 
     def _consume(self, groups: Sequence[Group]) -> BatchMetadata:
         ids = [group.group_id for group in groups]
@@ -262,14 +245,16 @@ class TrainingGroups:
     def _reject_stale(self, groups: Iterable[Group]) -> None:
         """Refunds the groups and ends them where they run; their prompts are admitted anew."""
         for group in groups:
-            if group.state == GroupState.running:
-                self._rejections.add_stale_running(self._config.group_size)
-            if group.batch is not None:
-                self._rejections.add_stale_finished(group.batch)
-                self._group_metrics.pop(group.group_id, None)
-            task = self._group_tasks.pop(group.group_id, None)
-            if task:
-                task.cancel()
+            self._rejections.add_stale(group, self._config.group_size)
+            self._group_metrics.pop(group.group_id, None)
+            if group.group_id in self._tasks:
+                self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)
             self.ledger.reject(group.group_id, "stale")
             self._returned_prompts.append(group.prompt)
+
+
+def _main_cause(reply: GroupReply) -> str:
+    """Why most of the rejected episodes were; "empty" when the group gave no rows at all."""
+    rejected = reply.rejected
+    return max(rejected, key=lambda cause: rejected[cause][0], default="empty")

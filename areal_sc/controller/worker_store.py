@@ -8,56 +8,23 @@ A group takes room from the moment it is given to the worker until the worker ha
 of it is left. A run that nobody waits for any more may still seal its shard, so it keeps its room
 until the worker has ended it.
 
-Whether a shard is needed is asked of its owner, when a sweep is planned. The plan is sent in the
-same turn of the event loop, so what it says of live, dead and acknowledged shards is one state.
-
 Pure state: nothing here waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from areal_sc.transport.shard_ids import parse_shard_id
-from areal_sc.workers.calls import Sweep
+from areal_sc.workers.calls import GroupAttempt, Sweep
 
+Needs = Callable[[GroupAttempt], bool]
+"""Whether the rows of this run of a group may still be read.
 
-class ShardOwner(Protocol):
-    """Who asked for a group, and knows how long its rows are read."""
-
-    def needs(self, group_id: int, attempt: int) -> bool:
-        """Whether the rows of this attempt of the group may still be read."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class GroupRun:
-    """One run of a group on one worker."""
-
-    owner: ShardOwner
-    group_id: int
-    attempt: int
-
-    @property
-    def is_needed(self) -> bool:
-        return self.owner.needs(self.group_id, self.attempt)
-
-
-@dataclass(frozen=True)
-class SweepPlan:
-    """What one call of `sweep` says.
-
-    Attributes:
-        incarnation: the life of the worker that it is meant for.
-        sweep: what is asked of it.
-        dead: ids of the shards that are gone when the worker replies.
-    """
-
-    incarnation: str
-    sweep: Sweep
-    dead: tuple[str, ...]
+It is asked when a sweep is planned. The plan is sent in the same turn of the event loop, so what it
+says of live, dead and acknowledged shards is one state.
+"""
 
 
 class _Mark(NamedTuple):
@@ -65,15 +32,16 @@ class _Mark(NamedTuple):
 
     incarnation: str
     sequence: int
-    runs: frozenset[GroupRun]
+    runs: frozenset[GroupAttempt]
 
 
 class WorkerStore:
     """The groups that take room in one worker's store."""
 
-    def __init__(self) -> None:
-        self._runs: set[GroupRun] = set()
-        self._shards: dict[str, GroupRun] = {}
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
+        self._runs: set[GroupAttempt] = set()
+        self._shards: dict[str, GroupAttempt] = {}
         self._mark = _Mark("", 0, frozenset())
         self._acknowledged = self._mark
 
@@ -89,34 +57,35 @@ class WorkerStore:
 
     @property
     def has_dead(self) -> bool:
-        """Whether a shard lies in the store that its owner does not need any more."""
-        return any(not run.is_needed for run in self._shards.values())
+        """Whether a shard lies in the store that nobody needs any more."""
+        return not all(map(self._needs, self._shards.values()))
 
-    def begin(self, run: GroupRun) -> None:
+    def begin(self, run: GroupAttempt) -> None:
         """The worker is asked to run a group."""
         self._runs.add(run)
 
-    def end(self, run: GroupRun, shard_ids: Iterable[str]) -> None:
+    def end(self, run: GroupAttempt, shard_ids: Iterable[str]) -> None:
         """The worker has ended the run, and told what it sealed."""
         self._runs.remove(run)
         self._shards.update(dict.fromkeys(shard_ids, run))
 
-    def plan_sweep(self, incarnation: str) -> SweepPlan:
+    def plan_sweep(self, incarnation: str) -> tuple[Sweep, list[str]]:
         """What the worker may forget now; to be sent before anything else happens.
 
         Args:
             incarnation: the worker's present life. Shards of earlier lives are adopted ones, and
                 what an earlier life has acknowledged is not said to this one.
+        Returns: what is asked of it, and the ids of the shards that are gone when it replies.
         """
         if not self._mark.runs & self._runs:
             self._acknowledged = self._mark
         live: list[int] = []
-        adopted_live: list[str] = []
         dead: list[int] = []
+        adopted_live: list[str] = []
         dead_ids: list[str] = []
         for shard_id, run in self._shards.items():
             life, sequence = parse_shard_id(shard_id)
-            is_own, is_needed = life == incarnation, run.is_needed
+            is_own, is_needed = life == incarnation, self._needs(run)
             if is_own:
                 (live if is_needed else dead).append(sequence)
             elif is_needed:
@@ -125,18 +94,17 @@ class WorkerStore:
                 dead_ids.append(shard_id)
         is_current = self._acknowledged.incarnation == incarnation
         acknowledged = self._acknowledged.sequence if is_current else 0
-        sweep = Sweep(acknowledged, tuple(live), tuple(dead), tuple(adopted_live))
-        return SweepPlan(incarnation, sweep, tuple(dead_ids))
+        return Sweep(acknowledged, tuple(live), tuple(dead), tuple(adopted_live)), dead_ids
 
-    def confirm_sweep(self, plan: SweepPlan, last_sequence: int) -> None:
-        """The worker has done what the plan said.
+    def confirm_sweep(self, incarnation: str, dead_ids: Iterable[str], last_sequence: int) -> None:
+        """The worker has done what was planned.
 
         Args:
             last_sequence: number of the newest shard in its store at that time. Once the runs that
                 go on now have ended, every shard up to it is known here, or its reply was lost and
                 nobody needs it.
         """
-        for shard_id in plan.dead:
+        for shard_id in dead_ids:
             del self._shards[shard_id]
         if self._mark is self._acknowledged:
-            self._mark = _Mark(plan.incarnation, last_sequence, frozenset(self._runs))
+            self._mark = _Mark(incarnation, last_sequence, frozenset(self._runs))

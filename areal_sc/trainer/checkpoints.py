@@ -5,10 +5,9 @@
                                              before it one line: format, and checksum of the rest
     models/step-<n>/                         what `transformers`, SGLang and vLLM load
 
-The ranks' files have checksums of their own. A snapshot is written under another name and gets its
-own once everything is on disk, so one that has its name is whole. It is written from copies of the
-state at its step. Rows that were generated but not trained are not kept: their groups are generated
-again.
+The ranks' files have checksums of their own. A snapshot gets its name once everything is on disk,
+so one that has its name is whole. Rows that were generated but not trained are not kept: their
+groups are generated again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ FORMAT = 2
 _KIND = b"areal_sc-controllers"
 
 _FAILURES = (OSError, RunFolderError, CheckpointError)
-"""What a full disk raises, say."""
+"""Errors of writing, a full disk for example."""
 
 _Kind = Literal["snapshot", "model"]
 
@@ -47,14 +46,9 @@ _Kind = Literal["snapshot", "model"]
 class Checkpoints:
     """Writes snapshots and models when they are due, one of each kind at a time.
 
-    One is begun, for which every rank copies its state, and training goes on while it is written.
-    The metrics file gets an event `snapshot`, `model`, `snapshot_failed` or `model_failed` when it
-    ends. A failure is a warning: earlier ones are left as they were, and the run goes on.
-
-    Args:
-        run: its settings say when snapshots and models are due, and how many snapshots stay.
-        actor: writes its state.
-        rollout: its ledger and its place in the prompts are kept with a snapshot.
+    Every rank copies its state, and training goes on while that is written. The metrics file gets
+    an event `snapshot`, `model`, `snapshot_failed` or `model_failed` when it ends. A failure is a
+    warning: earlier ones are left as they were, and the run goes on.
     """
 
     def __init__(self, run: Run, actor: TrainController, rollout: RolloutController) -> None:
@@ -198,8 +192,7 @@ def _read_state(path: Path, step: int) -> RolloutState:
         line, _, packed = path.read_bytes().partition(b"\n")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    kind, _, rest = line.partition(b" ")
-    format_number, _, digest = rest.partition(b" ")
+    kind, format_number, digest, *_ = [*line.split(b" "), b"", b""]
     if kind != _KIND or digest != _digest(format_number, packed):
         raise CheckpointError(f"{path}: its checksum is wrong, its content damaged")
     if int(format_number) != FORMAT:

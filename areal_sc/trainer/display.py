@@ -1,24 +1,274 @@
-"""What a run shows while it works: a live display on a terminal, plain lines elsewhere.
-
-Both are trackers with the same further methods.
-
-    phase      a context: shows progress while it is open; phases may be nested
-    note       something worth knowing
-    warning    something is worse than it should be; the run goes on
-    close      gives the terminal back; a second call does nothing
-"""
+"""What a run shows while it works: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
 
-from areal_sc.trainer.live_display import LiveDisplay
-from areal_sc.trainer.plain_display import PlainDisplay
+from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
+from areal_sc.trainer.quantities import percent, short_duration, short_number
+from areal_sc.trainer.step_table import StepTable, named_values
+from areal_sc.trainer.tracker import Tracker
 
-RunDisplay = LiveDisplay | PlainDisplay
+_REPORTS_PER_PHASE = 4
+"""Plain lines about the progress of one phase, beside those of its start and end."""
+
+_REFRESHES_PER_S = 4
+_ROWS_PER_HEADER = 20
+_BAR_WIDTH = 20
+_SPEED_WINDOW_S = 3600.0
+"""The remaining time follows from the speed within this time: one step may take many minutes."""
+
+
+@dataclass
+class Phase:
+    """A part of the run whose progress is shown.
+
+    Attributes:
+        total: number of units to do; None where it is not known.
+        unit: what is counted, in the plural: `steps`.
+    """
+
+    name: str
+    total: int | None
+    unit: str
+    display: Display
+    done: int = 0
+    bar: Any = None  # of a live display
+
+    def advance(self, n: int = 1) -> None:
+        """Counts `n` more of the phase's units as done."""
+        self.done += n
+        self.display.show_progress(self, n)
+
+    def update(self, text: str) -> None:
+        """Says what the phase is doing now."""
+        self.display.show_status(self, text)
+
+    @property
+    def progress(self) -> str:
+        done = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        return f"{done} {self.unit}".strip()
+
+
+class Display(Tracker):
+    """A tracker that shows what it is told, and phases, notes and warnings.
+
+    This one is for files and pipes: one `key=value` line an event, without control codes. Lines are
+    written past rich: they are never wrapped, coloured or cut.
+    """
+
+    def __init__(self, console: Console, run_dir: Path | None, total_steps: int | None) -> None:
+        self._console = console
+        self._run_dir = run_dir
+        self._total_steps = total_steps
+        if run_dir is not None:
+            self.show_folder(run_dir)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
+        """Shows progress while it is open; phases may be nested."""
+        phase = Phase(name, total, unit, self)
+        began = self._console.get_time()
+        self.begin_phase(phase)
+        outcome = "stopped"
+        try:
+            yield phase
+            outcome = "ended"
+        finally:
+            self.end_phase(phase, outcome, self._console.get_time() - began)
+
+    def show_folder(self, run_dir: Path) -> None:
+        self._line(run_dir=run_dir, total_steps=self._total_steps)
+
+    def begin_phase(self, phase: Phase) -> None:
+        self._line(phase=phase.name, begins=phase.progress)
+
+    def end_phase(self, phase: Phase, outcome: str, duration_s: float) -> None:
+        """Args: outcome: `ended`, or `stopped` by an exception."""
+        ended = {"phase": phase.name, outcome: phase.progress}
+        self._line(**ended, duration_s=f"{duration_s:.2f}")
+
+    def show_progress(self, phase: Phase, num_new: int) -> None:
+        if phase.total:
+            before, now = (
+                _REPORTS_PER_PHASE * done // phase.total
+                for done in (phase.done - num_new, phase.done)
+            )
+            if before < now < _REPORTS_PER_PHASE:
+                self._line(phase=phase.name, done=phase.progress)
+
+    def show_status(self, phase: Phase, text: str) -> None:
+        self._line(phase=phase.name, status=text)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        values = dict(named_values(metrics))
+        if self._total_steps is not None:
+            values["step"] = f"{metrics.step}/{self._total_steps}"
+        self._line(**values)
+
+    def on_evaluation(self, result: EvaluationResult) -> None:
+        names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
+        values = {name: getattr(result, name) for name in names}
+        self._line(evaluation=result.name, step=result.step, **values)
+
+    def note(self, text: str) -> None:
+        """Shows something worth knowing."""
+        self._line(note=text)
+
+    def warning(self, text: str) -> None:
+        """Shows that something is worse than it should be; the run goes on."""
+        self._line("WARNING", warning=text)
+
+    def on_finish(self, summary: Summary) -> None:
+        self._line(finished=self._run_dir, **asdict(summary))
+
+    def close(self) -> None:
+        """Gives the terminal back; a second call does nothing."""
+        self._console.file.flush()
+
+    def _line(self, level: str = "INFO", **values: Any) -> None:
+        """Writes one line; values that are None are left out."""
+        pairs = (f"{key}={_word(value)}" for key, value in values.items() if value is not None)
+        encoding = self._console.encoding
+        line = " ".join([level, *pairs]).encode(encoding, "backslashreplace").decode(encoding)
+        self._console.file.write(f"{line}\n")
+        self._console.file.flush()
+
+
+def _word(value: Any) -> str:
+    """A value as one word, or quoted as in JSON where it would not be one."""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    if isinstance(value, int):
+        return str(value)
+    text = Text.from_ansi(str(value)).plain
+    if not text or any(character in '"= ' or not character.isprintable() for character in text):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+class LiveDisplay(Display):
+    """For terminals: bars at the bottom while a phase is open; all else scrolls above them."""
+
+    def __init__(self, console: Console, run_dir: Path | None, total_steps: int | None) -> None:
+        super().__init__(console, run_dir, total_steps)
+        self._table: StepTable | None = None
+        self._rows_since_header = 0
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(_BAR_WIDTH),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[status]}", style="dim", markup=False, table_column=rest),
+            console=console,
+            get_time=console.get_time,
+            speed_estimate_period=_SPEED_WINDOW_S,
+            refresh_per_second=_REFRESHES_PER_S,
+            transient=True,
+            expand=True,
+        )
+
+    def show_folder(self, run_dir: Path) -> None:
+        self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
+
+    def begin_phase(self, phase: Phase) -> None:
+        phase.bar = self._bars.add_task(phase.name, total=phase.total, status="")
+        self._bars.start()
+
+    def end_phase(self, phase: Phase, outcome: str, duration_s: float) -> None:
+        self._bars.remove_task(phase.bar)
+        if not self._bars.tasks:
+            self._bars.stop()
+        if outcome == "stopped":
+            done = f"stopped after {phase.progress}"
+        else:
+            done = f"{phase.done} {phase.unit}".rstrip() if phase.done else "done"
+        self._print(Text(f"{phase.name}: {done} in {short_duration(duration_s)}"))
+
+    def show_progress(self, phase: Phase, num_new: int) -> None:
+        self._bars.update(phase.bar, completed=phase.done)
+
+    def show_status(self, phase: Phase, text: str) -> None:
+        line = " ".join(Text.from_ansi(text).plain.split())
+        self._bars.update(phase.bar, status=line, refresh=True)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if self._table is None or self._table.width != self._console.width:
+            self._table = StepTable(self._console.width, self._total_steps)
+            self._rows_since_header = _ROWS_PER_HEADER
+        if self._rows_since_header >= _ROWS_PER_HEADER:
+            self._rows_since_header = 0
+            for line in self._table.header():
+                self._print(line)
+        self._rows_since_header += 1
+        self._print(self._table.row(metrics))
+
+    def on_evaluation(self, result: EvaluationResult) -> None:
+        line = Text.assemble((f"evaluation {result.name}: ", "bold magenta"))
+        if result.accuracy is not None:
+            line.append(f"accuracy {short_number(result.accuracy)}, ")
+        if result.accuracy != result.reward:
+            line.append(f"reward {short_number(result.reward)}, ")
+        line.append(f"{result.num_prompts} prompts")
+        versions = f"version {result.version_min}"
+        if result.version_max != result.version_min:
+            versions += f" to {result.version_max}"
+        line.append(f", {versions}", style="dim")
+        self._print(line)
+
+    def note(self, text: str) -> None:
+        self._print(Text.from_ansi(text))
+
+    def warning(self, text: str) -> None:
+        self._print(Text.assemble(("warning: ", "bold yellow"), Text.from_ansi(text).plain))
+
+    def on_finish(self, summary: Summary) -> None:
+        self.close()
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bold")
+        grid.add_column()
+        for name, value in asdict(summary).items():
+            if value is not None:
+                grid.add_row(name, _shown(name, value))
+        self._console.print()
+        self._console.print(grid)
+        if self._run_dir is not None:
+            self._print(Text.assemble(("run folder  ", "bold"), str(self._run_dir)))
+
+    def close(self) -> None:
+        self._bars.stop()
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, highlight=False)
+
+
+def _shown(name: str, value: float) -> str:
+    """A number of the summary, in the unit that its name tells."""
+    if name.endswith("_share"):
+        return percent(value)
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return short_duration(value)
+    return f"{value:,}" if isinstance(value, int) else short_number(value)
 
 
 def make_display(
@@ -26,18 +276,15 @@ def make_display(
     *,
     run_dir: Path | None = None,
     total_steps: int | None = None,
-) -> RunDisplay:
+) -> Display:
     """The display that fits the output.
 
     Args:
         console: where to show it; None is standard output, live only where that is a terminal
             that can move its cursor (`TERM=dumb` cannot).
-        run_dir: shown at the top.
-        total_steps: training steps of the whole run; None where it is not known.
     """
     if console is None:
         # given explicitly, because FORCE_COLOR would make rich take a pipe for a terminal
         console = Console(force_terminal=sys.stdout.isatty())
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveDisplay(console, run_dir, total_steps)
-    return PlainDisplay(console, run_dir, total_steps)
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    return (LiveDisplay if is_live else Display)(console, run_dir, total_steps)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.rollout import RolloutController
@@ -16,16 +16,9 @@ from areal_sc.workflows.sources import PromptSource
 class Evaluations:
     """Begins evaluations, and tells what they gave to everybody who follows the run.
 
-    begin       returns at once; training goes on
-    collect     ends with the one that goes on, if any
-    after_step  the periodic ones
-    finish      those of the trained model
-
     Args:
         run: its settings say how many prompts, how often, and whether greedily at the end.
-        rollout: plays the prompts.
         prompts: held-out ones; None: nothing is ever evaluated.
-        workflow: the episode.
     Raises: WorkflowError: a worker could not build the prompts or the workflow.
     """
 
@@ -41,7 +34,7 @@ class Evaluations:
         self._prompts = prompts
         self._workflow = workflow
         self._running: Future[EvaluationOutcome] | None = None
-        self._result_of: Callable[[EvaluationOutcome], EvaluationResult]
+        self._named: dict[str, Any] = {}  # what is known of its result
         if prompts is not None:
             rollout.register(prompts, workflow)  # what is wrong shows before a worker is started
 
@@ -61,17 +54,9 @@ class Evaluations:
             num_prompts=self._run.config.evaluation.num_prompts,
             temperature=temperature,
         )
-        step, default = self._rollout.version, self._run.config.generation.temperature
-        self._result_of = lambda outcome: EvaluationResult(
-            name=name,
-            step=step,
-            reward=outcome.reward,
-            num_prompts=outcome.num_prompts,
-            version_min=outcome.versions[0],
-            version_max=outcome.versions[1],
-            temperature=default if temperature is None else temperature,
-            workflow=outcome.metrics,
-        )
+        if temperature is None:
+            temperature = self._run.config.generation.temperature
+        self._named = {"name": name, "step": self._rollout.version, "temperature": temperature}
 
     def collect(self, *, wait: bool = True) -> None:
         """Ends with the evaluation that was begun, if any; without `wait`, if it is complete.
@@ -87,7 +72,14 @@ class Evaluations:
                 f"{outcome.num_rejected} prompts of the evaluation were rejected; for example: "
                 f"{outcome.rejection_example}"
             )
-        result = self._result_of(outcome)
+        result = EvaluationResult(
+            **self._named,
+            reward=outcome.reward,
+            num_prompts=outcome.num_prompts,
+            version_min=outcome.versions[0],
+            version_max=outcome.versions[1],
+            workflow=outcome.metrics,
+        )
         self._run.tell(lambda tracker: tracker.on_evaluation(result))
 
     def after_step(self) -> None:

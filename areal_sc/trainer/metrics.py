@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Self
+
+import msgspec
 
 STEP_PARTS = ("wait", "train", "sync")
 """What the time of a step goes to."""
@@ -26,10 +27,20 @@ def _names(record_type: type[Any]) -> tuple[str, ...]:
     return (*(item.name for item in fields(record_type)), *(name for name, _ in found))
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Record:
-    """A line of the metrics file."""
+    """A line of the metrics file.
 
-    __slots__ = ()
+    Attributes:
+        workflow: means over episodes of the metrics that the workflow reports.
+    """
+
+    workflow: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The workflow's metric of that name; None where it reports none."""
+        return self.workflow.get("accuracy")
 
     def to_record(self) -> dict[str, Any]:
         """The fields, and every property that follows from them; `from_record` is its inverse."""
@@ -39,22 +50,21 @@ class _Record:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """Null in a field of type float was not finite."""
-        values = {}
-        for item in fields(cls):  # type: ignore[arg-type]  # its subclasses are dataclasses
-            if item.name in record:
-                value = record[item.name]
-                values[item.name] = math.nan if value is None and item.type == "float" else value
+        values = {item.name: record[item.name] for item in fields(cls) if item.name in record}
+        for item in fields(cls):
+            if item.type == "float" and values.get(item.name, 0.0) is None:
+                values[item.name] = math.nan
         if "workflow" not in values and record.get("accuracy") is not None:  # an earlier areal_sc
             values["workflow"] = {"accuracy": record["accuracy"]}
         return cls(**values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StepMetrics(_Record):
     """One training step.
 
-    Staleness is in policy versions: of a group since its admission, of a token since it was
-    sampled. Statistics of tokens are over the step's trained tokens.
+    Staleness is in policy versions: of a group since its admission, of a trained token since it was
+    sampled.
 
     Attributes:
         step: number of training steps done, this one included.
@@ -71,9 +81,8 @@ class StepMetrics(_Record):
         train_s: proximal log-probabilities, advantages and updates.
         sync_s: publication of the weights.
         controller_bytes: bytes on the controllers' sockets since the step before.
-        workflow: means over episodes of the metrics that the workflow reports.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
-        counters: all that workers and publication count, summed over workers; since their start.
+        counters: all that workers and controllers count, summed; since the start of the workers.
     """
 
     step: int
@@ -94,14 +103,8 @@ class StepMetrics(_Record):
     num_wasted_tokens: int = 0
     mean_sequence_length: float = 0.0
     controller_bytes: int = 0
-    workflow: Mapping[str, float] = field(default_factory=dict)
     train: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def accuracy(self) -> float | None:
-        """The workflow's metric of that name; None where it reports none."""
-        return self.workflow.get("accuracy")
 
     def value(self, name: str) -> Any:
         """A field, a property, or what engine or workflow report under that name; else None."""
@@ -141,7 +144,7 @@ class StepMetrics(_Record):
         return "synchronisation" if self.sync_s > self.train_s else "training"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationResult(_Record):
     """One evaluation on held-out prompts.
 
@@ -152,7 +155,6 @@ class EvaluationResult(_Record):
         version_min: oldest policy version that sampled a token of it.
         version_max: newest one; the same as `version_min` where no publication fell into it.
         temperature: 0 is greedy.
-        workflow: means of the metrics that the workflow reports with its answers.
     """
 
     name: str
@@ -164,11 +166,6 @@ class EvaluationResult(_Record):
     temperature: float
     workflow: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def accuracy(self) -> float | None:
-        """The workflow's metric of that name; None where it reports none."""
-        return self.workflow.get("accuracy")
-
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -176,15 +173,10 @@ class Summary:
 
     Attributes:
         first_step_s: from the start of the process to the end of the first training step.
-        wait_share: share of the steps' time spent waiting for generation.
-        train_share: ... on proximal log-probabilities, advantages and updates.
-        sync_share: ... on publishing weights.
-        max_token_staleness_trained: policy versions, over all trained tokens.
-        max_group_staleness: policy versions, over all trained groups.
+        wait_share, train_share, sync_share: of the steps' time; see `StepMetrics`.
+        max_token_staleness_trained, max_group_staleness: in policy versions.
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
         controller_bytes_per_row: bytes on the controllers' sockets for each trained row.
-        num_masked_tokens: kept out of the loss because they were over the bound.
-        num_wasted_tokens: generated and thrown away.
     """
 
     num_steps: int
@@ -209,27 +201,21 @@ class Summary:
     train_share: float | None = None
     sync_share: float | None = None
 
-    def to_json(self) -> str:
-        """The content of `summary.json`: every field, null where it is None or not finite."""
-        return json.dumps(without_nonfinite(asdict(self)), indent=2, allow_nan=False) + "\n"
+    def to_json(self) -> bytes:
+        """The content of `summary.json`."""
+        return msgspec.json.format(to_json(self), indent=2) + b"\n"
 
 
 def summarize(
-    steps: Sequence[StepMetrics],
-    evaluations: Sequence[EvaluationResult],
-    *,
-    wall_time_s: float,
-    first_step_s: float | None = None,
-    num_rows_trained: int | None = None,
-    num_rows_trained_twice: int | None = None,
-    num_episodes_rejected: int | None = None,
+    steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationResult], **others: Any
 ) -> Summary:
     """The summary of a run.
 
     Args:
         steps: every training step of the surviving history, once.
         evaluations: in the order in which they were made; the last one of a name counts.
-        num_rows_trained: by the ledger, as the next one.
+        others: the fields that do not follow from these: `wall_time_s`, and what is known of
+            `first_step_s`, `num_rows_trained`, `num_rows_trained_twice`, `num_episodes_rejected`.
     """
 
     def total(name: str) -> Any:
@@ -256,27 +242,13 @@ def summarize(
             "trained_tokens_per_s": _ratio(total("num_trained_tokens"), time_s),
             **{f"{part}_share": _ratio(total(f"{part}_s"), time_s) for part in STEP_PARTS},
         }
-    return Summary(
-        num_steps=len(steps),
-        wall_time_s=wall_time_s,
-        num_rows_trained=num_rows_trained,
-        num_rows_trained_twice=num_rows_trained_twice,
-        num_episodes_rejected=num_episodes_rejected,
-        first_step_s=first_step_s,
-        **measured,
-    )
+    return Summary(num_steps=len(steps), **others, **measured)
+
+
+def to_json(value: Any) -> bytes:
+    """JSON in one line; floats that are not finite are null, NumPy's numbers are floats."""
+    return msgspec.json.encode(value, enc_hook=float)
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def without_nonfinite(value: Any) -> Any:
-    """The same, with None for every float that JSON has no form for."""
-    if isinstance(value, Mapping):
-        return {str(key): without_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nonfinite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from areal_sc.errors import RunFolderError
-from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, without_nonfinite
+from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, to_json
 from areal_sc.trainer.tracker import Tracker
 
 
@@ -19,8 +20,7 @@ class MetricsLog(Tracker):
     """Appends records to `metrics.jsonl`, one JSON object a line, each written at once.
 
     Every record has `kind` (`step`, `evaluation` or `event`) and `time` (Unix time, seconds).
-    Values that are not finite are written as null. A last line that an earlier process did not
-    finish is cut off first, so that the file stays readable after a crash.
+    A last line that an earlier process did not finish is cut off first.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -47,8 +47,7 @@ class MetricsLog(Tracker):
         self._file.close()
 
     def _append(self, kind: str, values: dict[str, Any]) -> None:
-        record = {"kind": kind, "time": round(self._clock(), 3), **without_nonfinite(values)}
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        line = to_json({"kind": kind, "time": round(self._clock(), 3), **values}) + b"\n"
         try:
             written = self._file.write(line)
         except OSError as error:
@@ -69,12 +68,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline: unfinished
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise RunFolderError(f"{path}, line {number}: expected JSON, got {line!r}") from error
-        if not isinstance(record, dict):
-            raise RunFolderError(f"{path}, line {number}: expected a JSON object, got {line!r}")
-        records.append(record)
+            records.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.DecodeError as error:
+            raise RunFolderError(
+                f"{path}, line {number}: expected a JSON object, got {line!r}"
+            ) from error
     return records
 
 
@@ -88,22 +86,16 @@ class History:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises: RunFolderError: as `read_metrics`."""
-        records = read_metrics(path)
+        found: list[Mapping[str, Any]] = []
+        for record in read_metrics(path):
+            if record["kind"] in ("step", "evaluation"):
+                found.append(record)
+            elif record["kind"] == "event" and record["name"] == "resumed":
+                found = [earlier for earlier in found if earlier["step"] <= record["step"]]
         return cls(
-            [StepMetrics.from_record(record) for record in _surviving(records, "step")],
-            [EvaluationResult.from_record(record) for record in _surviving(records, "evaluation")],
+            [StepMetrics.from_record(r) for r in found if r["kind"] == "step"],
+            [EvaluationResult.from_record(r) for r in found if r["kind"] == "evaluation"],
         )
-
-
-def _surviving(records: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """Those of one kind in order; a resumed run abandons what followed the step of its snapshot."""
-    found: list[Mapping[str, Any]] = []
-    for record in records:
-        if record["kind"] == kind:
-            found.append(record)
-        elif record["kind"] == "event" and record["name"] == "resumed":
-            found = [earlier for earlier in found if earlier["step"] <= record["step"]]
-    return found
 
 
 def _cut_unfinished_line(path: Path) -> None:

@@ -13,6 +13,8 @@ snapshots and exports go on beside it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
@@ -48,40 +50,30 @@ class PPOTrainer(Run):
             evaluation_workflow: None: as for training.
         Returns: the numbers of `summary.json`.
         """
-        evaluation_workflow = evaluation_workflow or workflow
-        if self._is_open:
-            return self._fit(workflow, prompts, evaluation_prompts, evaluation_workflow)
-        with self:
-            return self._fit(workflow, prompts, evaluation_prompts, evaluation_workflow)
-
-    def _fit(
-        self,
-        workflow: Workflow,
-        prompts: PromptSource,
-        evaluation_prompts: PromptSource | None,
-        evaluation_workflow: Workflow,
-    ) -> Summary:
-        actor = TrainController(make_actor(self.config.actor), self.scheduler)
-        rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
-        with self.display.phase("datasets"):  # what is wrong ends the run before a worker starts
-            rollout.register(prompts, workflow)
-            evaluations = Evaluations(self, rollout, evaluation_prompts, evaluation_workflow)
-        checkpoints = Checkpoints(self, actor, rollout)
-        with self.training(actor, rollout) as steps:
-            if actor.version == 0:
-                evaluations.begin("before")
-            for step in steps:
-                with step.timed("wait"):
-                    batch = rollout.prepare_batch(prompts, workflow)
-                with step.timed("train"):
-                    batch = actor.compute_advantages(batch)
-                    batch = actor.compute_proximal_logprobs(batch)
-                    stats = actor.ppo_update(batch)
-                evaluations.collect(wait=step.number == 1)  # the first one sees no publication
-                with step.timed("sync"):
-                    actor.publish_weights(rollout)
-                step.record(batch, stats)
-                evaluations.after_step()
-                checkpoints.after_step()
-            evaluations.finish()
-            return self.finish(actor, rollout)
+        with nullcontext() if self._is_open else self:
+            actor = TrainController(make_actor(self.config.actor), self.scheduler)
+            rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
+            with self.display.phase("datasets"):  # what is wrong shows before a worker is started
+                rollout.register(prompts, workflow)
+                evaluations = Evaluations(
+                    self, rollout, evaluation_prompts, evaluation_workflow or workflow
+                )
+            checkpoints = Checkpoints(self, actor, rollout)
+            with self.training(actor, rollout) as steps:
+                if actor.version == 0:
+                    evaluations.begin("before")
+                for step in steps:
+                    with step.timed("wait"):
+                        batch = rollout.prepare_batch(prompts, workflow)
+                    with step.timed("train"):
+                        batch = actor.compute_advantages(batch)
+                        batch = actor.compute_proximal_logprobs(batch)
+                        stats = actor.ppo_update(batch)
+                    evaluations.collect(wait=step.number == 1)  # the first sees no publication
+                    with step.timed("sync"):
+                        actor.publish_weights(rollout)
+                    step.record(batch, stats)
+                    evaluations.after_step()
+                    checkpoints.after_step()
+                evaluations.finish()
+                return self.finish(actor, rollout)

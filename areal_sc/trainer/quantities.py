@@ -13,28 +13,17 @@ def short_number(value: float | None) -> str:
         return "-"
     if not math.isfinite(value):
         return str(float(value))
-    sign = "-" if value < 0 else ""
-    if 0 < abs(value) < 0.001:
-        mantissa, exponent = f"{abs(value):.{0 if sign else 1}e}".split("e")
+    sign, value = "-" if value < 0 else "", abs(value)
+    if 0 < value < 0.001:
+        mantissa, exponent = f"{value:.{0 if sign else 1}e}".split("e")
         return f"{sign}{mantissa}e{int(exponent)}"
-    if abs(value) < 1000:
-        return sign + _longest_fit(abs(value), max_decimals=3, max_length=5)
-    return sign + short_count(abs(value))
-
-
-def short_count(value: float | None) -> str:
-    """A quantity >= 0 in at most 5 characters below 1e18: 950, 1.23k, 12.3k, 123k, 1.23M."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return str(float(value))
+    if value < 1000:
+        return sign + _longest_fit(value, max_decimals=3, max_length=5)
     power = 0
     while value >= 1000 and power < len(_SUFFIXES) - 1:
         value /= 1000
         power += 1
-    if power == 0:
-        return f"{value:.0f}"
-    return _longest_fit(value, max_decimals=2, max_length=4) + _SUFFIXES[power]
+    return sign + _longest_fit(value, max_decimals=2, max_length=4) + _SUFFIXES[power]
 
 
 def short_duration(seconds: float | None) -> str:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from areal_sc.config.loader import config_text
@@ -33,11 +32,11 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.trainer.advice import tail_advice
 from areal_sc.trainer.checkpoints import load_latest_snapshot
-from areal_sc.trainer.display import RunDisplay, make_display
+from areal_sc.trainer.display import Display, make_display
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
-from areal_sc.trainer.steps import Step, Totals
+from areal_sc.trainer.steps import Step, count
 from areal_sc.trainer.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -47,21 +46,17 @@ class Run:
     """One run in its folder, from the start of its script to its summary. A context manager.
 
     Args:
-        config: the run's settings.
         trackers: are told of steps, evaluations and models, in this order, after the metrics file
             and the display.
 
     Attributes:
-        config: as given.
-        folder: the run folder.
         scheduler: starts the workers; its fork server begins to import at once.
-        display: shows the run.
         log: the metrics file.
     """
 
     folder: RunFolder
     scheduler: Scheduler
-    display: RunDisplay
+    display: Display
     log: MetricsLog
 
     def __init__(self, config: GRPOConfig, trackers: Sequence[Tracker] = ()) -> None:
@@ -104,12 +99,7 @@ class Run:
         self._is_open = True
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_open = False
         self._stack.close()
 
@@ -129,11 +119,12 @@ class Run:
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 stack.enter_context(start(actor, rollout))
-                self._resume(actor, rollout)
+                if self._opening is Opening.resume:
+                    self._resume(actor, rollout)
             yield stack.enter_context(closing(self._steps(actor, rollout)))
 
     def tell(self, event: Callable[[Tracker], None]) -> None:
-        """Calls one of their methods for everybody who follows the run."""
+        """Calls a method of everybody who follows the run."""
         for tracker in (self.log, self.display, *self._trackers):
             event(tracker)
 
@@ -159,13 +150,11 @@ class Run:
             num_episodes_rejected=rollout.rejections.num_episodes,
         )
         plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
-        self.folder.write_atomic(self.folder.summary_path, summary.to_json().encode())
+        self.folder.write_atomic(self.folder.summary_path, summary.to_json())
         self.tell(lambda tracker: tracker.on_finish(summary))
         return summary
 
     def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
-        if self._opening is not Opening.resume:
-            return
         step, warnings = load_latest_snapshot(self.folder, actor, rollout)
         for warning in warnings:
             self.display.warning(warning)
@@ -176,18 +165,18 @@ class Run:
     def _steps(
         self, actor: TrainController, rollout: RolloutController
     ) -> Generator[Step, None, None]:
-        total, totals = self.config.total_steps, Totals.of(actor, rollout)
+        total, counters = self.config.total_steps, count(actor, rollout)
         with self.display.phase("training", total, "steps") as phase:
             phase.advance(actor.version)
             while actor.version < total:
-                step = Step(actor, rollout, totals, self._tell_step)
+                step = Step(actor, rollout, counters, self._tell_step)
                 yield step
                 if actor.version != step.number:
                     raise RuntimeError(
                         f"step {step.number} ended at policy version {actor.version}: call "
                         "actor.publish_weights(rollout) once a step"
                     )
-                totals = step.totals
+                counters = step.counters
                 phase.advance()
 
     def _tell_step(self, metrics: StepMetrics) -> None:

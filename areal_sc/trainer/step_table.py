@@ -6,15 +6,15 @@ columns, as many as fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from rich.text import Text
 
 from areal_sc.trainer.metrics import Bound, StepMetrics
-from areal_sc.trainer.quantities import percent, short_count, short_duration, short_number
+from areal_sc.trainer.quantities import percent, short_duration, short_number
 
 _NARROW = 70
 """Terminals below this width show the step's number without the total (the bar shows it)."""
@@ -24,12 +24,7 @@ _WIDE = 80
 
 _ROOM_FOR_LOSSES = len(" waste 0.1%")
 
-_BOUNDS: dict[Bound, tuple[str, str]] = {
-    "generation": ("gen", "cyan"),
-    "training": ("train", "green"),
-    "synchronisation": ("sync", "yellow"),
-}
-"""Short name and colour."""
+_BOUNDS: dict[Bound, str] = {"generation": "gen", "training": "train", "synchronisation": "sync"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,6 @@ class Column:
 
     Attributes:
         names: the metrics that it shows, as `StepMetrics.value` knows them.
-        title: above the column.
         width: characters that every text fits into.
         rank: columns with the largest one leave first when the terminal is narrow.
         text: of the values, which may be None where nothing was measured.
@@ -62,13 +56,8 @@ def _mean_and_max(mean: float, maximum: int) -> str:
     return text if len(text) <= 7 else f"{mean:.0f}/{maximum}"
 
 
-STEP = Column(("step",), "step", 4, 0, str)
-"""Its width is that of the largest number of a run."""
-
-BOUND = Column(("bound",), "bound", 5, 5, lambda bound: _BOUNDS[bound][0].ljust(5))
-
 COLUMNS = (
-    STEP,
+    Column(("step",), "step", 4, 0, str),
     Column(("reward",), "reward", 6, 1),
     Column(("accuracy",), "acc", 5, 2, style="bold"),
     Column(("loss",), "loss", 6, 3),
@@ -83,10 +72,10 @@ COLUMNS = (
         ("group_staleness_mean", "group_staleness_max"),
         *("groups", 7, 9, _mean_and_max, "staleness"),
     ),
-    Column(("generated_tokens_per_s",), "gen", 5, 10, short_count, "tokens/s"),
-    Column(("trained_tokens_per_s",), "train", 5, 11, short_count, "tokens/s"),
+    Column(("generated_tokens_per_s",), "gen", 5, 10, heading="tokens/s"),
+    Column(("trained_tokens_per_s",), "train", 5, 11, heading="tokens/s"),
     Column(("step_time_s",), "time", 6, 4, short_duration),
-    BOUND,
+    Column(("bound",), "bound", 5, 5, lambda bound: _BOUNDS[bound].ljust(5)),
 )
 
 LOSSES = (
@@ -110,24 +99,24 @@ class StepTable:
     """Lays out step lines for one terminal width; no line is longer than it."""
 
     def __init__(self, width: int, total_steps: int | None) -> None:
-        """Args: width: characters a line; total_steps: None where it is not known."""
+        """Args: width: characters a line. total_steps: None where it is not known."""
         self.width = width
-        self._total = f"/{total_steps}" if total_steps and width >= _NARROW else ""
-        digits = len(str(total_steps or 100_000))
-        self._step_width = max(digits + len(self._total), STEP.width)
+        total = f"/{total_steps}" if total_steps and width >= _NARROW else ""
+        digits = len(str(total_steps or 100_000)) + len(total)
+        step = replace(COLUMNS[0], width=max(digits, 4), text=lambda number: f"{number}{total}")
         self._gap = " "
-        self._columns = list(COLUMNS)
+        self._columns = [step, *COLUMNS[1:]]
         room = width - _ROOM_FOR_LOSSES if width >= _WIDE else width
-        while self._length() > room and len(self._columns) > 1:
+        while _length(self._columns, self._gap) > room and len(self._columns) > 1:
             self._columns.remove(max(self._columns, key=lambda column: column.rank))
-        if self._length() + len(self._columns) - 1 <= room:
+        if _length(self._columns, "  ") <= room:
             self._gap = "  "
 
     def header(self) -> list[Text]:
         """What adjacent columns share, where they share anything, and the titles."""
-        titles = [self._aligned(column, column.title) for column in self._columns]
+        titles = self._gap.join(column.title.rjust(column.width) for column in self._columns)
         headings = self._gap.join(self._headings()).rstrip()
-        lines = [Text(line, style="dim") for line in (headings, self._gap.join(titles)) if line]
+        lines = [Text(line, style="dim") for line in (headings, titles) if line]
         for line in lines:
             line.truncate(self.width)
         return lines
@@ -135,11 +124,10 @@ class StepTable:
     def row(self, metrics: StepMetrics) -> Text:
         """One line for one step."""
         line = Text()
-        for i, column in enumerate(self._columns):
-            text = column.text(*column.values(metrics)) + (self._total if column is STEP else "")
-            style = _BOUNDS[metrics.bound][1] if column is BOUND else column.style
-            line.append(self._gap if i else "")
-            line.append(self._aligned(column, text), style=style)
+        for column in self._columns:
+            text = column.text(*column.values(metrics)).rjust(column.width)
+            line.append(self._gap if line else "")
+            line.append(text, style=column.style)
         for column in LOSSES:
             (value,) = column.values(metrics)
             text = f"{self._gap}{column.title} {column.text(value)}"
@@ -149,23 +137,17 @@ class StepTable:
         line.truncate(self.width)
         return line
 
-    def _aligned(self, column: Column, text: str) -> str:
-        return text.rjust(self._width(column))
-
-    def _width(self, column: Column) -> int:
-        return self._step_width if column is STEP else column.width
-
-    def _length(self) -> int:
-        widths = [self._width(column) for column in self._columns]
-        return sum(widths) + len(self._gap) * (len(widths) - 1)
-
     def _headings(self) -> Iterator[str]:
         """The headings, each over its run of adjacent columns, left out where it does not fit."""
-        for heading, columns in groupby(self._columns, key=lambda column: column.heading):
-            widths = [self._width(column) for column in columns]
+        for heading, group in groupby(self._columns, key=lambda column: column.heading):
+            columns = list(group)
             if not heading:
-                yield from (" " * width for width in widths)
+                yield from (" " * column.width for column in columns)
                 continue
-            width = sum(widths) + len(self._gap) * (len(widths) - 1)
+            width = _length(columns, self._gap)
             text = next((t for t in (heading, heading[:5]) if len(t) <= width), "")
             yield text.center(width)
+
+
+def _length(columns: Sequence[Column], gap: str) -> int:
+    return sum(column.width for column in columns) + len(gap) * (len(columns) - 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from areal_sc.controller.rollout import RolloutController
@@ -17,50 +16,38 @@ from areal_sc.trainer.metrics import StepMetrics
 Part = Literal["wait", "train", "sync"]
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What has been counted since the start of the workers.
-
-    Attributes:
-        counters: all of them, summed over workers.
-    """
-
-    counters: dict[str, float]
-    wasted_tokens: float
-    rejected_groups: int
-    controller_bytes: int
-
-    @classmethod
-    def of(cls, actor: TrainController, rollout: RolloutController) -> Totals:
-        counters: dict[str, float] = {}
-        for worker in (*rollout.worker_stats(), *actor.worker_stats()):
-            for name, value in worker.items():
-                counters[name] = counters.get(name, 0) + value
-        return cls(
-            counters={**counters, **actor.publication_stats},
-            wasted_tokens=rollout.rejections.wasted_tokens + counters["cancelled_tokens"],
-            rejected_groups=sum(rollout.account()["rejected"].values()),
-            controller_bytes=actor.num_bytes + rollout.num_bytes,
-        )
+def count(actor: TrainController, rollout: RolloutController) -> dict[str, float]:
+    """All counters of workers and controllers, summed; since the start of the workers."""
+    ranks = actor.begin_worker_stats()
+    counters = {
+        "wasted_tokens": rollout.rejections.wasted_tokens,
+        "rejected_groups": sum(rollout.account()["rejected"].values()),
+        "controller_bytes": actor.num_bytes + rollout.num_bytes,
+        **actor.publication_stats,
+    }
+    for worker in (*rollout.worker_stats(), *ranks.result()):
+        for name, value in worker.items():
+            counters[name] = counters.get(name, 0) + value
+    return counters
 
 
 class Step:
     """A training step that goes on; it begins when it is made.
 
     Attributes:
-        number: of the step, from 1.
-        totals: counted at the end of the step before, and once it is recorded at its own.
+        number: from 1.
+        counters: as of the end of the step before; once it is recorded, of its own.
     """
 
     def __init__(
         self,
         actor: TrainController,
         rollout: RolloutController,
-        totals: Totals,
+        counters: dict[str, float],
         tell: Callable[[StepMetrics], None],
     ) -> None:
         self.number = actor.version + 1
-        self.totals = totals
+        self.counters = counters
         self._actor = actor
         self._rollout = rollout
         self._tell = tell
@@ -80,12 +67,14 @@ class Step:
         """Ends the step, and tells what was measured of it.
 
         Args:
-            batch: what was trained.
             stats: what `ppo_update` returned, and whatever else is worth keeping.
         """
         staleness = StalenessStats.of(batch.rows, batch.global_step, batch.min_token_version)
-        before, now = self.totals, Totals.of(self._actor, self._rollout)
-        generated = now.counters["generated_tokens"] - before.counters["generated_tokens"]
+        before, now = self.counters, count(self._actor, self._rollout)
+
+        def new(name: str) -> int:
+            return int(now[name] - before[name])
+
         metrics = StepMetrics(
             step=self.number,
             reward=_mean_reward(batch),
@@ -94,22 +83,22 @@ class Step:
             token_staleness_mean=staleness.token_mean,
             token_staleness_max=staleness.token_max,
             num_rows=batch.total_batch_size,
-            num_generated_tokens=int(generated),
+            num_generated_tokens=new("generated_tokens"),
             num_trained_tokens=staleness.num_tokens_trained,
             num_masked_tokens=staleness.num_tokens_masked,
-            num_wasted_tokens=int(now.wasted_tokens - before.wasted_tokens),
-            num_rejected_groups=now.rejected_groups - before.rejected_groups,
+            num_wasted_tokens=new("wasted_tokens") + new("cancelled_tokens"),
+            num_rejected_groups=new("rejected_groups"),
             mean_sequence_length=batch.num_tokens / batch.total_batch_size,
             step_time_s=time.monotonic() - self._began,
             wait_s=self._spent["wait"],
             train_s=self._spent["train"],
             sync_s=self._spent["sync"],
-            controller_bytes=now.controller_bytes - before.controller_bytes,
+            controller_bytes=new("controller_bytes"),
             workflow=self._rollout.batch_metrics,
             train=stats,
-            counters=now.counters,
+            counters=now,
         )
-        self.totals = now
+        self.counters = now
         self._tell(metrics)
         return metrics
 

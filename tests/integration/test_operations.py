@@ -24,10 +24,10 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     runtime = Runtime.create(scheduler.keys)
     again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
     again._lineage, again._layout = actor._lineage, actor._layout
-    for member in actor._fleet.members:
+    for member in actor.fleet.members:
         worker = member.worker
         connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)
-        again._fleet.members.append(Member(worker, member.index, connection))
+        again.fleet.members.append(Member(worker, member.index, connection))
     return again
 
 

@@ -33,7 +33,7 @@ def test_each_controller_has_what_is_its_own(
         actor.sft_update(Demonstrations(), [0, 1])
         reference.sft_update(Demonstrations(), [2, 3])
         for controller in (actor, reference):
-            controller.save_snapshot()
+            controller.begin_snapshot().result()
             controller.save_hf(tmp_path / controller.role)
         snapshot = run.snapshot_path(1)
         partial_of(snapshot).rename(snapshot)

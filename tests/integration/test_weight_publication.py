@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integration.scripts.episodes import by_letters
@@ -27,7 +28,7 @@ from areal_sc import (
 from areal_sc import start as start_controllers
 from areal_sc.errors import ConfigError, WorkerLost
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.workers.calls import LEAVE_WEIGHT_GROUP, WeightRanks
+from areal_sc.workers.calls import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks
 
 METHODS = ("pull", "collective", "disk")
 PROMPTS = letter_prompts(16, seed=3)
@@ -131,17 +132,18 @@ def leave_unnoticed(rollout: RolloutController, group: str) -> None:
     """One worker leaves, and the question whether all are members is answered as before."""
 
     async def leave() -> None:
-        fleet = rollout._fleet
+        fleet = rollout.fleet
         await fleet.call(fleet.members[1], LEAVE_WEIGHT_GROUP, group)
 
     rollout._run(leave())
-    ask = rollout.weight_ranks_async
+    ask = rollout.fleet.call_all
 
-    async def ask_once(name: str) -> list[WeightRanks]:
-        rollout.weight_ranks_async = ask  # type: ignore[method-assign]
-        return [replace(worker, is_member=True) for worker in await ask(name)]
+    async def ask_once(method: Any, name: str) -> list[WeightRanks]:
+        assert method is WEIGHT_RANKS
+        rollout.fleet.call_all = ask  # type: ignore[method-assign]
+        return [replace(worker, is_member=True) for worker in await ask(WEIGHT_RANKS, name)]
 
-    rollout.weight_ranks_async = ask_once  # type: ignore[method-assign]
+    rollout.fleet.call_all = ask_once  # type: ignore[assignment, method-assign]
 
 
 def test_a_worker_that_dies_ends_the_broadcast(
@@ -150,7 +152,7 @@ def test_a_worker_that_dies_ends_the_broadcast(
     config = tiny_config("weight_update.method=collective", "rollout.num_workers=2")
     with controllers(config, scheduler) as (actor, rollout):
         train_step(actor, rollout)
-        os.kill(rollout._fleet.members[1].worker.pid, signal.SIGKILL)
+        os.kill(rollout.fleet.members[1].worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerLost, match="rollout/1"):
             train_step(actor, rollout)
 

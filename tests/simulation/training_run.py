@@ -36,7 +36,7 @@ from areal_sc.config.schema import (
 )
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.group import Group, GroupState
+from areal_sc.controller.group import Group
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.rollout import RolloutController, RolloutState
 from areal_sc.controller.runtime import Runtime
@@ -90,10 +90,9 @@ class WatchedLedger(Ledger):
         self.run.before_admission(prompt, version)
         return super().admit(prompt, version)
 
-    def reject(self, group_id: int, reason: str) -> Group:
-        group = super().reject(group_id, reason)
+    def reject(self, group_id: int, reason: str) -> None:
+        super().reject(group_id, reason)
         self.run.rejected[group_id] = reason
-        return group
 
 
 class TrainingRun:
@@ -113,7 +112,7 @@ class TrainingRun:
         self.rollout = RolloutController(
             LocalGenerator(rollout_config), self.cluster, runtime=runtime
         )
-        self.rollout.total_steps = settings.num_steps if settings.ends_at_last_step else None
+        self.rollout.groups.total_steps = settings.num_steps if settings.ends_at_last_step else None
         self.cluster.on_forgotten = self.before_forgotten
         ledger = WatchedLedger()
         ledger.run = self
@@ -189,11 +188,10 @@ class TrainingRun:
         state = msgspec.msgpack.decode(saved["controllers"], type=RolloutState)
         await self.actor.load_snapshot_async(saved["version"])
         self.rollout.restore(state)
-        restored = self.rollout.groups.ledger.snapshot()
-        ledger = WatchedLedger.restore(restored)
+        ledger = self.rollout.groups.ledger
+        ledger.__class__ = WatchedLedger
         assert isinstance(ledger, WatchedLedger)
         ledger.run = self
-        self.rollout.groups.ledger = ledger
         self.batches = list(saved["batches"])
         self.admitted = list(saved["admitted"])
         self.rejected = dict(saved["rejected"])
@@ -269,9 +267,9 @@ class TrainingRun:
         What the step before has trained may still be on its way out; all before that is gone.
         """
         needed = {shard.shard_id for shard in batch.shards}
-        for group in self.rollout.groups.ledger.in_state(GroupState.finished):
-            assert group.batch is not None
-            needed |= {shard.shard_id for shard in group.batch.shards}
+        for group in self.rollout.groups.ledger.unconsumed():
+            if group.batch is not None:
+                needed |= {shard.shard_id for shard in group.batch.shards}
         held = {
             f"{worker.incarnation}.{sequence}": group_id
             for worker in self.cluster.rollout_workers

@@ -1,4 +1,4 @@
-"""The synchronous shell: controllers' coroutines from a script's own thread."""
+"""Blocking methods: controllers' coroutines from a script's own thread."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from simulation.tasks import NamedWorkflow
 from simulation.training_run import Settings, configs
 
 from areal_sc.config.schema import SGLangConfig
-from areal_sc.controller.control_loop import ControlLoop, Shell, start
+from areal_sc.controller import control_loop
+from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.control_loop import ControlLoop, start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
 
 
-class Recorder(Shell):
+class Recorder(Controller):
     """A controller that only notes what happens to it."""
 
     def __init__(
@@ -45,14 +47,12 @@ class Recorder(Shell):
     async def where_async(self) -> str:
         return threading.current_thread().name
 
-    def where(self) -> str:
-        return self._run(self.where_async())
+    where = blocking(where_async)
 
     async def fail_async(self, error: Exception) -> None:
         raise error
 
-    def fail(self, error: Exception) -> None:
-        self._run(self.fail_async(error))
+    fail = blocking(fail_async)
 
     async def wait_for_loss_async(self, other: Recorder, loss: WorkerLost) -> None:
         other.worker_lost = loss
@@ -61,8 +61,7 @@ class Recorder(Shell):
         finally:
             self.events.append(f"{self.name} unwound")
 
-    def wait_for_loss(self, other: Recorder, loss: WorkerLost) -> None:
-        self._run(self.wait_for_loss_async(other, loss))
+    wait_for_loss = blocking(wait_for_loss_async)
 
     async def wait_for_ctrl_c_async(self) -> None:
         try:
@@ -71,8 +70,7 @@ class Recorder(Shell):
         finally:
             self.events.append(f"{self.name} unwound")
 
-    def wait_for_ctrl_c(self) -> None:
-        self._run(self.wait_for_ctrl_c_async())
+    wait_for_ctrl_c = blocking(wait_for_ctrl_c_async)
 
 
 class Measurer(Recorder):
@@ -141,13 +139,13 @@ def test_outside_of_the_block_a_method_says_what_to_do() -> None:
 
 def test_the_loop_of_a_script_cannot_await_what_runs_on_that_of_the_block(tmp_path: Path) -> None:
     rollout = rollout_controller(tmp_path, {})
-    control_loop = ControlLoop()
-    rollout.attach(control_loop)
+    loop = ControlLoop()
+    rollout.attach(loop)
     try:
         with pytest.raises(RuntimeError, match=r"in place of the block, await start_async\(\)"):
             asyncio.run(rollout.prepare_batch_async([], NamedWorkflow()))
     finally:
-        control_loop.close()
+        loop.close()
 
 
 def test_an_exception_of_a_method_arrives_and_closes_everything() -> None:
@@ -211,7 +209,10 @@ def test_a_loss_of_an_earlier_start_is_forgotten() -> None:
         assert controller.where() == "areal-controllers"
 
 
-def test_a_failed_call_without_a_lost_worker_stays_what_it_is() -> None:
+def test_a_failed_call_without_a_lost_worker_stays_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_loop, "LOSS_NOTICE_S", 0.1)
     controller = Recorder([], "one")
     with pytest.raises(PeerLost, match="unreachable"), start(controller):
         controller.fail(PeerLost("unreachable"))

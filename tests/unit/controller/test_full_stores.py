@@ -78,7 +78,8 @@ def test_groups_of_rollout_batch_that_leave_no_rows_leave_room() -> None:
 def workers_with_room(config: RolloutConfig, rooms: dict[str, list[int]]) -> RolloutWorkers:
     """Workers that nothing is asked of; `rooms` has what each reports, by node."""
     fleet: Any = SimpleNamespace()
-    workers = RolloutWorkers(LocalGenerator(config), fleet, Background(10.0, lambda: ""))
+    background = Background(10.0, lambda: "")
+    workers = RolloutWorkers(LocalGenerator(config), fleet, background, lambda run: True)
     reports = [
         SimpleNamespace(node=node, store_room_bytes=room)
         for node, node_rooms in rooms.items()

@@ -50,7 +50,7 @@ def test_a_group_lives_from_admission_to_training() -> None:
     assert (group.state, group.batch) == (GroupState.finished, batch)
 
     assert ledger.consume([0], 6) == [batch]
-    assert (group.state, group.batch, group.consumed_step) == (GroupState.consumed, None, 6)
+    assert (group.state, group.batch) == (GroupState.consumed, None)
     assert list(ledger.unconsumed()) == []
     ledger.record_trained(batch.rows)
     assert ledger.account() == {
@@ -68,13 +68,11 @@ def test_a_group_lives_from_admission_to_training() -> None:
 
 CHANGES: dict[str, Callable[[Ledger], object]] = {
     "start": lambda ledger: ledger.start(0, "rollout/0"),
-    "requeue": lambda ledger: ledger.requeue(0),
     "reject": lambda ledger: ledger.reject(0, "stale"),
     "consume": lambda ledger: ledger.consume([0], 1),
 }
 LEGAL = {
     "start": {GroupState.queued},
-    "requeue": {GroupState.running, GroupState.finished},
     "reject": {GroupState.queued, GroupState.running, GroupState.finished},
     "consume": {GroupState.finished},
 }
@@ -102,7 +100,7 @@ def test_a_group_that_was_never_admitted_is_named(change: str) -> None:
 
 def test_only_the_current_attempt_of_a_running_group_finishes() -> None:
     ledger = ledger_with_one(GroupState.running)
-    assert ledger.requeue(0) == 1
+    ledger.requeue_all()
     assert not ledger.finish(0, 0, batch_of(0)), "queued again"
     assert ledger.start(0, "rollout/1") == 1
     assert not ledger.finish(0, 0, batch_of(0)), "an attempt of a lost worker"
@@ -131,12 +129,13 @@ def test_finish_refuses_rows_that_are_not_the_groups(batch: BatchMetadata) -> No
     assert ledger.num(GroupState.running) == 1
 
 
-def test_a_lost_worker_or_lost_rows_start_the_group_again() -> None:
+def test_lost_workers_and_rows_start_the_groups_again() -> None:
     for state in (GroupState.running, GroupState.finished):
         ledger = ledger_with_one(state)
-        assert ledger.requeue(0) == 1
-        group = ledger.group(0)
+        ledger.requeue_all()
+        (group,) = ledger.unconsumed()
         assert (group.state, group.worker, group.batch) == (GroupState.queued, None, None)
+        assert group.attempt == 1
         assert ledger.num_admitted_not_rejected == 1
 
 
@@ -148,7 +147,6 @@ def test_a_rejected_group_is_refunded_and_counted_by_reason() -> None:
     ledger.reject(0, "reward_error")
     ledger.reject(2, "stale")
     assert ledger.num_admitted_not_rejected == 0
-    assert ledger.num(GroupState.rejected) == 3
     assert ledger.account()["rejected"] == {"stale": 2, "reward_error": 1}
     assert ledger.admit(PROMPT, 1).group_id == 3, "an id is never used again"
 
@@ -192,14 +190,15 @@ def test_training_on_a_group_that_was_not_consumed_is_an_error() -> None:
 
 def test_groups_come_in_order_of_admission_whatever_their_history() -> None:
     ledger = Ledger()
-    for group_id in range(4):
+    for _ in range(4):
         ledger.admit(PROMPT, 0)
+    for group_id in (2, 0, 3):
         ledger.start(group_id, "rollout/0")
-    ledger.requeue(2)
-    ledger.requeue(0)
+    ledger.finish(3, 0, batch_of(3))
     ledger.reject(1, "stale")
     assert [group.group_id for group in ledger.unconsumed()] == [0, 2, 3]
-    assert [group.group_id for group in ledger.in_state(GroupState.queued)] == [0, 2]
+    ledger.requeue_all()
+    assert [group.group_id for group in ledger.unconsumed()] == [0, 2, 3]
 
 
 def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> None:
@@ -218,7 +217,7 @@ def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> 
     restored = Ledger.restore(msgspec.msgpack.decode(packed, type=LedgerState))
     assert restored.snapshot() == ledger.snapshot()
     assert restored.account() == ledger.account()
-    assert restored.group(2).batch == batch_of(2, admitted_version=2)
+    assert [g.batch for g in restored.unconsumed()][2] == batch_of(2, admitted_version=2)
 
     restored.requeue_all()
     groups = [(g.group_id, g.prompt.index, g.attempt) for g in restored.unconsumed()]

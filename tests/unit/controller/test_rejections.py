@@ -2,9 +2,14 @@ from __future__ import annotations
 
 import pytest
 
+from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.rejections import Rejections
 from areal_sc.errors import TooManyRejections
-from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
+
+
+def group(state: GroupState, batch: BatchMetadata | None = None) -> Group:
+    return Group(0, PromptReference(0, 0, 0), 0, state=state, batch=batch)
 
 
 def test_the_rate_is_that_of_a_whole_window() -> None:
@@ -31,13 +36,16 @@ def test_causes_come_by_their_number_and_keep_their_first_message() -> None:
 
 def test_stale_groups_waste_the_tokens_that_they_have_and_are_no_rejections() -> None:
     rejections = Rejections(window=1, max_rate=0.1)
-    rejections.add_stale_running(8)
+    rejections.add_stale(group(GroupState.queued), 8)
+    assert rejections.num_stale_episodes == 0
+    rejections.add_stale(group(GroupState.running), 8)
     rows = [
         RowMetadata(0, 0, 10, 0.0, 0, ((0, 3),), 0),
         RowMetadata(0, 0, 10, 0.0, 0, ((1, 2),), 0),
         RowMetadata(0, 0, 9, 0.0, 0, (), 1),
     ]
-    rejections.add_stale_finished(BatchMetadata("b", 0, (), tuple(rows)))
+    batch = BatchMetadata("b", 0, (), tuple(rows))
+    rejections.add_stale(group(GroupState.finished, batch), 8)
     rejections.add_group({}, 4)
     rejections.check_rate()
     assert (rejections.num_stale_episodes, rejections.wasted_tokens) == (10, 5)
@@ -46,7 +54,7 @@ def test_stale_groups_waste_the_tokens_that_they_have_and_are_no_rejections() ->
 def test_counts_go_on_from_a_snapshot() -> None:
     before = Rejections(window=1, max_rate=1.0)
     before.add_group({"timeout": [3, "slow"]}, 4)
-    before.add_stale_running(2)
+    before.add_stale(group(GroupState.running), 2)
     after = Rejections(window=1, max_rate=1.0)
     after.restore(before.snapshot())
     after.add_group({"timeout": [1, "slow"]}, 4)

@@ -50,7 +50,8 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
         **{"sglang": SGLangConfig(), "weight_update": WeightUpdateConfig(), **settings},
     )
     fleet: Any = UpdatingFleet()
-    workers = RolloutWorkers(make_generator(config), fleet, Background(10.0, lambda: ""))
+    background = Background(10.0, lambda: "")
+    workers = RolloutWorkers(make_generator(config), fleet, background, lambda run: True)
     report = SimpleNamespace(node="node", store_room_bytes=0)
     workers.track(
         SimpleNamespace(name=f"rollout/{i}", worker=report)  # type: ignore[misc]
@@ -125,7 +126,7 @@ async def test_nobody_begins_while_updates_are_held() -> None:
     workers.receive_weights(WeightsReference(1))
     await turn()
     assert len(fleet.updating) == 2
-    await workers.close()
+    await workers._background.close()
 
 
 @pytest.mark.parametrize(
@@ -141,4 +142,4 @@ async def test_a_broadcast_needs_the_worker_that_evaluates(
         assert (state.name not in fleet.updating) == is_held
     await turn()
     assert len(fleet.updating) == NUM_WORKERS
-    await workers.close()
+    await workers._background.close()

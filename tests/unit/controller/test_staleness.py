@@ -73,10 +73,10 @@ def test_train_takes_the_oldest_finished_groups() -> None:
     ]
     decision = policy.form_batch(reversed(groups), 9)
     assert (ids(decision.groups), decision.stale) == ([1, 3], [])
-    assert (decision.waiting_for, decision.num_missing) == ([], 0)
+    assert decision.num_missing == 0
 
     decision = policy.form_batch(groups[:3], 9)
-    assert (decision.groups, ids(decision.waiting_for), decision.num_missing) == (None, [0, 2], 1)
+    assert (decision.groups, decision.num_missing) == (None, 1)
 
 
 def test_mask_rejects_only_groups_without_a_trainable_token() -> None:
@@ -94,7 +94,7 @@ def test_mask_rejects_only_groups_without_a_trainable_token() -> None:
 
     decision = policy.form_batch(groups[:3], 10)
     assert (ids(decision.stale), decision.groups) == ([0], None)
-    assert (ids(decision.waiting_for), decision.num_missing) == ([2], 1)
+    assert decision.num_missing == 1
 
 
 def test_one_row_with_a_trainable_token_keeps_its_group() -> None:
@@ -129,7 +129,7 @@ def test_wait_holds_the_batch_until_the_due_group_is_in_it() -> None:
         group(3, 5, FINISHED),
     ]
     decision = policy.form_batch(groups, 5)
-    assert (decision.groups, ids(decision.waiting_for), decision.num_missing) == (None, [0], 1)
+    assert (decision.groups, decision.num_missing) == (None, 1)
     groups[0] = group(0, 4, FINISHED)
     assert ids(policy.form_batch(groups, 5).groups) == [0, 1]
 
@@ -140,8 +140,7 @@ def test_wait_looks_ahead_of_the_next_deadline() -> None:
     due_next = [group(0, 4, RUNNING), group(1, 4, RUNNING), group(2, 4, RUNNING)]
     young = [group(3, 5, FINISHED), group(4, 5, FINISHED)]
     decision = policy.form_batch([*due_next, *young], 5)
-    assert (decision.groups, ids(decision.waiting_for)) == (None, [0, 1, 2])
-    assert decision.num_missing == 1
+    assert (decision.groups, decision.num_missing) == (None, 1)
     due_next[1] = group(1, 4, FINISHED)
     assert ids(policy.form_batch([*due_next, *young], 5).groups) == [1, 3]
 
@@ -200,13 +199,13 @@ def test_wait_waits_only_when_no_choice_of_finished_groups_would_do(
         assert all(g.state is FINISHED for g in decision.groups)
         return
     assert decision.num_missing > 0
-    assert all(g.state is RUNNING for g in decision.waiting_for)
-    # any fewer than num_missing of them are not enough; all of them, and no others, may be
-    for names in itertools.combinations(decision.waiting_for, decision.num_missing - 1):
+    # as long as any fewer than num_missing of the others finish, nothing changes
+    running = [g for g in groups if g.state is RUNNING]
+    for names in itertools.combinations(running, decision.num_missing - 1):
         more = [*finished, *names]
         assert not any(would_do(choice) for choice in itertools.combinations(more, size))
     if len(groups) >= size:
-        assert decision.num_missing <= len(decision.waiting_for)
+        assert decision.num_missing <= len(running)
 
 
 def test_stats_of_a_batch_by_hand() -> None:
@@ -218,17 +217,16 @@ def test_stats_of_a_batch_by_hand() -> None:
     stats = StalenessStats.of(rows, 6)
     assert stats.token_mean == pytest.approx((4 * 10 + 2 * 6 + 3 * 4 + 1 * 20) / 40)
     assert (stats.token_max, stats.group_max, stats.group_mean) == (4, 4, 2.5)
-    assert (stats.num_tokens_trained, stats.num_tokens_masked, stats.masked_share) == (40, 0, 0.0)
+    assert (stats.num_tokens_trained, stats.num_tokens_masked) == (40, 0)
 
     stats = StalenessStats.of(rows, 6, min_token_version=4)
     assert stats.token_mean == pytest.approx((2 * 6 + 1 * 20) / 26)
     assert (stats.token_max, stats.group_max, stats.group_mean) == (2, 4, 2.5)
     assert (stats.num_tokens_trained, stats.num_tokens_masked) == (26, 14)
-    assert stats.masked_share == pytest.approx(14 / 40)
 
 
 def test_stats_without_rows_or_tokens_are_zero() -> None:
-    assert StalenessStats.of([], 3) == StalenessStats(0.0, 0, 0.0, 0, 0, 0, 0.0)
+    assert StalenessStats.of([], 3) == StalenessStats(0.0, 0, 0.0, 0, 0, 0)
     nothing_trained = [RowMetadata(0, 0, 5, 0.0, 1, ((1, 4),), 0)]
     stats = StalenessStats.of(nothing_trained, 3, min_token_version=2)
-    assert (stats.token_mean, stats.token_max, stats.masked_share) == (0.0, 0, 1.0)
+    assert (stats.token_mean, stats.token_max, stats.num_tokens_masked) == (0.0, 0, 4)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from areal_sc.controller.worker_store import GroupRun, WorkerStore
-from areal_sc.workers.calls import Sweep
+from areal_sc.controller.worker_store import WorkerStore
+from areal_sc.workers.calls import GroupAttempt, Sweep
 
 
 class Owner:
@@ -12,16 +12,21 @@ class Owner:
     def __init__(self) -> None:
         self.needed: set[int] = set()
 
-    def needs(self, group_id: int, attempt: int) -> bool:
-        return group_id in self.needed
+    def needs(self, run: GroupAttempt) -> bool:
+        return run.group_id in self.needed
 
-    def run(self, group_id: int) -> GroupRun:
+    def run(self, group_id: int) -> GroupAttempt:
         self.needed.add(group_id)
-        return GroupRun(self, group_id, 0)
+        return GroupAttempt(group_id, 0)
+
+
+def owner_and_store() -> tuple[Owner, WorkerStore]:
+    owner = Owner()
+    return owner, WorkerStore(owner.needs)
 
 
 def test_a_group_takes_room_until_a_sweep_is_confirmed() -> None:
-    owner, store = Owner(), WorkerStore()
+    owner, store = owner_and_store()
     run = owner.run(0)
     store.begin(run)
     assert (store.num_running, store.num_held) == (1, 0)
@@ -29,53 +34,53 @@ def test_a_group_takes_room_until_a_sweep_is_confirmed() -> None:
     assert not store.has_dead, "nothing is sealed yet"
     store.end(run, ["a.1"])
     assert (store.num_running, store.num_held, store.has_dead) == (0, 1, True)
-    plan = store.plan_sweep("a")
-    assert plan.sweep == Sweep(0, dead=(1,), adopted_live=())
+    sweep, dead_ids = store.plan_sweep("a")
+    assert sweep == Sweep(0, dead=(1,), adopted_live=())
     assert store.num_held == 1, "the worker may not have got it"
-    store.confirm_sweep(plan, 1)
+    store.confirm_sweep("a", dead_ids, 1)
     assert (store.num_held, store.has_dead) == (0, False)
 
 
 def test_what_becomes_dead_after_the_plan_waits_for_the_next_one() -> None:
-    owner, store = Owner(), WorkerStore()
+    owner, store = owner_and_store()
     for group_id in range(2):
         run = owner.run(group_id)
         store.begin(run)
         store.end(run, [f"a.{group_id + 1}"])
     owner.needed.discard(0)
-    plan = store.plan_sweep("a")
+    _, dead_ids = store.plan_sweep("a")
     owner.needed.discard(1)
-    store.confirm_sweep(plan, 2)
+    store.confirm_sweep("a", dead_ids, 2)
     assert (store.num_held, store.has_dead) == (1, True)
-    assert store.plan_sweep("a").sweep.dead == (2,)
+    assert store.plan_sweep("a")[0].dead == (2,)
 
 
 def test_numbers_are_acknowledged_when_the_runs_of_their_time_have_ended() -> None:
-    owner, store = Owner(), WorkerStore()
+    owner, store = owner_and_store()
     slow, later = owner.run(0), owner.run(1)
     store.begin(slow)
-    store.confirm_sweep(store.plan_sweep("a"), 5)  # one of the five may be the slow run's
+    store.confirm_sweep("a", store.plan_sweep("a")[1], 5)  # one of the five may be the slow run's
     store.begin(later)
-    plan = store.plan_sweep("a")
-    assert plan.sweep.acknowledged == 0
-    store.confirm_sweep(plan, 7)
+    sweep, dead_ids = store.plan_sweep("a")
+    assert sweep.acknowledged == 0
+    store.confirm_sweep("a", dead_ids, 7)
     store.end(slow, ["a.3"])
-    assert store.plan_sweep("a").sweep == Sweep(5, live=(3,), adopted_live=())
+    assert store.plan_sweep("a")[0] == Sweep(5, live=(3,), adopted_live=())
 
 
 def test_a_restarted_worker_is_told_no_numbers_of_its_earlier_life() -> None:
-    owner, store = Owner(), WorkerStore()
+    owner, store = owner_and_store()
     for group_id in range(3):
         run = owner.run(group_id)
         store.begin(run)
         store.end(run, [f"a.{group_id + 1}"])
-    store.confirm_sweep(store.plan_sweep("a"), 3)
-    assert store.plan_sweep("a").sweep.acknowledged == 3
+    store.confirm_sweep("a", store.plan_sweep("a")[1], 3)
+    assert store.plan_sweep("a")[0].acknowledged == 3
     run = owner.run(3)
     store.begin(run)
     store.end(run, ["b.1"])
     owner.needed.discard(0)  # a.1, which is not b.1
-    plan = store.plan_sweep("b")
-    assert plan.sweep == Sweep(0, live=(1,), adopted_live=("a.2", "a.3"))
-    store.confirm_sweep(plan, 1)
+    sweep, dead_ids = store.plan_sweep("b")
+    assert sweep == Sweep(0, live=(1,), adopted_live=("a.2", "a.3"))
+    store.confirm_sweep("b", dead_ids, 1)
     assert store.num_held == 3, "an adopted shard goes when it is not among the live ones"

@@ -66,7 +66,7 @@ def test_truncated_last_line_is_left_out_and_cut_off(tmp_path: Path, make_step: 
 def test_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "step"}\n{"kind": \n{"kind": "step"}\n')
-    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2: expected JSON"):
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
         read_metrics(path)
     path.write_text("[1]\n")
     with pytest.raises(RunFolderError, match="line 1: expected a JSON object"):

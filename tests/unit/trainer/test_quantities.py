@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from areal_sc.trainer.quantities import percent, short_count, short_duration, short_number
+from areal_sc.trainer.quantities import percent, short_duration, short_number
 
 
 @pytest.mark.parametrize(
@@ -22,26 +22,13 @@ from areal_sc.trainer.quantities import percent, short_count, short_duration, sh
         (-12.345, "-12.35"),
         (999.96, "1000"),
         (-12345.0, "-12.3k"),
-    ],
-)
-def test_short_number(value: float | None, text: str) -> None:
-    assert short_number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"),
-        (0, "0"),
-        (950.4, "950"),
         (1234, "1.23k"),
-        (12_345, "12.3k"),
         (123_456, "123k"),
         (1_234_567, "1.23M"),
     ],
 )
-def test_short_count(value: float | None, text: str) -> None:
-    assert short_count(value) == text
+def test_short_number(value: float | None, text: str) -> None:
+    assert short_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -64,7 +51,6 @@ def test_short_duration(seconds: float | None, text: str) -> None:
 def test_short_texts_keep_to_their_columns() -> None:
     magnitudes = [mantissa * 10.0**power for power in range(-6, 17) for mantissa in (1, 9.9996, 5)]
     for value in magnitudes:
-        assert len(short_count(value)) <= 5, value
         assert len(short_number(value)) <= 6, value
         assert len(short_number(-value)) <= 6, value
         if value < 3e6:  # a month
