@@ -212,6 +212,11 @@ class Nodes:
         """Nothing is left to close."""
 
 
+def agents_of(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Address of each node's agent, by the node's name; see `heartbeats`."""
+    return {worker["node"]: worker["agent"] for worker in workers}
+
+
 async def heartbeats(
     transport: ZmqTransport,
     workers: Sequence[Mapping[str, str]],
@@ -222,8 +227,7 @@ async def heartbeats(
     Args:
         workers: of each `name`, `incarnation`, `address`, `node` and `agent`.
     """
-    agents = {worker["node"]: worker["agent"] for worker in workers}
-    scheduler = Nodes(SchedulerConfig(), RunKeys.create(), agents)
+    scheduler = Nodes(SchedulerConfig(), RunKeys.create(), agents_of(workers))
     watches = {}
     for node in await scheduler.nodes():
         agent = transport.connect(node.address, "agent", node.incarnation)

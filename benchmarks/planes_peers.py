@@ -219,13 +219,13 @@ def metrics(samples: Samples) -> Metrics:
     ):
         if samples.has(table, MEASURED[0], peer):
             ratios = {payload: samples.ratio(table, payload, ours, peer) for payload in MEASURED}
-            measured[name] = min(ratios.values()), "ratio"
+            measured[name] = min(ratios.values())
             for payload, value in ratios.items():
-                measured[f"{name}_{payload}"] = value, "ratio"
+                measured[f"{name}_{payload}"] = value
     for peer, ours in (("areal", "tcp"), ("transferqueue", "tcp"), ("ray", "map")):
         if samples.has(ROWS, "requests/s", peer):
             value = samples.ratio(ROWS, "requests/s", ours, peer)
-            measured[f"one_row_vs_{peer}"] = value, "ratio"
+            measured[f"one_row_vs_{peer}"] = value
     if samples.has(VIEWS, "ms", "ray"):
-        measured["same_host_map_vs_ray"] = samples.ratio(VIEWS, "ms", "ray", "map"), "ratio"
+        measured["same_host_map_vs_ray"] = samples.ratio(VIEWS, "ms", "ray", "map")
     return measured
