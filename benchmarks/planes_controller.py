@@ -15,7 +15,7 @@ from pathlib import Path
 
 import planes_ours as ours
 from msgspec.structs import replace
-from planes_role import Handlers, process_cpu_s, resident_bytes, serve_async, tcp_bytes
+from planes_role import process_cpu_s, resident_bytes, serve_async, tcp_bytes
 from planes_samples import LagProbe, percentiles
 
 from areal_sc.ids import random_id
@@ -46,15 +46,6 @@ class Controller:
         self._transport = ours.ZmqTransport(authenticator=ours.authenticator(folder))
         self._workers: list[dict[str, str]] = []
         self._connections: list[ours.Connection] = []
-
-    def handlers(self) -> Handlers:
-        return {
-            "connect": self.connect,
-            "latencies": self.latencies,
-            "fan_out": self.fan_out,
-            "watch": self.watch,
-            "steps": self.steps,
-        }
 
     async def close(self) -> None:
         await self._transport.close()
@@ -189,7 +180,7 @@ def _sealed_part(part: BatchMetadata, sealed: ShardReference) -> BatchMetadata:
 async def main(folder: Path) -> None:
     controller = Controller(folder)
     try:
-        await serve_async(controller.handlers())
+        await serve_async(controller)
     finally:
         await controller.close()
 

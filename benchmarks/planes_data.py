@@ -80,8 +80,8 @@ class DataSides:
     def move(self, side: str, size: str, count: int) -> float:
         """Seconds to move `count` shards, one after the other."""
         if side in PULLERS:
-            method = "pull_copied" if side == "map" else "pull"
-            return float(self.pullers[side].call(method, name=size, count=count))
+            puller = self.pullers[side]
+            return float(puller.call("pull", name=size, count=count, copies_out=side == "map"))
         if side == PUT:
             return float(self.owners["owner"].call("put", num_bytes=SIZES[size], count=count))
         return float(self.limits[side].call("pull", num_bytes=SIZES[size], count=count))
@@ -137,10 +137,10 @@ def _first_pulls(sides: DataSides, samples: Samples, size: str) -> None:
     owner = sides.owner_of("map")
     for _ in range(NUM_FIRST_PULLS):
         wires = owner.call("seal_shards", num_bytes=SIZES[size], count=1)
-        [(mapped_s, copied_s)] = sides.pullers["map"].call("first_pulls", wires=wires)
+        mapped_s, copied_s = sides.pullers["map"].call("first_pull", wire=wires[0])
         owner.call("drop", wires=wires)
         samples.add(FIRST, size, "mapped", 1e3 * mapped_s)
-        samples.add(FIRST, size, "copied out", 1e3 * (mapped_s + copied_s))
+        samples.add(FIRST, size, "copied out", 1e3 * copied_s)
 
 
 def measure_rows(sides: DataSides, samples: Samples, rounds: int, count: int) -> None:

@@ -27,7 +27,6 @@ GET = "Peers: GB/s of getting a payload once that was put anew"
 PUT = "Peers: GB/s of putting it, where that copies"
 ROWS = "Peers: single rows of 8 KiB, one after the other"
 VIEWS = "Peers: all shards of the large payload as views on one host, nothing copied"
-WIRE = "Peers: bytes sent for each byte of the large payload"
 
 PYTHON = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
 _PEERS = Path(__file__).parent / "peers"
@@ -42,14 +41,12 @@ class Side:
         cycle: puts the payload and gets it once: {"get_s"}, and "put_s" where that copies.
         one_row: seconds for a number of single-row requests, one after the other.
         map_large: seconds to get every shard of the large payload as a view, where that can be.
-        wire_bytes: sent for each byte of the large payload, where the peer's server can tell.
     """
 
     label: str
     cycle: Callable[[str], Mapping[str, float]]
     one_row: Callable[[int], float] | None = None
     map_large: Callable[[], float] | None = None
-    wire_bytes: Callable[[], float] | None = None
 
 
 def measure(data: DataSides, samples: Samples, rounds: int) -> dict[str, str]:
@@ -81,9 +78,6 @@ def measure(data: DataSides, samples: Samples, rounds: int) -> dict[str, str]:
                     samples.add(ROWS, "requests/s", name, rate)
                 if number and views_s is not None:
                     samples.add(VIEWS, "ms", name, 1e3 * views_s)
-        for name, side in sides.items():
-            if side.wire_bytes is not None:
-                samples.add(WIRE, "bytes", name, side.wire_bytes())
         return {name: side.label for name, side in sides.items()}
 
 
@@ -91,9 +85,9 @@ def _our_sides(data: DataSides) -> dict[str, Side]:
     def side(name: str, label: str) -> Side:
         owner, puller = data.owner_of(name), data.pullers[name]
 
-        def cycle(payload: str, method: str = "pull_new") -> dict[str, float]:
+        def cycle(payload: str, by_row: bool = False) -> dict[str, float]:
             sealed = owner.call("put_payload", payload=payload)
-            get_s = puller.call(method, wire=sealed["wire"])
+            get_s = puller.call("pull_new", wire=sealed["wire"], by_row=by_row)
             owner.call("drop", wires=[sealed["wire"]])
             return {"put_s": sealed["put_s"], "get_s": get_s}
 
@@ -105,8 +99,8 @@ def _our_sides(data: DataSides) -> dict[str, Side]:
         return Side(
             label,
             cycle,
-            one_row=lambda count: puller.call("one_row", name="rows", count=count),
-            map_large=(lambda: cycle("large", "map_new")["get_s"]) if name == "map" else None,
+            one_row=lambda count: puller.call("latencies", name="rows", count=count)["sum_s"],
+            map_large=(lambda: cycle("large", by_row=True)["get_s"]) if name == "map" else None,
         )
 
     return {
@@ -140,17 +134,11 @@ def _areal(stack: ExitStack) -> dict[str, Side]:
         _call(server, "drop", stored=stored)
         return {"get_s": get_s}
 
-    def wire_bytes() -> float:
-        before = _call(server, "bytes_sent")
-        cycle("large")
-        return float(_call(server, "bytes_sent") - before) / PAYLOADS["large"]().num_bytes
-
     return {
         "areal": Side(
             f"AReaL {version} RTensor fetch",
             cycle,
             one_row=lambda count: _call(client, "one_row", stored=rows, count=count),
-            wire_bytes=wire_bytes,
         )
     }
 
@@ -175,18 +163,15 @@ def _ray(stack: ExitStack) -> dict[str, Side]:
     for payload in PAYLOADS:
         _call(driver, "check", payload=payload)
 
-    def cycle(payload: str, copies: str) -> dict[str, float]:
+    def cycle(payload: str, copies: bool) -> dict[str, float]:
         return dict(_call(driver, "cycle", payload=payload, copies=copies))
 
     return {
         "ray": Side(
             f"ray {version} get, copied into a pooled place",
-            lambda payload: cycle(payload, "pooled"),
+            lambda payload: cycle(payload, copies=True),
             one_row=lambda count: _call(driver, "one_row", count=count),
-            map_large=lambda: cycle("large", "none")["get_s"],
-        ),
-        "ray-fresh": Side(
-            f"ray {version} get, copied into a fresh place", lambda payload: cycle(payload, "fresh")
+            map_large=lambda: cycle("large", copies=False)["get_s"],
         ),
     }
 

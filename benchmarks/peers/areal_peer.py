@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,6 @@ def server_role() -> Handlers:
 
     app = Flask("areal")
     app.register_blueprint(data_bp)
-    sent = {"bytes": 0}
-    inner = app.wsgi_app
-
-    def count_bytes(environ: Any, start_response: Any) -> Iterable[bytes]:
-        for part in inner(environ, start_response):
-            sent["bytes"] += len(part)
-            yield part
-
-    app.wsgi_app = count_bytes  # type: ignore[method-assign]
     server = make_server("127.0.0.1", 0, app, threaded=True)
     address = f"127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -76,7 +67,7 @@ def server_role() -> Handlers:
         for shard_id, _, _ in stored["shards"]:
             rtensor.remove(shard_id)
 
-    return {"put": put, "drop": drop, "bytes_sent": lambda: sent["bytes"]}
+    return {"put": put, "drop": drop}
 
 
 def client_role() -> Handlers:
