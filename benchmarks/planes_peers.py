@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from planes_data import DataSides
 from planes_payloads import PAYLOADS
@@ -56,9 +56,9 @@ def measure(data: DataSides, samples: Samples, rounds: int) -> dict[str, str]:
     """
     with ExitStack() as stack:
         sides = _our_sides(data) | {"fresh": _fresh_memory(data)}
-        for name, start in (("areal", _areal), ("transferqueue", _transferqueue), ("ray", _ray)):
+        for name in ("areal", "transferqueue", "ray"):
             try:
-                sides |= start(stack)
+                sides[name] = _peer(stack, name)
             except RoleFailed as error:
                 print(f"\n{name} was not measured: {error}")
         for payload in MEASURED:
@@ -120,71 +120,20 @@ def _fresh_memory(data: DataSides) -> Side:
     return Side("nothing: fresh memory, written once", cycle)
 
 
-def _areal(stack: ExitStack) -> dict[str, Side]:
-    server, client = _start(stack, "areal", "server"), _start(stack, "areal", "client")
-    version = _call(client, "version")
-    for payload in PAYLOADS:
-        stored = _call(server, "put", payload=payload)
-        _call(client, "check", payload=payload, stored=stored)
-    rows = stored  # the last payload: it stays
-
-    def cycle(payload: str) -> dict[str, float]:
-        stored = _call(server, "put", payload=payload)  # by reference: nothing to time
-        get_s = _call(client, "get", stored=stored)
-        _call(server, "drop", stored=stored)
-        return {"get_s": get_s}
-
-    return {
-        "areal": Side(
-            f"AReaL {version} RTensor fetch",
-            cycle,
-            one_row=lambda count: _call(client, "one_row", stored=rows, count=count),
-        )
-    }
-
-
-def _transferqueue(stack: ExitStack) -> dict[str, Side]:
-    client = _start(stack, "transferqueue")
-    version = _call(client, "version")
-    for payload in PAYLOADS:
-        _call(client, "check", payload=payload)
-    return {
-        "transferqueue": Side(
-            f"TransferQueue {version} get_data",
-            lambda payload: _call(client, "cycle", payload=payload),
-            one_row=lambda count: _call(client, "one_row", count=count),
-        )
-    }
-
-
-def _ray(stack: ExitStack) -> dict[str, Side]:
-    driver = _start(stack, "ray")
-    version = _call(driver, "version")
-    for payload in PAYLOADS:
-        _call(driver, "check", payload=payload)
-
-    def cycle(payload: str, copies: bool) -> dict[str, float]:
-        return dict(_call(driver, "cycle", payload=payload, copies=copies))
-
-    return {
-        "ray": Side(
-            f"ray {version} get, copied into a pooled place",
-            lambda payload: cycle(payload, copies=True),
-            one_row=lambda count: _call(driver, "one_row", count=count),
-            map_large=lambda: cycle("large", copies=False)["get_s"],
-        ),
-    }
-
-
-def _start(stack: ExitStack, name: str, *arguments: str) -> Role:
-    """Raises: RoleFailed: the peers' environment is not there."""
+def _peer(stack: ExitStack, name: str) -> Side:
+    """Raises: RoleFailed: the peers' environment is not there, or this one fails in it."""
     if not PYTHON.exists():
         raise RoleFailed(f"{PYTHON} is not there; run benchmarks/peers/install.sh")
-    return stack.enter_context(Role(name, _PEERS / f"{name}_peer.py", arguments, PYTHON))
-
-
-def _call(role: Role, method: str, **args: Any) -> Any:
-    return role.call(method, timeout_s=PEER_TIMEOUT_S, **args)
+    role = stack.enter_context(Role(name, _PEERS / f"{name}_peer.py", (), PYTHON))
+    call = partial(role.call, timeout_s=PEER_TIMEOUT_S)
+    for payload in PAYLOADS:
+        call("check", payload=payload)
+    return Side(
+        call("label"),
+        lambda payload: call("cycle", payload=payload),
+        one_row=lambda count: call("one_row", count=count),
+        map_large=(lambda: call("map", payload="large")) if name == "ray" else None,
+    )
 
 
 def metrics(samples: Samples) -> Metrics:

@@ -45,7 +45,7 @@ def ray_role() -> Handlers:
         for got, values in zip(ray.get(references), arrays_of(payload), strict=True):
             assert np.array_equal(got, values), "arrived changed"
 
-    def cycle(payload: str, copies: bool) -> dict[str, float]:
+    def cycle(payload: str, copies: bool = True) -> dict[str, float]:
         """{"put_s", "get_s"} of the payload, put anew; what is got is then copied, or not."""
         references, put_s = ray.get(owner.put.remote(payload))
         start = time.perf_counter()
@@ -65,7 +65,8 @@ def ray_role() -> Handlers:
         "check": check,
         "cycle": cycle,
         "one_row": one_row,
-        "version": lambda: ray.__version__,
+        "map": lambda payload: cycle(payload, copies=False)["get_s"],
+        "label": lambda: f"ray {ray.__version__} get, copied into a pooled place",
     }
 
 
