@@ -33,8 +33,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import report
@@ -82,15 +82,11 @@ def engine_step(engine: FSDPEngine, workload: Workload) -> Step:
     """A step of ours; whatever drives an engine may take the place of this function."""
     engine.initialize(0, 1, "")
     rows, loss = make_rows(workload), loss_of(engine.config.ppo)
-    minibatches = minibatches_of(rows)
-    own = rows.take([row for minibatch in minibatches for row in minibatch])
-    ends = list(accumulate(len(minibatch) for minibatch in minibatches))
 
     def step() -> None:
-        proximal = engine.forward(own, "logprobs")
-        known = replace(own, fields={**own.fields, "proximal_logprobs": proximal})
-        parts = [known.take(range(start, end)) for start, end in pairwise([0, *ends])]
-        engine.update(parts, loss, step=0)
+        proximal = engine.forward(rows, "logprobs")
+        known = replace(rows, fields={**rows.fields, "proximal_logprobs": proximal})
+        engine.update([known.take(part) for part in minibatches_of(rows)], loss, step=0)
 
     return step
 
@@ -119,34 +115,35 @@ class PaddedEngine(FixedRowsEngine):
         return self.config.max_tokens_per_micro_batch // max(rows.lengths[row] for row in chosen)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Times:
-    """What every side took in every round, and on a GPU at most beyond what it had: bytes."""
+    """What one side took in each round, and on a GPU at most beyond what it had, in bytes."""
 
-    wall_s: dict[str, list[float]]
-    cpu_s: dict[str, list[float]]
-    peak_bytes: dict[str, int]
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
 
 
-def measure(steps: dict[str, Step], rounds: int, controller: ControllerSide, device: str) -> Times:
+def measure(
+    steps: dict[str, Step], rounds: int, controller: ControllerSide, device: str
+) -> dict[str, Times]:
     """Times the sides, which take turns, after one round to warm up."""
-    times = Times({name: [] for name in steps}, {name: [] for name in steps}, {})
+    sides = {name: Times() for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
             cpu_before, before = controller.cpu_s(), time.perf_counter()
-            times.peak_bytes[name] = peak_allocated(device, step)
+            sides[name].peak_bytes = peak_allocated(device, step)
             wall_s, cpu_s = time.perf_counter() - before, controller.cpu_s() - cpu_before
             if number:
-                times.wall_s[name].append(wall_s)
-                times.cpu_s[name].append(cpu_s)
+                sides[name].wall_s.append(wall_s)
+                sides[name].cpu_s.append(cpu_s)
         controller.publish()
-    return times
+    return sides
 
 
-def ratio(seconds: dict[str, list[float]], ours: str, other: str) -> float:
-    """Throughput of `ours` over that of `other`, median over the rounds."""
-    pairs = zip(seconds[ours], seconds[other], strict=True)
-    return statistics.median(theirs / mine for mine, theirs in pairs)
+def ratio(ours: Sequence[float], other: Sequence[float]) -> float:
+    """Throughput of ours over that of the other, median over the rounds."""
+    return statistics.median(theirs / mine for mine, theirs in zip(ours, other, strict=True))
 
 
 class AllTokensEngine(FSDPEngine):
@@ -177,64 +174,51 @@ class Case:
     sides: Sequence[str]
     device: str = "cpu"
 
-    def measure(self) -> Times:
-        rows = make_rows(self.workload)
-        in_minibatch_order = [row for part in minibatches_of(rows) for row in part]
+    def measure(self) -> dict[str, Times]:
         with model_folder(self.workload.shape, Dtype.float32) as model:
             config = actor_config(self.workload, model, self.device)
-            with controller_side(config, rows.take(in_minibatch_order)) as controller:
+            with controller_side(config, make_rows(self.workload)) as controller:
                 dtype = getattr(torch, config.dtype)
                 by_hand = HandwrittenLoop(self.workload, model, self.device, dtype)
-                steps: dict[str, Step] = {
-                    "controller": controller.step,
-                    "handwritten": by_hand.step,
-                }
+                steps = {"controller": controller.step, "handwritten": by_hand.step}
                 for side in self.sides:
                     steps[side] = engine_step(ENGINES[side](config), self.workload)
                 return measure(steps, self.rounds, controller, self.device)
 
-    def metrics(self, times: Times) -> report.Metrics:
-        metrics: report.Metrics = {}
-        for name, ours, clock in (
-            ("step_vs_handwritten", "controller", times.wall_s),
-            ("step_vs_handwritten_cpu", "controller", times.cpu_s),
-            ("engine_step_vs_handwritten", "dynamic", times.wall_s),
-        ):
-            metrics[name] = ratio(clock, ours, "handwritten")
+    def metrics(self, times: dict[str, Times]) -> report.Metrics:
+        by_hand, dynamic, controller = (
+            times[side] for side in ("handwritten", "dynamic", "controller")
+        )
+        metrics = {
+            "step_vs_handwritten": ratio(controller.wall_s, by_hand.wall_s),
+            "step_vs_handwritten_cpu": ratio(controller.cpu_s, by_hand.cpu_s),
+            "engine_step_vs_handwritten": ratio(dynamic.wall_s, by_hand.wall_s),
+        }
         for side in self.sides[1:]:
-            metrics[f"dynamic_over_{side}"] = ratio(times.wall_s, "dynamic", side)
-        seconds = statistics.median(times.wall_s["dynamic"])
-        metrics["tokens_per_s"] = self.workload.num_tokens / seconds
+            metrics[f"dynamic_over_{side}"] = ratio(dynamic.wall_s, times[side].wall_s)
+        seconds = {side: statistics.median(found.wall_s) for side, found in times.items()}
+        for side in times:
+            metrics[f"{side}_tokens_per_s"] = self.workload.num_tokens / seconds[side]
         if self.device == "cuda":
             flops, sheet = self.workload.model_flops(), peak_bf16_flops("cuda")
             reached = matmul_flops("cuda", torch.bfloat16)
-            for side, values in times.wall_s.items():
-                rate = flops / statistics.median(values)
-                metrics[f"{side}_share_of_matmul"] = rate / reached
+            for side, found in times.items():
+                metrics[f"{side}_share_of_matmul"] = flops / seconds[side] / reached
                 if sheet:
-                    metrics[f"{side}_share_of_peak"] = rate / sheet
-                metrics[f"{side}_step_peak_bytes"] = times.peak_bytes[side]
-        return {self.prefix + name: entry for name, entry in metrics.items()}
+                    metrics[f"{side}_share_of_peak"] = flops / seconds[side] / sheet
+                metrics[f"{side}_step_peak_bytes"] = found.peak_bytes
+        return metrics
 
-    def show(self, times: Times) -> None:
-        seconds, num_tokens = times.wall_s, self.workload.num_tokens
-        report.print_table(
-            f"Training step, {self.workload.name}",
-            {
-                "rows": len(self.workload.lengths),
-                "tokens": num_tokens,
-                "longest": max(self.workload.lengths),
-                "minibatches": NUM_MINIBATCHES,
-                "micro-batch budget": self.workload.max_tokens,
-                "rounds": self.rounds,
-                "device": "one thread" if self.device == "cpu" else self.device,
-            },
-            ["side", "tokens/s", "s a step", "dynamic over it"],
-            [
-                [side, num_tokens / median, median, ratio(seconds, "dynamic", side)]
-                for side, median in ((s, statistics.median(v)) for s, v in seconds.items())
-            ],
-        )
+    def settings(self) -> dict[str, object]:
+        return {
+            "rows": len(self.workload.lengths),
+            "tokens": self.workload.num_tokens,
+            "longest": max(self.workload.lengths),
+            "minibatches": NUM_MINIBATCHES,
+            "micro-batch budget": self.workload.max_tokens,
+            "rounds": self.rounds,
+            "device": "one thread a side" if self.device == "cpu" else self.device,
+        }
 
 
 def cases_of(device: str, *, quick: bool) -> list[Case]:
@@ -258,11 +242,9 @@ def main() -> None:
     hf_logging.disable_progress_bar()
     metrics: report.Metrics = {}
     for case in cases_of(arguments.device, quick=arguments.quick):
-        times = case.measure()
-        case.show(times)
-        metrics |= case.metrics(times)
-    if arguments.device == "cuda":
-        report.print_metrics("Metrics", {"device": "cuda"}, metrics)
+        found = case.metrics(case.measure())
+        report.print_metrics(f"Training step, {case.workload.name}", case.settings(), found)
+        metrics |= {case.prefix + name: value for name, value in found.items()}
     report.write(metrics, arguments.json)
 
 

@@ -99,6 +99,9 @@ def make_rows(workload: Workload) -> PackedRows:
     )
 
 
-def minibatches_of(rows: PackedRows) -> list[list[int]]:
-    """Rows of each minibatch."""
-    return [list(range(first, rows.num_rows, NUM_MINIBATCHES)) for first in range(NUM_MINIBATCHES)]
+def minibatches_of(rows: PackedRows) -> list[range]:
+    """The rows of each minibatch follow each other."""
+    size = -(-rows.num_rows // NUM_MINIBATCHES)
+    return [
+        range(start, min(start + size, rows.num_rows)) for start in range(0, rows.num_rows, size)
+    ]
