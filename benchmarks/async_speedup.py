@@ -27,20 +27,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 import report
 from letter_sort_job import (
-    Lengths,
     LetterSortJob,
-    ModelShape,
     Step,
     letter_sort_job,
     say,
     training_steps,
 )
-from letter_sort_task import letter_sort_reward
+from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import GRPOConfig, SingleTurnWorkflow
 
-MODEL = ModelShape(hidden_size=96, num_layers=3, ffn_size=256, num_heads=8)
-LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.8)
+MODEL = dict(hidden_size=96, num_layers=3, ffn_size=256, num_heads=8)
+LENGTHS = dict(median_letters=7.0, sigma_letters=0.8)
 MAX_STALENESS = 4
 TARGETS = {"050": 0.5, "088": 0.88}
 ACCURACY_BATCHES = 4
@@ -55,7 +53,7 @@ def measure(job: LetterSortJob, config: GRPOConfig) -> report.Metrics:
     counts those of the whole run. An accuracy that was never reached has no `time_to`.
     """
     num_first = config.rollout.max_staleness + 1
-    prompts = LENGTHS.prompts(config.seed)
+    prompts = LetterSortPrompts(config.seed, **LENGTHS)
     workflow = SingleTurnWorkflow(letter_sort_reward)
     steps: list[Step] = []
     with job.workers(config) as workers:
@@ -113,7 +111,7 @@ def better_threads(
         config = config_of(count)
         steps: list[Step] = []
         with job.workers(config) as workers:
-            prompts = LENGTHS.prompts(config.seed)
+            prompts = LetterSortPrompts(config.seed, **LENGTHS)
             for step in training_steps(workers, num_steps, prompts, workflow):
                 steps.append(step)
                 if step.ended_s > CALIBRATION_S:
@@ -135,7 +133,7 @@ def main() -> None:
     batch_groups = 8 if arguments.quick else 32
     num_warm_steps, calibration_steps = (20, 1) if arguments.quick else (600, 8)
     records: dict[tuple[str, int], report.Metrics] = {}
-    with letter_sort_job(MODEL, LENGTHS, num_warm_steps) as job:
+    with letter_sort_job(num_warm_steps) as job:
 
         def config_of(seed: int, max_staleness: int, train: int, rollout: int) -> GRPOConfig:
             return job.config(
@@ -149,7 +147,7 @@ def main() -> None:
             )
 
         for seed in seeds:
-            job.warm_start(seed)
+            job.warm_start(seed, MODEL, LENGTHS)
         threads = better_threads(
             job, lambda count: config_of(seeds[0], 0, count, count), calibration_steps
         )
@@ -162,7 +160,7 @@ def main() -> None:
                 say(f"{side}, seed {seed}: {records[side, seed]['s_per_step']:.3f} s a step")
     settings = {
         "parameters": "336k",
-        "lengths": f"median {LENGTHS.median_letters:g}, sigma {LENGTHS.sigma_letters:g}",
+        **LENGTHS,
         "batch": f"{batch_groups} groups of 8",
         "decode slots": arguments.slots,
         "steps": num_steps,

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,7 +38,7 @@ from areal_sc import (
     make_scheduler,
     start,
 )
-from areal_sc.config.schema import GenerationConfig
+from areal_sc.config.schema import GenerationConfig, SchedulerConfig
 from areal_sc.controller.staleness import StalenessStats
 from areal_sc.engines.base import Completion
 from areal_sc.log import setup_logging
@@ -52,29 +52,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HELD_OUT_SEED = 1_000_003
 """Added to a run's seed: evaluation prompts are others than those trained on."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Letters of a prompt: lognormal, clipped to 2..26."""
-
-    median_letters: float
-    sigma_letters: float
-
-    def prompts(self, seed: int) -> LetterSortPrompts:
-        return LetterSortPrompts(
-            seed, median_letters=self.median_letters, sigma_letters=self.sigma_letters
-        )
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Arguments of the task's `write_untrained_folder`."""
-
-    hidden_size: int
-    num_layers: int
-    ffn_size: int
-    num_heads: int
 
 
 class PacedWorkflow(Workflow):
@@ -162,22 +139,30 @@ class LetterSortJob:
 
     folder: Path
     scheduler: Scheduler
-    model: ModelShape
-    lengths: Lengths
     num_warm_steps: int
 
     def config(self, *, seed: int, total_steps: int, **overrides: object) -> GRPOConfig:
         """The shipped configuration with overrides, `__` for the dots of a key."""
-        return _config(self.folder, seed=seed, total_steps=total_steps, **overrides)
+        settings = {
+            "run_dir": self.folder / "run",
+            "seed": seed,
+            "total_steps": total_steps,
+            "actor.path": self.folder / f"warm_start-{seed}",
+            **{name.replace("__", "."): value for name, value in overrides.items()},
+        }
+        path = ROOT / "configs" / "letter_sort.yaml"
+        arguments = [f"{name}={value}" for name, value in settings.items()]
+        return load_config(["--config", str(path), *arguments], GRPOConfig)
 
-    def warm_start(self, seed: int) -> None:
-        """Makes the model that the seed's runs start from, by imitation."""
-        demonstrations = LetterSortDemonstrations(
-            seed,
-            median_letters=self.lengths.median_letters,
-            sigma_letters=self.lengths.sigma_letters,
-        )
-        recipe = WarmStart(num_steps=self.num_warm_steps, sizes=asdict(self.model))
+    def warm_start(self, seed: int, sizes: dict[str, int], lengths: dict[str, float]) -> None:
+        """Makes the model that the seed's runs start from, by imitation.
+
+        Args:
+            sizes: of the model, see `WarmStart`.
+            lengths: of the demonstrations.
+        """
+        demonstrations = LetterSortDemonstrations(seed, **lengths)
+        recipe = WarmStart(num_steps=self.num_warm_steps, sizes=sizes)
         config = self.config(seed=seed, total_steps=1)
         recipe.train(config.actor, demonstrations, self.scheduler)
         say(f"seed {seed}: warm start is made")
@@ -192,31 +177,15 @@ class LetterSortJob:
 
 
 @contextmanager
-def letter_sort_job(
-    model: ModelShape, lengths: Lengths, num_warm_steps: int
-) -> Iterator[LetterSortJob]:
+def letter_sort_job(num_warm_steps: int) -> Iterator[LetterSortJob]:
     """A job in a temporary folder, with a fork server; nothing is left behind."""
     with TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
-        folder = Path(name)
-        setup_logging("controller", folder / "controller.log")
-        scheduler = make_scheduler(_config(folder, seed=0, total_steps=1).scheduler)
+        setup_logging("controller", Path(name) / "controller.log")
+        scheduler = make_scheduler(SchedulerConfig(run_dir=str(Path(name) / "run")))
         try:
-            yield LetterSortJob(folder, scheduler, model, lengths, num_warm_steps)
+            yield LetterSortJob(Path(name), scheduler, num_warm_steps)
         finally:
             scheduler.close()
-
-
-def _config(folder: Path, *, seed: int, total_steps: int, **overrides: object) -> GRPOConfig:
-    settings = {
-        "run_dir": folder / "run",
-        "seed": seed,
-        "total_steps": total_steps,
-        "actor.path": folder / f"warm_start-{seed}",
-        **{name.replace("__", "."): value for name, value in overrides.items()},
-    }
-    path = ROOT / "configs" / "letter_sort.yaml"
-    arguments = [f"{name}={value}" for name, value in settings.items()]
-    return load_config(["--config", str(path), *arguments], GRPOConfig)
 
 
 def training_steps(

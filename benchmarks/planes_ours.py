@@ -10,6 +10,7 @@ import gc
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
@@ -17,13 +18,7 @@ from typing import TYPE_CHECKING
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.controller.node_watch import NodeWatch
 from areal_sc.ids import random_id
-from areal_sc.metadata import (
-    BatchMetadata,
-    Columns,
-    RowMetadata,
-    Run,
-    ShardMetadata,
-)
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
 from areal_sc.schedulers.base import Node
 from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers
 from areal_sc.transport.curve import CurveAuthenticator
@@ -80,18 +75,13 @@ def _arena_root(folder: Path) -> Path:
     return choose_root("auto", 2 * STORE_BYTES, folder / "arenas")
 
 
+@dataclass(frozen=True)
 class Worker:
-    """A worker's control socket and data plane.
+    """A worker's data plane, and the address of its control socket."""
 
-    Attributes:
-        plane: its store and puller.
-        address: of the control socket.
-    """
-
-    def __init__(self, node_id: str, plane: DataPlane, address: str) -> None:
-        self.node_id = node_id
-        self.plane = plane
-        self.address = address
+    node_id: str
+    plane: DataPlane
+    address: str
 
     def seal(
         self, shards: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[Sequence[int]]

@@ -26,15 +26,13 @@ from itertools import product
 
 import report
 from letter_sort_job import (
-    Lengths,
     LetterSortJob,
-    ModelShape,
     PacedWorkflow,
     letter_sort_job,
     say,
     training_steps,
 )
-from letter_sort_task import letter_sort_reward
+from letter_sort_task import LetterSortPrompts, letter_sort_reward
 from staleness_run import Evaluations, Run, measure
 
 from areal_sc import GRPOConfig, SingleTurnWorkflow
@@ -45,11 +43,16 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     "noweight": {"actor__ppo__use_behavior_weight": False},
 }
 CHOICES = ("train", "mask", "wait", "regenerate")
-MODEL = ModelShape(hidden_size=64, num_layers=2, ffn_size=160, num_heads=4)
-LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.6)
-HEAVY_TAIL = Lengths(median_letters=7.0, sigma_letters=0.9)
+MODEL = dict(hidden_size=64, num_layers=2, ffn_size=160, num_heads=4)
+LENGTHS = dict(median_letters=7.0, sigma_letters=0.6)
+HEAVY_TAIL = dict(median_letters=7.0, sigma_letters=0.9)
 TRAINING_STEPS_PER_TOKEN = 0.2
 TOKENS_PER_PIECE = 3
+SETTINGS: dict[str, object] = {
+    "parameters": "97k",
+    "batch": "groups of 8 in 4 minibatches",
+    "lr": "4e-4, constant",
+}
 
 Runs = Mapping[tuple[str, int], Sequence[Run]]
 """(objective or choice, eta) -> one run a seed."""
@@ -97,60 +100,63 @@ QUICK = Scale(
 )
 
 
-def worst_case(job: LetterSortJob, scale: Scale) -> Runs:
+def worst_case_runs(job: LetterSortJob, scale: Scale) -> Runs:
     """Runs of all staleness bounds and objectives."""
     runs: dict[tuple[str, int], list[Run]] = {}
     workflow = SingleTurnWorkflow(letter_sort_reward)
     for seed, eta, objective in product(scale.seeds, scale.worst_case_etas, OBJECTIVES):
-        config = job.config(
-            seed=seed,
-            total_steps=scale.worst_case_steps,
-            actor__optimizer__schedule="constant",
-            rollout__train_batch_groups=scale.batch_groups,
-            rollout__max_staleness=eta,
-            **OBJECTIVES[objective],
-        )
+        config = config_of(job, scale, seed, eta, scale.worst_case_steps, **OBJECTIVES[objective])
         run = measure(job, config, LENGTHS, workflow, scale.evaluations, is_held=True)
         runs.setdefault((objective, eta), []).append(run)
         say(f"seed {seed}, eta {eta}, {objective}: auc {run.auc:.3f}, {run.duration_s:.1f} s")
     return runs
 
 
-def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
+def over_bound_runs(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
     """Runs of all staleness bounds and choices, and the seconds that decoding a token took."""
 
-    def config_of(seed: int, eta: int, choice: str) -> GRPOConfig:
-        return job.config(
-            seed=seed,
-            total_steps=scale.over_bound_steps,
-            actor__optimizer__schedule="constant",
-            rollout__train_batch_groups=scale.batch_groups,
-            rollout__max_staleness=eta,
+    def config_of_choice(seed: int, eta: int, choice: str) -> GRPOConfig:
+        return config_of(
+            job,
+            scale,
+            seed,
+            eta,
+            scale.over_bound_steps,
             rollout__over_bound=choice,
             rollout__max_running_sequences=512,
         )
 
     runs: dict[tuple[str, int], list[Run]] = {}
-    calibration = config_of(scale.over_bound_seeds[0], max(scale.over_bound_etas), "train")
-    seconds_per_token = TRAINING_STEPS_PER_TOKEN * _training_s(
-        job, calibration, scale.calibration_steps
-    )
+    calibration = config_of_choice(scale.over_bound_seeds[0], max(scale.over_bound_etas), "train")
+    training_s = _training_s(job, calibration, scale.calibration_steps)
+    token_s = TRAINING_STEPS_PER_TOKEN * training_s
     for seed, eta, choice in product(scale.over_bound_seeds, scale.over_bound_etas, CHOICES):
-        config = config_of(seed, eta, choice)
-        workflow = PacedWorkflow(
-            seconds_per_token, TOKENS_PER_PIECE, config.generation.max_new_tokens
-        )
+        config = config_of_choice(seed, eta, choice)
+        workflow = PacedWorkflow(token_s, TOKENS_PER_PIECE, config.generation.max_new_tokens)
         run = measure(job, config, HEAVY_TAIL, workflow, scale.evaluations, is_held=False)
         runs.setdefault((choice, eta), []).append(run)
         say(f"seed {seed}, eta {eta}, {choice}: auc {run.auc:.3f}, {run.duration_s:.1f} s")
-    return runs, seconds_per_token
+    return runs, token_s
+
+
+def config_of(
+    job: LetterSortJob, scale: Scale, seed: int, eta: int, num_steps: int, **overrides: object
+) -> GRPOConfig:
+    return job.config(
+        seed=seed,
+        total_steps=num_steps,
+        actor__optimizer__schedule="constant",
+        rollout__train_batch_groups=scale.batch_groups,
+        rollout__max_staleness=eta,
+        **overrides,
+    )
 
 
 def _training_s(job: LetterSortJob, config: GRPOConfig, num_steps: int) -> float:
     """Median seconds of the training phase, with generation at full speed beside it."""
     workflow = SingleTurnWorkflow(letter_sort_reward)
     with job.workers(config) as workers:
-        prompts = HEAVY_TAIL.prompts(config.seed)
+        prompts = LetterSortPrompts(config.seed, **HEAVY_TAIL)
         steps = list(training_steps(workers, num_steps, prompts, workflow))
     return statistics.median(step.train_s for step in steps[1:])
 
@@ -181,10 +187,10 @@ def difference(first: Sequence[Run], second: Sequence[Run]) -> float:
     return statistics.mean(a.auc - b.auc for a, b in zip(first, second, strict=True))
 
 
-def worst_case_metrics(job: LetterSortJob, scale: Scale) -> report.Metrics:
-    runs = worst_case(job, scale)
+def worst_case(job: LetterSortJob, scale: Scale) -> report.Metrics:
+    runs = worst_case_runs(job, scale)
     records = records_of(runs)
-    settings = settings_of(scale, LENGTHS) | {"steps": scale.worst_case_steps}
+    settings = SETTINGS | LENGTHS | {"steps": scale.worst_case_steps}
     report.print_records("Staleness, worst case", settings, ("objective", "eta"), records)
     metrics = report.flat(records)
     for eta in scale.worst_case_etas:
@@ -198,28 +204,19 @@ def worst_case_metrics(job: LetterSortJob, scale: Scale) -> report.Metrics:
     return metrics
 
 
-def over_bound_metrics(job: LetterSortJob, scale: Scale) -> report.Metrics:
-    runs, seconds_per_token = over_bound(job, scale)
+def over_bound(job: LetterSortJob, scale: Scale) -> report.Metrics:
+    runs, token_s = over_bound_runs(job, scale)
     records = records_of(runs)
     add_auc_in_time(records, runs)
-    settings = settings_of(scale, HEAVY_TAIL) | {"seconds a token": f"{seconds_per_token:.3f}"}
+    settings = SETTINGS | HEAVY_TAIL | {"steps": scale.over_bound_steps, "s a token": token_s}
     report.print_records("Over the staleness bound", settings, ("over_bound", "eta"), records)
     metrics = {f"over_bound_{name}": value for name, value in report.flat(records).items()}
-    metrics["over_bound_s_per_token"] = seconds_per_token
+    metrics["over_bound_s_per_token"] = token_s
     for (choice, eta), found in runs.items():
         if choice != "train":
             name = f"over_bound_auc_{choice}_minus_train_eta{eta}"
             metrics[name] = difference(found, runs["train", eta])
     return metrics
-
-
-def settings_of(scale: Scale, lengths: Lengths) -> dict[str, object]:
-    return {
-        "parameters": "97k",
-        "batch": f"{scale.batch_groups} groups of 8 in 4 minibatches",
-        "lr": "4e-4, constant",
-        "lengths": f"median {lengths.median_letters:g}, sigma {lengths.sigma_letters:g}",
-    }
 
 
 def main() -> None:
@@ -228,13 +225,13 @@ def main() -> None:
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
     metrics: report.Metrics = {}
-    with letter_sort_job(MODEL, LENGTHS, scale.num_warm_steps) as job:
+    with letter_sort_job(scale.num_warm_steps) as job:
         for seed in scale.seeds:
-            job.warm_start(seed)
+            job.warm_start(seed, MODEL, LENGTHS)
         if arguments.part != "over-bound":
-            metrics |= worst_case_metrics(job, scale)
+            metrics |= worst_case(job, scale)
         if arguments.part != "worst-case":
-            metrics |= over_bound_metrics(job, scale)
+            metrics |= over_bound(job, scale)
     report.write(metrics, arguments.json)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import report
-from letter_sort_job import HELD_OUT_SEED, Lengths, LetterSortJob, Step, training_steps
-from letter_sort_task import letter_sort_reward
+from letter_sort_job import HELD_OUT_SEED, LetterSortJob, Step, training_steps
+from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import GRPOConfig, RolloutController, SingleTurnWorkflow, Workflow
 from areal_sc.controller.evaluation import EvaluationOutcome
@@ -82,7 +82,7 @@ class Run:
 def measure(
     job: LetterSortJob,
     config: GRPOConfig,
-    lengths: Lengths,
+    lengths: dict[str, float],
     workflow: Workflow,
     evaluations: Evaluations,
     *,
@@ -117,7 +117,7 @@ def measure(
         for step in training_steps(
             workers,
             config.total_steps,
-            lengths.prompts(config.seed),
+            LetterSortPrompts(config.seed, **lengths),
             workflow,
             before_step=before_step,
             before_publication=before_publication,
@@ -133,11 +133,11 @@ def measure(
 class _Evaluator:
     """Evaluates on held-out prompts, beside training; one evaluation at a time."""
 
-    def __init__(self, rollout: RolloutController, lengths: Lengths, seed: int) -> None:
+    def __init__(self, rollout: RolloutController, lengths: dict[str, float], seed: int) -> None:
         self.curve: list[Point] = []
         self.num_generated_tokens = 0.0
         self._rollout = rollout
-        self._prompts = lengths.prompts(seed + HELD_OUT_SEED)
+        self._prompts = LetterSortPrompts(seed + HELD_OUT_SEED, **lengths)
         self._workflow = SingleTurnWorkflow(letter_sort_reward)
         self._pending: tuple[float, Future[EvaluationOutcome]] | None = None
 
