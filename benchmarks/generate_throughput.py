@@ -130,7 +130,7 @@ class Case:
     model: str
     shape: Shape
     num_slots: int
-    make_jobs: Callable[[int], list[Job]]
+    make_jobs: Callable[[int, int], list[Job]]
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -156,7 +156,7 @@ class Sides:
         rates: dict[str, list[float]] = {name: [] for name in names}
         cpu_ms: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds + 1):
-            jobs = case.make_jobs(number)
+            jobs = case.make_jobs(case.num_slots, number)
             num_tokens = sum(job.num_new_tokens for job in jobs)
             for name in names if number % 2 == 0 else names[::-1]:
                 cpu_before, start = self._cpu_s(), time.perf_counter()
@@ -207,44 +207,31 @@ async def started(case: Case, against: str, device: Device, sglang: Path) -> Asy
         yield sides
 
 
-def full_batch(num_slots: int) -> Callable[[int], list[Job]]:
-    def make(seed: int) -> list[Job]:
-        rng = random.Random(seed)
-        prompts = [[rng.randrange(NUM_WORDS) for _ in range(32)] for _ in range(num_slots)]
-        return [Job(prompt, 128) for prompt in prompts]
-
-    return make
+def full_batch(num_slots: int, seed: int) -> list[Job]:
+    rng = random.Random(seed)
+    return [Job(rng.choices(range(NUM_WORDS), k=32), 128) for _ in range(num_slots)]
 
 
-def mixed(num_slots: int) -> Callable[[int], list[Job]]:
+def mixed(num_slots: int, seed: int) -> list[Job]:
     """Lognormal completion lengths: median 48, sigma 0.8, at most 384."""
-
-    def make(seed: int) -> list[Job]:
-        rng = random.Random(seed)
-        return [
-            Job(
-                [rng.randrange(NUM_WORDS) for _ in range(rng.randrange(4, 64))],
-                max(1, min(384, round(48 * rng.lognormvariate(0, 0.8)))),
-            )
-            for _ in range(4 * num_slots)
-        ]
-
-    return make
+    rng = random.Random(seed)
+    return [
+        Job(
+            rng.choices(range(NUM_WORDS), k=rng.randrange(4, 64)),
+            max(1, min(384, round(48 * rng.lognormvariate(0, 0.8)))),
+        )
+        for _ in range(4 * num_slots)
+    ]
 
 
-def letter_sort(num_slots: int) -> Callable[[int], list[Job]]:
+def letter_sort(num_groups: int, seed: int) -> list[Job]:
     """n letters and `=`, answered by n letters and `$`; n lognormal, median 7, 2..26."""
-
-    def make(seed: int) -> list[Job]:
-        rng = random.Random(seed)
-        jobs = []
-        for group in range(num_slots):
-            n = max(2, min(26, round(7 * rng.lognormvariate(0, 0.6))))
-            prompt = [rng.randrange(30) for _ in range(n + 1)]
-            jobs += [Job(prompt, n + 1, f"{seed}/{group}") for _ in range(8)]
-        return jobs
-
-    return make
+    rng = random.Random(seed)
+    jobs = []
+    for group in range(num_groups):
+        n = max(2, min(26, round(7 * rng.lognormvariate(0, 0.6))))
+        jobs += [Job(rng.choices(range(30), k=n + 1), n + 1, f"{seed}/{group}")] * 8
+    return jobs
 
 
 def static_cases(device: str, *, quick: bool) -> list[Case]:
@@ -253,31 +240,31 @@ def static_cases(device: str, *, quick: bool) -> list[Case]:
 
     if device == "cuda":
         return [
-            Case("full_batch", "0.5b", SHAPES["0.5b"], slots, full_batch(slots))
-            for slots in (64, 256)
+            Case("full_batch", "0.5b", SHAPES["0.5b"], slots, full_batch) for slots in (64, 256)
         ]
     full = [
-        Case("full_batch", f"hidden{hidden}", small(hidden), 32, full_batch(32))
+        Case("full_batch", f"hidden{hidden}", small(hidden), 32, full_batch)
         for hidden in (64, 128, 256)
     ]
     letters = [
-        Case("letter_sort", "hidden96", small(96, 3, 30), slots, letter_sort(slots))
-        for slots in (64, 256)
+        Case("letter_sort", "hidden96", small(96, 3, 30), slots, letter_sort) for slots in (64, 256)
     ]
     if quick:  # the smallest of each workload
-        return [full[0], Case("mixed", "hidden64", small(64), 16, mixed(16)), letters[0]]
-    return [*full, Case("mixed", "hidden128", small(128), 32, mixed(32)), *letters]
+        return [full[0], Case("mixed", "hidden64", small(64), 16, mixed), letters[0]]
+    return [*full, Case("mixed", "hidden128", small(128), 32, mixed), *letters]
 
 
 def sglang_cases(size: str, slots: int) -> list[Case]:
+    workloads = {"full_batch": full_batch, "mixed": mixed, "groups": half_as_many_groups}
     return [
         Case(workload, size, SHAPES[size], slots, make_jobs)
-        for workload, make_jobs in (
-            ("full_batch", full_batch(slots)),
-            ("mixed", mixed(slots)),
-            ("groups", letter_sort(slots // 2)),
-        )
+        for workload, make_jobs in workloads.items()
     ]
+
+
+def half_as_many_groups(num_slots: int, seed: int) -> list[Job]:
+    """Eight completions a prompt, for half as many prompts as slots."""
+    return letter_sort(num_slots // 2, seed)
 
 
 async def measure(

@@ -27,7 +27,6 @@ import random
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,46 +50,32 @@ MAX_PROMPT_TOKENS = 32
 NUM_PROMPTS = 4096
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What is generated.
-
-    Attributes:
-        median_tokens, sigma, max_tokens: of the lognormal lengths.
-        slots: decode slots.
-    """
-
-    median_tokens: int
-    sigma: float
-    max_tokens: int
-    slots: int
-
-    def prompts(self) -> list[dict[str, Any]]:
-        rng = random.Random(0)
-        return [
+def prompts_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What is generated: random prompts, and answers of lognormal lengths."""
+    rng = random.Random(0)
+    prompts = []
+    for _ in range(NUM_PROMPTS):
+        length = round(arguments.median_tokens * rng.lognormvariate(0, arguments.sigma))
+        prompts.append(
             {
                 "input_ids": rng.choices(range(512), k=rng.randrange(4, MAX_PROMPT_TOKENS)),
-                "num_new_tokens": self._length(rng),
+                "num_new_tokens": max(1, min(arguments.max_tokens, length)),
             }
-            for _ in range(NUM_PROMPTS)
-        ]
-
-    def _length(self, rng: random.Random) -> int:
-        drawn = round(self.median_tokens * rng.lognormvariate(0, self.sigma))
-        return max(1, min(self.max_tokens, drawn))
+        )
+    return prompts
 
 
 class Side:
     """Training under one choice of `on_weight_update`; it stands still between two calls."""
 
-    def __init__(self, run: Controllers, workload: Workload, batch: int) -> None:
+    def __init__(self, run: Controllers, prompts: list[dict[str, Any]], batch: int) -> None:
         self._actor, self._rollout = run.actor, run.rollout
-        self._prompts, self._workflow = workload.prompts(), GivenLengths()
-        self._num_slots, self._batch = workload.slots, batch
+        self._prompts, self._workflow = prompts, GivenLengths()
+        self._batch = batch
 
     def batch_seconds(self) -> float:
         """To generate a batch when nothing is updated; the first run warms up."""
-        num_answers = 8 * self._num_slots
+        num_answers = 8 * self._rollout.config.max_running_sequences
         for _ in range(2):
             began_s = time.perf_counter()
             self._rollout.rollout_batch(self._prompts, self._workflow, num_answers)
@@ -120,7 +105,6 @@ class Side:
 def compare(
     model: Path,
     engine: RolloutEngine,
-    workload: Workload,
     eta: int,
     batch: int,
     arguments: argparse.Namespace,
@@ -133,14 +117,14 @@ def compare(
                 ActorConfig(path=str(model), device=Device.cpu, seed=0),
                 engine=engine,
                 on_weight_update=choice,
-                max_running_sequences=workload.slots,
-                max_concurrent_groups=workload.slots,
-                max_context_tokens=workload.max_tokens + MAX_PROMPT_TOKENS,
+                max_running_sequences=arguments.slots,
+                max_concurrent_groups=arguments.slots,
+                max_context_tokens=arguments.max_tokens + MAX_PROMPT_TOKENS,
                 train_batch_groups=batch,
                 max_staleness=eta,
                 sglang=SGLangConfig(python=str(arguments.sglang_python)),
             )
-            sides[choice] = Side(stack.enter_context(run), workload, batch)
+            sides[choice] = Side(stack.enter_context(run), prompts_of(arguments), batch)
         train_s = arguments.train_share * sides[SIDES[0]].batch_seconds()
         measured: dict[str, list[report.Metrics]] = {side: [] for side in SIDES}
         for side in SIDES:
@@ -170,15 +154,12 @@ def main() -> None:
     )
     if "sglang" in arguments.engine:
         sglang_side.check_python(parser, arguments.sglang_python)
-    workload = Workload(
-        arguments.median_tokens, arguments.sigma, arguments.max_tokens, arguments.slots
-    )
     records: dict[tuple[str, str, str, str], report.Metrics] = {}
     metrics: report.Metrics = {}
     shape = qwen2_models.SHAPES[arguments.size]
     for name, eta, batch in product(arguments.engine, arguments.etas, arguments.batches):
         with model_folder(shape, Dtype.float32) as model:
-            found = compare(model, RolloutEngine(name), workload, eta, batch, arguments)
+            found = compare(model, RolloutEngine(name), eta, batch, arguments)
         for side, runs in found.items():
             records[name, f"eta{eta}", f"batch{batch}", side] = {
                 value: statistics.median(run[value] for run in runs) for value in runs[0]

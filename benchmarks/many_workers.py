@@ -13,7 +13,7 @@ shares the machine, so on few cores lags are upper bounds: simulated workers tak
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import random
 import time
 from contextlib import ExitStack
@@ -37,20 +37,10 @@ NUM_RANKS = 2
 GROUP_SIZE = 8
 MAX_STALENESS = 2
 HEARTBEAT_S = 20.0
-"""Longer than usual, for the same reason."""
+"""Longer than usual: simulated workers share the cores of the controllers."""
 ROW_TOKENS = 8_000
 NUM_LOOKS = 1000
 _HOST = Path(__file__).with_name("simulated_workers.py")
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """Workers, groups a step, steps that are measured, and how long groups take, in seconds."""
-
-    num_workers: int
-    num_groups: int
-    num_steps: int
-    group_s: tuple[float, float]
 
 
 def never_scored(prompt: dict[str, Any], completion: str) -> float:
@@ -59,17 +49,20 @@ def never_scored(prompt: dict[str, Any], completion: str) -> float:
 
 
 def controllers(
-    size: Size, folder: Path, train_nodes: dict[str, str], rollout_nodes: dict[str, str]
+    size: argparse.Namespace,
+    folder: Path,
+    train_nodes: dict[str, str],
+    rollout_nodes: dict[str, str],
 ) -> tuple[TrainController, RolloutController]:
     actor = ActorConfig(path="/no/model", parallel=ParallelConfig(data=NUM_RANKS))
     rollout = RolloutConfig(
         path="/no/model",
-        num_workers=size.num_workers,
-        total_steps=1 + size.num_steps,
-        train_batch_groups=size.num_groups,
+        num_workers=size.workers,
+        total_steps=1 + size.steps,
+        train_batch_groups=size.groups,
         group_size=GROUP_SIZE,
         max_staleness=MAX_STALENESS,
-        max_concurrent_groups=size.num_workers,
+        max_concurrent_groups=size.workers,
     )
     config = SchedulerConfig(run_dir=str(folder), heartbeat_interval_s=HEARTBEAT_S)
     keys = RunKeys.read(folder / "keys.json")
@@ -79,13 +72,13 @@ def controllers(
     )
 
 
-def measure_steps(size: Size) -> report.Metrics:
+def measure_steps(size: argparse.Namespace) -> report.Metrics:
     """Lags, CPU and seconds of the steps."""
     prompts = [{"prompt": str(number), "answer": ""} for number in range(1000)]
     workflow = SingleTurnWorkflow(never_scored)
     with planes_ours.run() as folder, ExitStack() as stack:
         hosts = [stack.enter_context(Role("host", _HOST, [str(folder)])) for _ in range(NUM_HOSTS)]
-        share = size.num_workers // NUM_HOSTS
+        share = size.workers // NUM_HOSTS
         for number, host in enumerate(hosts):
             host.begin(
                 "start",
@@ -106,7 +99,7 @@ def measure_steps(size: Size) -> report.Metrics:
         probe = LagProbe()
         with start(actor, rollout):
             probing = rollout._submit(probe.run())
-            for step in range(1 + size.num_steps):
+            for step in range(1 + size.steps):
                 if step == 1:  # connections and caches are warm
                     probe.clear()
                     cpu_s, began_s = process_cpu_s(), time.perf_counter()
@@ -125,8 +118,8 @@ def measure_steps(size: Size) -> report.Metrics:
         "loop_lag_max_ms": 1e3 * max(late_s),
         "loop_busy_p99_ms": 1e3 * percentiles(busy_s)["p99_s"],
         "loop_busy_max_ms": 1e3 * max(busy_s),
-        "step_s": seconds / size.num_steps,
-        "controller_cpu_s_per_step": cpu_s / size.num_steps,
+        "step_s": seconds / size.steps,
+        "controller_cpu_s_per_step": cpu_s / size.steps,
     }
 
 
@@ -151,13 +144,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="that are measured")
     parser.add_argument("--group-s", type=float, nargs=2, default=(1.0, 8.0), help="of a group")
     arguments = report.parse(parser, workers=256, groups=64, steps=5, group_s=(0.2, 1.0))
-    size = Size(arguments.workers, arguments.groups, arguments.steps, arguments.group_s)
-    metrics = measure_choice(size.num_workers) | measure_steps(size)
+    metrics = measure_choice(arguments.workers) | measure_steps(arguments)
     report.print_metrics(
-        f"The controllers' loop with {size.num_workers:,} workers",
+        f"The controllers' loop with {arguments.workers:,} workers",
         {
-            "groups a step": size.num_groups,
-            "steps": size.num_steps,
+            "groups a step": arguments.groups,
+            "steps": arguments.steps,
             "eta": MAX_STALENESS,
             "workers": f"in {NUM_HOSTS} processes on the same cores",
         },

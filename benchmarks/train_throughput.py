@@ -25,7 +25,7 @@ The letter-sort workload is the small model of the quickstart.
 
 On a GPU controller, dynamic and handwritten train a model of half a billion parameters in bfloat16
 over float32 parameters and AdamW state. `share_of_peak` is model FLOPs a second over the data
-sheet's rate, `share_of_matmul` over that of a large matrix product on the same machine.
+sheet's rate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pathlib import Path
 
 import report
 import torch
-from cuda_device import matmul_flops, peak_allocated, peak_bf16_flops
+from cuda_device import peak_allocated, peak_bf16_flops
 from random_model_run import model_folder
 from train_handwritten import HandwrittenLoop
 from train_through_controller import ControllerSide, controller_side
@@ -201,9 +201,7 @@ class Case:
             metrics[f"{side}_tokens_per_s"] = self.workload.num_tokens / seconds[side]
         if self.device == "cuda":
             flops, sheet = self.workload.model_flops(), peak_bf16_flops("cuda")
-            reached = matmul_flops("cuda", torch.bfloat16)
             for side, found in times.items():
-                metrics[f"{side}_share_of_matmul"] = flops / seconds[side] / reached
                 if sheet:
                     metrics[f"{side}_share_of_peak"] = flops / seconds[side] / sheet
                 metrics[f"{side}_step_peak_bytes"] = found.peak_bytes

@@ -55,29 +55,27 @@ SERVERS_HELP = (
 )
 
 
-class PlainCopy:
-    """Memory of a size, and a copy of it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._source = torch.full((num_bytes,), 7, dtype=torch.uint8)
-        self._target = torch.zeros(num_bytes, dtype=torch.uint8)
-
-    def seconds(self) -> float:
-        times = []
-        for _ in range(COPIES):
-            start = time.perf_counter()
-            self._target.copy_(self._source)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Median of some copies."""
+    times = []
+    for _ in range(COPIES):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def update(
-    run: Controllers, method: WeightUpdateMethod, copy: PlainCopy, num_servers: int
+    run: Controllers, method: WeightUpdateMethod, memory: torch.Tensor, num_servers: int
 ) -> report.Metrics:
-    """Publishes the next version, and waits until it is used."""
+    """Publishes the next version, and waits until it is used.
+
+    Args:
+        memory: [2, bytes of the weights], for the plain copy.
+    """
     run.actor.config.weight_update.method = method  # read at each publication
     run.rollout.pause()
-    copy_s = copy.seconds()
+    copy_s = copy_seconds(*memory)
     run.rollout.resume()
     (before,) = run.rollout.worker_stats()
     start = time.perf_counter()
@@ -107,7 +105,8 @@ def measure(
     if arguments.engine != RolloutEngine.local:
         methods.append(WeightUpdateMethod.collective)
     num_streams = arguments.streams * num_servers
-    copy = PlainCopy(sum(file.stat().st_size for file in Path(actor.path).glob("*.safetensors")))
+    num_bytes = sum(file.stat().st_size for file in Path(actor.path).glob("*.safetensors"))
+    memory = torch.ones(2, num_bytes, dtype=torch.uint8)
     updates: dict[WeightUpdateMethod, list[report.Metrics]] = {method: [] for method in methods}
     measured: dict[WeightUpdateMethod, report.Metrics] = {}
     with started(
@@ -134,7 +133,7 @@ def measure(
                 device_memory(actor.device) as device_bytes,
             ):
                 for _ in range(2):  # the second version is sealed while the first is still there
-                    update(run, method, copy, num_servers)
+                    update(run, method, memory, num_servers)
             measured[method] = {
                 f"trainer_{kind}_buckets": grown / actor.weight_update.bucket_bytes
                 for kind, grown in growth.items()
@@ -144,7 +143,7 @@ def measure(
         for number in range(arguments.rounds):
             turn = number % len(methods)
             for method in (*methods[turn:], *methods[:turn]):
-                updates[method].append(update(run, method, copy, num_servers))
+                updates[method].append(update(run, method, memory, num_servers))
     for method, found in updates.items():
         medians = {name: statistics.median(u[name] for u in found) for name in found[0]}
         measured[method] = medians | measured[method]
