@@ -255,16 +255,12 @@ def static_cases(device: str, *, quick: bool) -> list[Case]:
 
 
 def sglang_cases(size: str, slots: int) -> list[Case]:
-    workloads = {"full_batch": full_batch, "mixed": mixed, "groups": half_as_many_groups}
-    return [
-        Case(workload, size, SHAPES[size], slots, make_jobs)
-        for workload, make_jobs in workloads.items()
-    ]
-
-
-def half_as_many_groups(num_slots: int, seed: int) -> list[Job]:
-    """Eight completions a prompt, for half as many prompts as slots."""
-    return letter_sort(num_slots // 2, seed)
+    workloads: dict[str, Callable[[int, int], list[Job]]] = {
+        "full_batch": full_batch,
+        "mixed": mixed,
+        "groups": lambda slots, seed: letter_sort(slots // 2, seed),
+    }
+    return [Case(name, size, SHAPES[size], slots, jobs) for name, jobs in workloads.items()]
 
 
 async def measure(

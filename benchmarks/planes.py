@@ -28,7 +28,8 @@ import planes_ours
 import planes_peers
 import report
 from planes_data import DataSides
-from planes_samples import Metrics, Samples
+from planes_samples import Samples
+from report import Metrics
 
 PARTS = ("data", "rows", "control", "peers")
 PEER_ROUNDS = 5

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from planes_role import Role
-from planes_samples import Metrics, Samples
+from planes_samples import Samples
+from report import Metrics
 
 NUM_HOSTS = 8
 FAN_OUTS = (16, 64, 256, 1024, 4096)

@@ -9,7 +9,8 @@ from typing import Any
 
 from planes_payloads import ROW_BYTES
 from planes_role import Role
-from planes_samples import Metrics, Samples
+from planes_samples import Samples
+from report import Metrics
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "256 MiB": 256 << 20}
 LARGE = ("16 MiB", "256 MiB")

@@ -17,7 +17,8 @@ from pathlib import Path
 from planes_data import DataSides
 from planes_payloads import PAYLOADS
 from planes_role import Role, RoleFailed
-from planes_samples import Metrics, Samples
+from planes_samples import Samples
+from report import Metrics
 
 MEASURED = ("large", "long", "jagged")
 NUM_ROWS = 200

@@ -8,9 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-Metrics = dict[str, float]
-"""name -> value; the name ends in the unit."""
-
 PROBE_S = 0.002
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,24 +42,22 @@ UPDATE_S = (0.1, 0.5)
 """A weight update takes between these."""
 
 
+@dataclass
 class SimulatedWorker:
-    """Either kind of worker; `address` is set once it is served.
+    """Either kind of worker.
 
-    Args:
+    Attributes:
         group_s: a group takes between these seconds.
         row_tokens: length of a row; 0: the index of its prompt.
+        address: set once it is served.
     """
 
-    def __init__(
-        self, name: str, incarnation: str, group_s: tuple[float, float], row_tokens: int
-    ) -> None:
-        self.name = name
-        self.address = ""
-        self.incarnation = incarnation
-        self._group_s = group_s
-        self._row_tokens = row_tokens
-        self._sequence = itertools.count(1)
-        self._last_sequence = 0
+    name: str
+    incarnation: str
+    group_s: tuple[float, float]
+    row_tokens: int
+    address: str = ""
+    last_sequence: int = 0
 
     def methods(self) -> list[Served]:
         return [
@@ -83,9 +81,9 @@ class SimulatedWorker:
         return RankPlace(rank.rank, is_head=True)
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
-        await asyncio.sleep(random.uniform(*self._group_s))
+        await asyncio.sleep(random.uniform(*self.group_s))
         num_rows, version = group.group_size, group.admitted_version
-        length = self._row_tokens or group.prompt.index
+        length = self.row_tokens or group.prompt.index
         num_spans = min(8, 1 + length // TOKENS_PER_VERSION)
         rows = tuple(
             RowMetadata(
@@ -109,14 +107,13 @@ class SimulatedWorker:
         await asyncio.sleep(random.uniform(*UPDATE_S))
 
     async def seal(self, _: Any) -> calls.SealedShard:
-        self._last_sequence = next(self._sequence)
-        shard_id = make_shard_id(self.incarnation, self._last_sequence)
-        return calls.SealedShard(
-            ShardReference(self.name, self.address, shard_id), self._last_sequence
-        )
+        self.last_sequence += 1
+        shard_id = make_shard_id(self.incarnation, self.last_sequence)
+        shard = ShardReference(self.name, self.address, shard_id)
+        return calls.SealedShard(shard, self.last_sequence)
 
     async def sweep(self, _: calls.Sweep) -> int:
-        return self._last_sequence
+        return self.last_sequence
 
 
 async def _nothing(_: Any) -> None: ...
