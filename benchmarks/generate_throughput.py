@@ -39,7 +39,6 @@ import qwen2_models
 import report
 import sglang_side
 import torch
-from cuda_device import peak_allocated
 from processes import cpu_seconds
 from qwen2_models import NUM_WORDS, SHAPES, Shape
 from random_model_run import model_folder
@@ -131,10 +130,6 @@ class Case:
     shape: Shape
     num_slots: int
     make_jobs: Callable[[int, int], list[Job]]
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.model, self.workload, f"slots{self.num_slots}"
 
 
 class Sides:
@@ -273,7 +268,8 @@ async def measure(
         device = Device(arguments.device)
         async with started(first, arguments.against, device, arguments.sglang_python) as sides:
             for case in (first, *others):
-                records[case.key] = await sides.compare(case, arguments.rounds)
+                key = (case.model, case.workload, f"slots{case.num_slots}")
+                records[key] = await sides.compare(case, arguments.rounds)
     return records
 
 
@@ -293,12 +289,7 @@ def main() -> None:
     else:
         cases = static_cases(device, quick=arguments.quick)
     torch.set_num_threads(1)
-    records: dict[tuple[str, str, str], report.Metrics] = {}
-
-    def run() -> None:
-        records.update(asyncio.run(measure(cases, arguments)))
-
-    peak_bytes = peak_allocated(device, run)
+    records = asyncio.run(measure(cases, arguments))
     settings = {"rounds": arguments.rounds, "threads": 1, "device": device}
     report.print_records(
         f"Generation: LocalEngine against {against}",
@@ -315,8 +306,6 @@ def main() -> None:
         ratios = [r[f"local_over_{against}"] for key, r in records.items() if workload in key[1]]
         if ratios:
             metrics[name] = min(ratios)
-    if device == "cuda":
-        metrics["peak_bytes"] = peak_bytes
     report.write(metrics, arguments.json)
 
 

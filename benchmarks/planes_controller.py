@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import sys
 import time
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import planes_ours as ours
-from msgspec.structs import replace
 from planes_role import process_cpu_s, resident_bytes, serve_async, tcp_bytes
 from planes_samples import LagProbe, percentiles
 
+from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
 from areal_sc.ids import random_id
-from areal_sc.metadata import (
-    BatchMetadata,
-    Columns,
-    PromptReference,
-    Run,
-    ShardMetadata,
-    concat,
-)
-from areal_sc.weights import ShardReference
+from areal_sc.metadata import PromptReference, concat
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation
 
 HEARTBEAT_WARM_UP_S = 2.5
 """Longer than the interval of heartbeats."""
 GROUP_SIZE = 8
+LAYOUT = RankLayout((0, 1), (0, 1))
 NUM_MINIBATCHES = 4
 FIRST_GROUP = 123_456
 """As late in a run, where the numbers of groups take more bytes."""
@@ -126,55 +121,32 @@ class Controller:
         }
 
     async def _step(self, num_rows: int, length: int) -> None:
-        rollout, ranks = self._connections[0], self._connections[1:3]
+        rollout, *ranks = self._connections[: 1 + LAYOUT.num_shares]
         groups = []
-        for number in range(num_rows // GROUP_SIZE):
-            reply = await rollout.call(
-                calls.RUN_GROUP,
-                calls.RunGroup(
-                    FIRST_GROUP + number, 0, 1_000, PromptReference(0, length, 0), 0, GROUP_SIZE
-                ),
-                timeout_s=ours.CALL_TIMEOUT_S,
-            )
-            assert reply.batch is not None
+        for number in range(FIRST_GROUP, FIRST_GROUP + num_rows // GROUP_SIZE):
+            group = calls.RunGroup(number, 0, 1_000, PromptReference(0, length, 0), 0, GROUP_SIZE)
+            (reply,) = await _call_each([rollout], calls.RUN_GROUP, [group])
             groups.append(reply.batch)
         batch = concat(groups, batch_id=random_id(), global_step=1_000)
-        parts = batch.select(["input_ids"]).split(len(ranks))
-        replies = await asyncio.gather(
-            *(
-                rank.call(calls.COMPUTE_LOGPROBS, part, timeout_s=ours.CALL_TIMEOUT_S)
-                for rank, part in zip(ranks, parts, strict=True)
-            )
-        )
-        proximal = concat(
-            [_sealed_part(part, reply.shard) for part, reply in zip(parts, replies, strict=True)],
-            batch_id=random_id(),
-            global_step=1_000,
-        )
-        # the split is by tokens: row order differs between the two, as it does in a run
-        order = itertools.chain.from_iterable(batch.partition(len(ranks)))
-        position = {row: i for i, row in enumerate(order)}
-        whole = batch.union(proximal.take([position[row] for row in range(num_rows)]))
+        shares = LAYOUT.split(batch, NUM_MINIBATCHES)
+        share_rows = [list(chain.from_iterable(share)) for share in shares]
+        parts = [batch.select(["input_ids"]).take(rows) for rows in share_rows]
+        replies = await _call_each(ranks, calls.COMPUTE_LOGPROBS, parts)
+        shards = [reply.shard for reply in replies]
+        whole = with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
         whole = whole.with_advantages([0.25] * num_rows)
-        minibatches = [part.split(len(ranks)) for part in whole.split(NUM_MINIBATCHES, "episodes")]
-        await asyncio.gather(
-            *(
-                rank.call(
-                    calls.PPO_UPDATE,
-                    calls.PPOUpdate(
-                        Operation(1, 1_000, "ppo_update"), tuple(parts[i] for parts in minibatches)
-                    ),
-                    timeout_s=ours.CALL_TIMEOUT_S,
-                )
-                for i, rank in enumerate(ranks)
-            )
-        )
+        operation = Operation(1, 1_000, "ppo_update")
+        updates = [calls.PPOUpdate(operation, tuple(map(whole.take, share))) for share in shares]
+        await _call_each(ranks, calls.PPO_UPDATE, updates)
 
 
-def _sealed_part(part: BatchMetadata, sealed: ShardReference) -> BatchMetadata:
-    """The part with the one field that its rank has sealed."""
-    shard = ShardMetadata(*sealed, runs=(Run(0, 0, part.total_batch_size),))
-    return replace(part, columns=(Columns({"proximal_logprobs": "float32"}, (shard,)),))
+async def _call_each(
+    workers: Sequence[ours.Connection], method: ours.Method, arguments: Sequence[Any]
+) -> list[Any]:
+    """The reply of each worker, all called at once."""
+    pairs = zip(workers, arguments, strict=True)
+    timeout_s = ours.CALL_TIMEOUT_S
+    return await asyncio.gather(*(w.call(method, a, timeout_s=timeout_s) for w, a in pairs))
 
 
 async def main(folder: Path) -> None:

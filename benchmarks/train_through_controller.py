@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from processes import cpu_seconds, worker_pids
@@ -38,8 +38,9 @@ class ControllerSide:
 
     def __init__(self, run: Controllers, rows: PackedRows) -> None:
         self._actor, self._rollout = run.actor, run.rollout
-        self._prompts = prompts_of(rows)
-        self._take_batch()
+        # the rows in their order; they live as long as the run
+        self._batch = run.rollout.rollout_batch(prompts_of(rows), GivenRows())
+        assert [row.sequence_length for row in self._batch.rows] == list(rows.lengths)
 
     def step(self) -> None:
         batch = self._actor.compute_advantages(self._batch)
@@ -47,29 +48,13 @@ class ControllerSide:
         self._actor.ppo_update(batch)
 
     def publish(self) -> None:
-        """Ends the policy version, and gets its successor's batch."""
+        """Ends the policy version: the worker seals its weights and forgets the step's shards."""
         self._actor.publish_weights(self._rollout)
-        self._take_batch()
+        self._rollout.wait_for_weights()
 
     def cpu_s(self) -> float:
         """CPU seconds so far of this process and the train worker."""
         return sum(cpu_seconds(worker_pids(self._actor)).values())
-
-    def _take_batch(self) -> None:
-        """All rows, in the order in which they were given."""
-        batch = self._rollout.prepare_batch(self._prompts, GivenRows())
-        groups: dict[int, list[int]] = {}
-        for number, row in enumerate(batch.rows):
-            groups.setdefault(row.group_id, []).append(number)
-        by_lengths: dict[tuple[int, ...], list[list[int]]] = {}
-        for numbers in groups.values():
-            lengths = tuple(batch.rows[number].sequence_length for number in numbers)
-            by_lengths.setdefault(lengths, []).append(numbers)
-        order = [
-            by_lengths[tuple(len(row["input_ids"]) for row in prompt["rows"])].pop()
-            for prompt in self._prompts
-        ]
-        self._batch = batch.take(list(chain.from_iterable(order)))
 
 
 @contextmanager
@@ -77,8 +62,6 @@ def controller_side(config: ActorConfig, rows: PackedRows) -> Iterator[Controlle
     """Starts the workers of a side that trains on the rows; ends them after."""
     with started(
         config,
-        train_batch_groups=-(-rows.num_rows // ROWS_A_SHARD),
-        max_staleness=0,
         max_running_sequences=1,
         max_context_tokens=max(rows.lengths),
         max_episode_tokens=ROWS_A_SHARD * max(rows.lengths),
