@@ -1,6 +1,6 @@
-"""areal_sc's planes as the benchmark uses them; no other file of it names their classes.
+"""areal_sc's data plane and control plane as the benchmarks use them.
 
-Like a controller it does not import torch; only `worker`, which a controller never calls, does.
+Only `worker` imports torch; controllers, which never call it, do without.
 """
 
 from __future__ import annotations

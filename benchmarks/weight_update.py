@@ -19,7 +19,8 @@ Meanwhile each server, or the engine, generates some answers. Values are medians
   store, where `pull` and `collective` keep the last version; private memory is what comes on top.
 - added device bytes: of the GPU, all processes together, at most above what was in use before.
 
-All methods update the same servers, in turns.
+All methods update the same servers, in turns; collective is left out where trainer and servers
+share a GPU.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def measure(
 ) -> dict[WeightUpdateMethod, report.Metrics]:
     """Medians of the updates by each method, in turns, into the same servers."""
     methods = [WeightUpdateMethod.disk, WeightUpdateMethod.pull]  # what takes least memory first
-    if arguments.engine != RolloutEngine.local:
+    has_own_gpus = torch.cuda.device_count() > num_servers
+    if arguments.engine != RolloutEngine.local and (actor.device == Device.cpu or has_own_gpus):
         methods.append(WeightUpdateMethod.collective)
     num_streams = arguments.streams * num_servers
     num_bytes = sum(file.stat().st_size for file in Path(actor.path).glob("*.safetensors"))
