@@ -21,20 +21,24 @@ before, so this puts that side at a disadvantage.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import report
-from letter_sort_job import Lengths, LetterSortJob, ModelShape, Step, say, training_steps
-from letter_sort_task import letter_sort_reward
+from letter_sort_job import (
+    LetterSortJob,
+    Step,
+    letter_sort_job,
+    say,
+    training_steps,
+)
+from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import GRPOConfig, SingleTurnWorkflow
 
-MODEL = ModelShape(hidden_size=96, num_layers=3, ffn_size=256, num_heads=8)
-LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.8)
+MODEL = dict(hidden_size=96, num_layers=3, ffn_size=256, num_heads=8)
+LENGTHS = dict(median_letters=7.0, sigma_letters=0.8)
 MAX_STALENESS = 4
 TARGETS = {"050": 0.5, "088": 0.88}
 ACCURACY_BATCHES = 4
@@ -42,57 +46,14 @@ CALIBRATION_S = 20.0
 """Two threads are many times slower than one where other processes want the cores."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one run measured.
+def measure(job: LetterSortJob, config: GRPOConfig) -> report.Metrics:
+    """One run of `total_steps` steps.
 
-    Attributes:
-        step_s: seconds per step; this and what follows is of the window of full staleness.
-        shares: of the time, by `wait` (for a batch), `train` and `sync` (publication).
-        cpu_s: CPU seconds per step of each process.
-        generated_tokens: per second.
-        steps: all steps of the run.
-        num_wasted_tokens: in the whole run.
+    Seconds, shares, CPU and tokens a second are those of the window of full staleness, the other
+    counts those of the whole run. An accuracy that was never reached has no `time_to`.
     """
-
-    step_s: float
-    shares: dict[str, float]
-    cpu_s: dict[str, float]
-    generated_tokens: float
-    steps: list[Step]
-    num_wasted_tokens: int
-
-    @property
-    def floor_s(self) -> float:
-        """What an asynchronous step takes at least with the CPU time of this run."""
-        return max(*self.cpu_s.values(), sum(self.cpu_s.values()) / (os.cpu_count() or 1))
-
-    @property
-    def accuracy(self) -> float:
-        """Of the last batches."""
-        return statistics.mean(step.accuracy for step in self.steps[-ACCURACY_BATCHES:])
-
-    @property
-    def num_masked_tokens(self) -> int:
-        return sum(step.staleness.num_tokens_masked for step in self.steps)
-
-    @property
-    def token_staleness_max(self) -> int:
-        return max(step.staleness.token_max for step in self.steps)
-
-    def time_to(self, accuracy: float) -> float | None:
-        """Seconds until the mean of consecutive batches was that high; None: never."""
-        for last in range(ACCURACY_BATCHES - 1, len(self.steps)):
-            batches = self.steps[last + 1 - ACCURACY_BATCHES : last + 1]
-            if statistics.mean(step.accuracy for step in batches) >= accuracy:
-                return batches[-1].ended_s
-        return None
-
-
-def measure(job: LetterSortJob, config: GRPOConfig) -> Run:
-    """One run of `total_steps` steps."""
     num_first = config.rollout.max_staleness + 1
-    prompts = LENGTHS.prompts(config.seed)
+    prompts = LetterSortPrompts(config.seed, **LENGTHS)
     workflow = SingleTurnWorkflow(letter_sort_reward)
     steps: list[Step] = []
     with job.workers(config) as workers:
@@ -104,17 +65,36 @@ def measure(job: LetterSortJob, config: GRPOConfig) -> Run:
         num_wasted_tokens = workers.num_wasted_tokens()
     window = steps[num_first:]
     window_s = window[-1].ended_s - steps[num_first - 1].ended_s
-    return Run(
-        step_s=window_s / len(window),
-        shares={
-            name: sum(getattr(step, f"{name}_s") for step in window) / window_s
-            for name in ("wait", "train", "sync")
-        },
-        cpu_s={name: (cpu_after[name] - cpu_before[name]) / len(window) for name in cpu_after},
-        generated_tokens=(tokens_after - tokens_before) / window_s,
-        steps=steps,
-        num_wasted_tokens=num_wasted_tokens,
-    )
+    cpu_s = {name: (cpu_after[name] - cpu_before[name]) / len(window) for name in cpu_after}
+    measured = {
+        "s_per_step": window_s / len(window),
+        # an asynchronous step takes at least so long with the CPU time of this run
+        "floor_s_per_step": max(*cpu_s.values(), sum(cpu_s.values()) / (os.cpu_count() or 1)),
+    }
+    for name in ("wait", "train", "sync"):
+        measured[f"{name}_share"] = sum(getattr(step, f"{name}_s") for step in window) / window_s
+    for name, seconds in cpu_s.items():
+        measured[f"{name.removesuffix('/0')}_cpu_s_per_step"] = seconds
+    measured |= {
+        "generated_tokens_per_s": (tokens_after - tokens_before) / window_s,
+        "masked_tokens": sum(step.staleness.num_tokens_masked for step in steps),
+        "wasted_tokens": num_wasted_tokens,
+        "token_staleness_max": max(step.staleness.token_max for step in steps),
+        "accuracy": mean_accuracy(steps[-ACCURACY_BATCHES:]),
+    }
+    for name, target in TARGETS.items():
+        reached = [
+            steps[end - 1].ended_s
+            for end in range(ACCURACY_BATCHES, len(steps) + 1)
+            if mean_accuracy(steps[end - ACCURACY_BATCHES : end]) >= target
+        ]
+        if reached:
+            measured[f"time_to_{name}_s"] = reached[0]
+    return measured
+
+
+def mean_accuracy(steps: Sequence[Step]) -> float:
+    return statistics.mean(step.accuracy for step in steps)
 
 
 def better_threads(
@@ -131,7 +111,7 @@ def better_threads(
         config = config_of(count)
         steps: list[Step] = []
         with job.workers(config) as workers:
-            prompts = LENGTHS.prompts(config.seed)
+            prompts = LetterSortPrompts(config.seed, **LENGTHS)
             for step in training_steps(workers, num_steps, prompts, workflow):
                 steps.append(step)
                 if step.ended_s > CALIBRATION_S:
@@ -146,15 +126,14 @@ def better_threads(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
-    parser.add_argument("--slots", type=int, default=64, help="decode slots (default 64)")
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--slots", type=int, default=64, help="decode slots")
     arguments = parser.parse_args()
     num_steps, seeds = (7, range(1)) if arguments.quick else (100, range(3))
     batch_groups = 8 if arguments.quick else 32
     num_warm_steps, calibration_steps = (20, 1) if arguments.quick else (600, 8)
-    runs: dict[str, list[Run]] = {"async": [], "sync": []}
-    with LetterSortJob(MODEL, LENGTHS, num_warm_steps) as job:
+    records: dict[tuple[str, int], report.Metrics] = {}
+    with letter_sort_job(num_warm_steps) as job:
 
         def config_of(seed: int, max_staleness: int, train: int, rollout: int) -> GRPOConfig:
             return job.config(
@@ -168,8 +147,7 @@ def main() -> None:
             )
 
         for seed in seeds:
-            job.warm_start(seed)
-            say(f"seed {seed}: warm start is made")
+            job.warm_start(seed, MODEL, LENGTHS)
         threads = better_threads(
             job, lambda count: config_of(seeds[0], 0, count, count), calibration_steps
         )
@@ -178,94 +156,34 @@ def main() -> None:
                 ("async", config_of(seed, MAX_STALENESS, 1, 1)),
                 ("sync", config_of(seed, 0, *threads)),
             ):
-                run = measure(job, config)
-                runs[side].append(run)
-                say(f"{side}, seed {seed}: {run.step_s:.3f} s a step, accuracy {run.accuracy:.3f}")
-    show(runs, threads, num_steps, batch_groups, arguments.slots)
-    report.write(metrics_of(runs, threads), arguments.json)
-
-
-def show(
-    runs: dict[str, list[Run]],
-    threads: tuple[int, int],
-    num_steps: int,
-    batch_groups: int,
-    num_slots: int,
-) -> None:
+                records[side, seed] = measure(job, config)
+                say(f"{side}, seed {seed}: {records[side, seed]['s_per_step']:.3f} s a step")
     settings = {
         "parameters": "336k",
-        "lengths": f"median {LENGTHS.median_letters:g}, sigma {LENGTHS.sigma_letters:g}",
+        **LENGTHS,
         "batch": f"{batch_groups} groups of 8",
-        "decode slots": num_slots,
+        "decode slots": arguments.slots,
         "steps": num_steps,
-        "runs a side": len(runs["sync"]),
         "max_staleness": f"{MAX_STALENESS} and 0",
         "threads (train, rollout)": f"1, 1 and {threads[0]}, {threads[1]}",
     }
-    columns: tuple[str, ...] = ("side", "seed", "s/step", "floor", "wait", "train", "sync")
-    columns += ("cores train", "cores rollout", "cores script", "generated/s", "max staleness")
-    columns += ("masked", "wasted", *(f"s to {target:g}" for target in TARGETS.values()))
-    columns += ("accuracy",)
-    rows = [
-        (
-            side,
-            seed,
-            run.step_s,
-            run.floor_s if side == "async" else "-",
-            *(f"{share:.0%}" for share in run.shares.values()),
-            *(run.cpu_s[name] / run.step_s for name in ("train/0", "rollout/0", "script")),
-            run.generated_tokens,
-            run.token_staleness_max,
-            run.num_masked_tokens,
-            run.num_wasted_tokens,
-            *(_shown(run.time_to(target)) for target in TARGETS.values()),
-            run.accuracy,
-        )
-        for seed, pair in enumerate(zip(runs["async"], runs["sync"], strict=True))
-        for side, run in zip(("async", "sync"), pair, strict=True)
-    ]
-    report.print_table("Asynchronous against synchronous", settings, columns, rows)
+    report.print_records("Asynchronous against synchronous", settings, ("side", "seed"), records)
+    report.write(metrics_of(records, threads), arguments.json)
 
 
 def metrics_of(
-    runs: dict[str, list[Run]], threads: tuple[int, int]
-) -> dict[str, tuple[float, str]]:
-    """Medians over the runs; a time to an accuracy only where every run of the side reached it."""
-    metrics: dict[str, tuple[float, str]] = {}
-    for side, found in runs.items():
-        for name, values, unit in (
-            ("s_per_step", [run.step_s for run in found], "s"),
-            ("wait_share", [run.shares["wait"] for run in found], "share"),
-            ("train_share", [run.shares["train"] for run in found], "share"),
-            ("sync_share", [run.shares["sync"] for run in found], "share"),
-            ("train_cpu_s_per_step", [run.cpu_s["train/0"] for run in found], "s"),
-            ("rollout_cpu_s_per_step", [run.cpu_s["rollout/0"] for run in found], "s"),
-            ("script_cpu_s_per_step", [run.cpu_s["script"] for run in found], "s"),
-            ("floor_s_per_step", [run.floor_s for run in found], "s"),
-            ("generated_tokens_per_s", [run.generated_tokens for run in found], "tokens/s"),
-            ("masked_tokens", [run.num_masked_tokens for run in found], "tokens"),
-            ("wasted_tokens", [run.num_wasted_tokens for run in found], "tokens"),
-            ("token_staleness_max", [run.token_staleness_max for run in found], "versions"),
-            ("accuracy", [run.accuracy for run in found], "share"),
-        ):
-            metrics[f"{side}_{name}"] = (statistics.median(values), unit)
-        for name, target in TARGETS.items():
-            times = [run.time_to(target) for run in found]
-            if None not in times:
-                metrics[f"{side}_time_to_{name}_s"] = (_median(times), "s")
-    sync_s, async_s = metrics["sync_s_per_step"][0], metrics["async_s_per_step"][0]
-    metrics["async_over_sync"] = (sync_s / async_s, "ratio")
-    metrics["sync_train_threads"] = (threads[0], "threads")
-    metrics["sync_rollout_threads"] = (threads[1], "threads")
+    records: Mapping[tuple[str, int], report.Metrics], threads: tuple[int, int]
+) -> report.Metrics:
+    """Medians over the runs of each side, of what all of its runs have."""
+    metrics: report.Metrics = {}
+    for side in ("async", "sync"):
+        found = [record for key, record in records.items() if key[0] == side]
+        for name in found[0]:
+            if all(name in record for record in found):
+                metrics[f"{side}_{name}"] = statistics.median(record[name] for record in found)
+    metrics["async_over_sync"] = metrics["sync_s_per_step"] / metrics["async_s_per_step"]
+    metrics["sync_train_threads"], metrics["sync_rollout_threads"] = threads
     return metrics
-
-
-def _median(times: Sequence[float | None]) -> float:
-    return statistics.median(time for time in times if time is not None)
-
-
-def _shown(time: float | None) -> float | str:
-    return "-" if time is None else time
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""What a benchmark asks of its device: an end of all kernels, memory, and what a GPU can reach."""
+"""What a benchmark asks of its device: memory, and what a GPU can reach."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,30 +23,10 @@ PEAK_BF16_FLOPS = {
 _POLL_S = 0.002
 
 
-def synchronize(device: str) -> None:
-    """Waits for the kernels, so that a clock says how long they took."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def peak_bf16_flops(device: str) -> float | None:
     """Of this machine's GPU by its data sheet; None on a CPU, and where it is not listed."""
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     return next((flops for part, flops in PEAK_BF16_FLOPS.items() if part in name), None)
-
-
-def matmul_flops(device: str, dtype: torch.dtype) -> float:
-    """Rate of a large matrix product, the best of several: what the machine does reach."""
-    size, repeats = (8192, 20) if device == "cuda" else (512, 5)
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        torch.mm(left, right)
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
 
 
 def peak_allocated(device: str, action: Callable[[], object]) -> int:

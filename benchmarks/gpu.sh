@@ -28,20 +28,22 @@ measure() {
     fi
 }
 
+# benchmark NAME SECONDS PROGRAM [ARGUMENTS...]
 benchmark() {
-    name=$1 limit_s=$2
-    shift 2
-    measure "$name" "$limit_s" "$python" "benchmarks/$name.py" --device cuda \
+    name=$1 limit_s=$2 program=$3
+    shift 3
+    measure "$name" "$limit_s" "$python" "benchmarks/$program.py" --device cuda \
         --json "$folder/$name.json" $quick "$@"
 }
 
-benchmark train_throughput 400
-benchmark generate_throughput 300
-benchmark publication 300
+benchmark train_throughput 400 train_throughput
+benchmark generate_throughput 300 generate_throughput
+benchmark publication 300 weight_update --engine local
 measure letter_sort 900 "$python" examples/letter_sort.py --config configs/letter_sort_gpu.yaml \
     "run_dir=$folder/letter_sort" --overwrite
 if [ -n "${SGLANG_PYTHON:-}" ]; then
-    benchmark engines 600 --slots 64 --sglang-python "$SGLANG_PYTHON"
-    benchmark weight_update 600 --sizes 0.5b --servers 1 --sglang-python "$SGLANG_PYTHON"
+    benchmark engines 600 generate_throughput --against sglang --slots 64 \
+        --sglang-python "$SGLANG_PYTHON"
+    benchmark weight_update 600 weight_update --servers 1 --sglang-python "$SGLANG_PYTHON"
 fi
 exit $failures

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -25,7 +24,7 @@ from letter_sort_task import (
     letter_sort_reward,
 )
 from letter_sort_warm_start import WarmStart
-from process_cpu import cpu_seconds, worker_pids
+from processes import cpu_seconds, worker_pids
 
 from areal_sc import (
     FSDPPPOActor,
@@ -39,11 +38,12 @@ from areal_sc import (
     make_scheduler,
     start,
 )
-from areal_sc.config.schema import GenerationConfig
+from areal_sc.config.schema import GenerationConfig, SchedulerConfig
 from areal_sc.controller.staleness import StalenessStats
 from areal_sc.engines.base import Completion
 from areal_sc.log import setup_logging
 from areal_sc.metadata import BatchMetadata
+from areal_sc.schedulers.base import Scheduler
 from areal_sc.workflows.base import EpisodeEngine
 from areal_sc.workflows.text import decode_completion, encode_text
 from areal_sc.workflows.transcript import Transcript
@@ -52,29 +52,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HELD_OUT_SEED = 1_000_003
 """Added to a run's seed: evaluation prompts are others than those trained on."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Letters of a prompt: lognormal, clipped to 2..26."""
-
-    median_letters: float
-    sigma_letters: float
-
-    def prompts(self, seed: int) -> LetterSortPrompts:
-        return LetterSortPrompts(
-            seed, median_letters=self.median_letters, sigma_letters=self.sigma_letters
-        )
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Arguments of the task's `write_untrained_folder`."""
-
-    hidden_size: int
-    num_layers: int
-    ffn_size: int
-    num_heads: int
 
 
 class PacedWorkflow(Workflow):
@@ -137,11 +114,10 @@ class Workers:
 
     actor: TrainController
     rollout: RolloutController
-    pids: Mapping[str, int]
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of the script, and of each worker with the processes below it."""
-        return cpu_seconds(self.pids)
+        return cpu_seconds(worker_pids(self.actor, self.rollout))
 
     def num_generated_tokens(self) -> int:
         """Tokens sampled so far, also those of unfinished answers and of evaluations."""
@@ -153,71 +129,63 @@ class Workers:
         return self.rollout.rejections.wasted_tokens + int(cancelled)
 
 
+@dataclass(frozen=True)
 class LetterSortJob:
-    """Temporary folder, fork server and warm-start models; a context manager.
+    """What the runs of a benchmark share; see `letter_sort_job`.
 
-    Nothing is left behind, however it ends.
-
-    Args:
+    Attributes:
         num_warm_steps: supervised steps of a warm-start model.
     """
 
-    def __init__(self, model: ModelShape, lengths: Lengths, num_warm_steps: int = 600) -> None:
-        self.model = model
-        self.num_warm_steps = num_warm_steps
-        self.lengths = lengths
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        folder = self._stack.enter_context(TemporaryDirectory(prefix="areal-sc-benchmark-"))
-        self._folder = Path(folder)
-        try:
-            setup_logging("controller", self._folder / "controller.log")
-            self._scheduler = make_scheduler(self.config(seed=0, total_steps=1).scheduler)
-            self._stack.callback(self._scheduler.close)
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    folder: Path
+    scheduler: Scheduler
+    num_warm_steps: int
 
     def config(self, *, seed: int, total_steps: int, **overrides: object) -> GRPOConfig:
         """The shipped configuration with overrides, `__` for the dots of a key."""
         settings = {
-            "run_dir": self._folder / "run",
+            "run_dir": self.folder / "run",
             "seed": seed,
             "total_steps": total_steps,
-            "actor.path": self._folder / f"warm_start-{seed}",
+            "actor.path": self.folder / f"warm_start-{seed}",
             **{name.replace("__", "."): value for name, value in overrides.items()},
         }
         path = ROOT / "configs" / "letter_sort.yaml"
         arguments = [f"{name}={value}" for name, value in settings.items()]
         return load_config(["--config", str(path), *arguments], GRPOConfig)
 
-    def warm_start(self, seed: int) -> None:
-        """Makes the model that the seed's runs start from, by imitation."""
+    def warm_start(self, seed: int, sizes: dict[str, int], lengths: dict[str, float]) -> None:
+        """Makes the model that the seed's runs start from, by imitation.
+
+        Args:
+            sizes: of the model, see `WarmStart`.
+            lengths: of the demonstrations.
+        """
+        demonstrations = LetterSortDemonstrations(seed, **lengths)
+        recipe = WarmStart(num_steps=self.num_warm_steps, sizes=sizes)
         config = self.config(seed=seed, total_steps=1)
-        prompts = self.lengths.prompts(seed)
-        demonstrations = LetterSortDemonstrations(
-            seed, median_letters=prompts.median_letters, sigma_letters=prompts.sigma_letters
-        )
-        recipe = WarmStart(num_steps=self.num_warm_steps, sizes=asdict(self.model))
-        recipe.train(config.actor, demonstrations, self._scheduler)
+        recipe.train(config.actor, demonstrations, self.scheduler)
+        say(f"seed {seed}: warm start is made")
 
     @contextmanager
     def workers(self, config: GRPOConfig) -> Iterator[Workers]:
         """Starts the workers of a run and ends them afterwards."""
-        actor = TrainController(FSDPPPOActor(config.actor), self._scheduler)
-        rollout = RolloutController(LocalGenerator(config.rollout), self._scheduler)
+        actor = TrainController(FSDPPPOActor(config.actor), self.scheduler)
+        rollout = RolloutController(LocalGenerator(config.rollout), self.scheduler)
         with start(actor, rollout):
-            yield Workers(actor, rollout, worker_pids(actor, rollout))
+            yield Workers(actor, rollout)
+
+
+@contextmanager
+def letter_sort_job(num_warm_steps: int) -> Iterator[LetterSortJob]:
+    """A job in a temporary folder, with a fork server; nothing is left behind."""
+    with TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
+        setup_logging("controller", Path(name) / "controller.log")
+        scheduler = make_scheduler(SchedulerConfig(run_dir=str(Path(name) / "run")))
+        try:
+            yield LetterSortJob(Path(name), scheduler, num_warm_steps)
+        finally:
+            scheduler.close()
 
 
 def training_steps(

@@ -3,7 +3,7 @@
     python benchmarks/many_workers.py [--quick] [--json FILE] [--workers N] [--groups N]
 
 The real controllers run the README's loop, over real sockets, with simulated workers in a few
-processes (many_workers_host.py): groups end after a random while, nothing is computed. Everything
+processes (simulated_workers.py): groups end after a random while, nothing is computed. Everything
 shares the machine, so on few cores lags are upper bounds: simulated workers take the CPU too.
 
 - lag: by how much a 2 ms timer of the controllers' loop is late, from the first to the last step.
@@ -14,8 +14,6 @@ shares the machine, so on few cores lags are upper bounds: simulated workers tak
 from __future__ import annotations
 
 import argparse
-import asyncio
-import dataclasses
 import random
 import time
 from contextlib import ExitStack
@@ -24,9 +22,9 @@ from typing import Any
 
 import planes_ours
 import report
-from many_workers_host import WORKERS_PER_NODE
 from planes_role import Role, process_cpu_s
-from planes_samples import percentiles
+from planes_samples import LagProbe, percentiles
+from simulated_workers import WORKERS_PER_NODE
 
 from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
 from areal_sc.config.schema import ActorConfig, ParallelConfig, RolloutConfig, SchedulerConfig
@@ -39,43 +37,10 @@ NUM_RANKS = 2
 GROUP_SIZE = 8
 MAX_STALENESS = 2
 HEARTBEAT_S = 20.0
-"""Longer than usual, for the same reason."""
-PROBE_S = 0.002
+"""Longer than usual: simulated workers share the cores of the controllers."""
+ROW_TOKENS = 8_000
 NUM_LOOKS = 1000
-_HOST = Path(__file__).with_name("many_workers_host.py")
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """Workers, groups a step, steps that are measured, and how long groups take, in seconds."""
-
-    num_workers: int
-    num_groups: int
-    num_steps: int
-    group_s: tuple[float, float]
-
-
-QUICK = Size(num_workers=256, num_groups=64, num_steps=5, group_s=(0.2, 1.0))
-FULL = Size(num_workers=4096, num_groups=512, num_steps=6, group_s=(1.0, 8.0))
-
-
-class LagProbe:
-    """Measures by how much a short timer of the loop is late, and what was computed meanwhile."""
-
-    def __init__(self) -> None:
-        self.late_s: list[float] = []
-        self.busy_s: list[float] = []
-
-    def clear(self) -> None:
-        self.late_s.clear()
-        self.busy_s.clear()
-
-    async def run(self) -> None:
-        while True:
-            began_s, busy_s = time.perf_counter(), time.thread_time()
-            await asyncio.sleep(PROBE_S)
-            self.late_s.append(time.perf_counter() - began_s - PROBE_S)
-            self.busy_s.append(time.thread_time() - busy_s)
+_HOST = Path(__file__).with_name("simulated_workers.py")
 
 
 def never_scored(prompt: dict[str, Any], completion: str) -> float:
@@ -84,17 +49,20 @@ def never_scored(prompt: dict[str, Any], completion: str) -> float:
 
 
 def controllers(
-    size: Size, folder: Path, train_nodes: dict[str, str], rollout_nodes: dict[str, str]
+    size: argparse.Namespace,
+    folder: Path,
+    train_nodes: dict[str, str],
+    rollout_nodes: dict[str, str],
 ) -> tuple[TrainController, RolloutController]:
     actor = ActorConfig(path="/no/model", parallel=ParallelConfig(data=NUM_RANKS))
     rollout = RolloutConfig(
         path="/no/model",
-        num_workers=size.num_workers,
-        total_steps=1 + size.num_steps,
-        train_batch_groups=size.num_groups,
+        num_workers=size.workers,
+        total_steps=1 + size.steps,
+        train_batch_groups=size.groups,
         group_size=GROUP_SIZE,
         max_staleness=MAX_STALENESS,
-        max_concurrent_groups=size.num_workers,
+        max_concurrent_groups=size.workers,
     )
     config = SchedulerConfig(run_dir=str(folder), heartbeat_interval_s=HEARTBEAT_S)
     keys = RunKeys.read(folder / "keys.json")
@@ -104,24 +72,34 @@ def controllers(
     )
 
 
-def measure_steps(size: Size) -> dict[str, tuple[float, str]]:
+def measure_steps(size: argparse.Namespace) -> report.Metrics:
     """Lags, CPU and seconds of the steps."""
     prompts = [{"prompt": str(number), "answer": ""} for number in range(1000)]
     workflow = SingleTurnWorkflow(never_scored)
     with planes_ours.run() as folder, ExitStack() as stack:
         hosts = [stack.enter_context(Role("host", _HOST, [str(folder)])) for _ in range(NUM_HOSTS)]
-        share = size.num_workers // NUM_HOSTS
+        share = size.workers // NUM_HOSTS
         for number, host in enumerate(hosts):
             host.begin(
-                "start", role="rollout", first=number * share, count=share, group_s=size.group_s
+                "start",
+                role="rollout",
+                first=number * share,
+                count=share,
+                group_s=size.group_s,
+                row_tokens=ROW_TOKENS,
             )
-        rollout_nodes = {name: a for host in hosts for name, a in host.finish().items()}
-        train_nodes = hosts[0].call("start", role="train", first=0, count=NUM_RANKS, group_s=[0, 0])
-        actor, rollout = controllers(size, folder, train_nodes, rollout_nodes)
+        rollout_workers = [worker for host in hosts for worker in host.finish()]
+        train_workers = hosts[0].call("start", role="train", first=0, count=NUM_RANKS)
+        actor, rollout = controllers(
+            size,
+            folder,
+            planes_ours.agents_of(train_workers),
+            planes_ours.agents_of(rollout_workers),
+        )
         probe = LagProbe()
         with start(actor, rollout):
             probing = rollout._submit(probe.run())
-            for step in range(1 + size.num_steps):
+            for step in range(1 + size.steps):
                 if step == 1:  # connections and caches are warm
                     probe.clear()
                     cpu_s, began_s = process_cpu_s(), time.perf_counter()
@@ -135,17 +113,17 @@ def measure_steps(size: Size) -> dict[str, tuple[float, str]]:
             probing.cancel()
     lags = percentiles(late_s)
     return {
-        "loop_lag_p50_ms": (1e3 * lags["p50_s"], "ms"),
-        "loop_lag_p99_ms": (1e3 * lags["p99_s"], "ms"),
-        "loop_lag_max_ms": (1e3 * max(late_s), "ms"),
-        "loop_busy_p99_ms": (1e3 * percentiles(busy_s)["p99_s"], "ms"),
-        "loop_busy_max_ms": (1e3 * max(busy_s), "ms"),
-        "step_s": (seconds / size.num_steps, "s"),
-        "controller_cpu_s_per_step": (cpu_s / size.num_steps, "s"),
+        "loop_lag_p50_ms": 1e3 * lags["p50_s"],
+        "loop_lag_p99_ms": 1e3 * lags["p99_s"],
+        "loop_lag_max_ms": 1e3 * max(late_s),
+        "loop_busy_p99_ms": 1e3 * percentiles(busy_s)["p99_s"],
+        "loop_busy_max_ms": 1e3 * max(busy_s),
+        "step_s": seconds / size.steps,
+        "controller_cpu_s_per_step": cpu_s / size.steps,
     }
 
 
-def measure_choice(num_workers: int) -> dict[str, tuple[float, str]]:
+def measure_choice(num_workers: int) -> report.Metrics:
     """Microseconds of one choice among workers that carry a few groups each."""
     rng = random.Random(0)
     nodes = [f"node-{number // WORKERS_PER_NODE}" for number in range(num_workers)]
@@ -156,27 +134,22 @@ def measure_choice(num_workers: int) -> dict[str, tuple[float, str]]:
     for _ in range(NUM_LOOKS):
         worker = loads.least_loaded(1)
         assert worker is not None
-    return {"choose_us": (1e6 * (time.perf_counter() - began_s) / NUM_LOOKS, "us")}
+    return {"choose_us": 1e6 * (time.perf_counter() - began_s) / NUM_LOOKS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
-    parser.add_argument("--workers", type=int, help="a multiple of 64")
-    parser.add_argument("--groups", type=int, help="a training step")
-    arguments = parser.parse_args()
-    size = QUICK if arguments.quick else FULL
-    size = dataclasses.replace(
-        size,
-        num_workers=arguments.workers or size.num_workers,
-        num_groups=arguments.groups or size.num_groups,
-    )
-    metrics = measure_choice(size.num_workers) | measure_steps(size)
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--workers", type=int, default=4096, help="a multiple of 64")
+    parser.add_argument("--groups", type=int, default=512, help="a training step")
+    parser.add_argument("--steps", type=int, default=6, help="that are measured")
+    parser.add_argument("--group-s", type=float, nargs=2, default=(1.0, 8.0), help="of a group")
+    arguments = report.parse(parser, workers=256, groups=64, steps=5, group_s=(0.2, 1.0))
+    metrics = measure_choice(arguments.workers) | measure_steps(arguments)
     report.print_metrics(
-        f"The controllers' loop with {size.num_workers:,} workers",
+        f"The controllers' loop with {arguments.workers:,} workers",
         {
-            "groups a step": size.num_groups,
-            "steps": size.num_steps,
+            "groups a step": arguments.groups,
+            "steps": arguments.steps,
             "eta": MAX_STALENESS,
             "workers": f"in {NUM_HOSTS} processes on the same cores",
         },

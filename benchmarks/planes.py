@@ -19,12 +19,8 @@ cores latencies and lags are upper bounds. Controller CPU is that of its process
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
 
 import planes_control
 import planes_data
@@ -32,17 +28,16 @@ import planes_ours
 import planes_peers
 import report
 from planes_data import DataSides
-from planes_samples import Metrics, Samples
+from planes_samples import Samples
+from report import Metrics
 
 PARTS = ("data", "rows", "control", "peers")
 PEER_ROUNDS = 5
-
-
 FIRST = ("first", "one_row", "1mib")
 """In the names of what is shown first: rows are pulled once, and are small."""
 
 
-def measure(parts: list[str], *, quick: bool) -> Metrics:
+def measure(parts: Sequence[str], *, quick: bool) -> Metrics:
     """Runs the parts, prints their tables, and returns the metrics of all."""
     rounds, count, watch_s = (1, 50, 1.0) if quick else (9, 2000, 20.0)
     sizes = ("64 KiB", "16 MiB") if quick else tuple(planes_data.SIZES)
@@ -75,26 +70,12 @@ def measure(parts: list[str], *, quick: bool) -> Metrics:
     return {name: metrics[name] for name in sorted(metrics, key=is_later.__getitem__)}
 
 
-def _end(*_: Any) -> NoReturn:
-    """SIGTERM unwinds as Ctrl-C does."""
-    sys.exit(143)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
-    parser.add_argument("--part", choices=PARTS, nargs="+", help="default: all; quick: no peers")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)
-    load = os.getloadavg()[0]
-    parts = arguments.part or (PARTS[:-1] if arguments.quick else PARTS)
-    metrics = measure(list(parts), quick=arguments.quick)
-    report.print_table(
-        "Metrics",
-        {"ratios": "medians over the rounds", "load of the machine beforehand": f"{load:.1f}"},
-        ["metric", "value", "unit"],
-        [[name, value, unit] for name, (value, unit) in metrics.items()],
-    )
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
+    arguments = report.parse(parser, part=PARTS[:-1])
+    metrics = measure(arguments.part, quick=arguments.quick)
+    report.print_metrics("Metrics", {"ratios": "medians over the rounds"}, metrics)
     report.write(metrics, arguments.json)
 
 

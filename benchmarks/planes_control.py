@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from planes_role import Role
-from planes_samples import Metrics, Samples
+from planes_samples import Samples
+from report import Metrics
 
 NUM_HOSTS = 8
 FAN_OUTS = (16, 64, 256, 1024, 4096)
@@ -27,7 +28,7 @@ BEATS = "Heartbeats of all workers, 8 a node: CPU % of a core, ms that a 2 ms ti
 STEP = "A training step's messages without tensors, 2 ranks, 4 minibatches, by tokens x rows"
 LABELS = {"rpc": "RPC"}
 
-_SCRIPT = Path(__file__).parent / "planes_controller.py"
+_SCRIPTS = {"controller": "planes_controller.py", "host": "simulated_workers.py"}
 
 
 def measure_calls(
@@ -42,7 +43,7 @@ def measure_calls(
     """No-op calls of one worker, then a controller of many of them in a few processes."""
     with ExitStack() as stack:
         controller, host = _role(stack, folder, "controller"), _role(stack, folder, "host")
-        controller.call("connect", workers=host.call("start", first=0, count=1))
+        controller.call("connect", workers=host.call("start", role="rollout", first=0, count=1))
         for _ in range(rounds):
             for side, latencies in (
                 ("zmq", zmq_puller.call("latencies", num_bytes=PING_BYTES, count=count)),
@@ -55,7 +56,7 @@ def measure_calls(
         hosts = [_role(stack, folder, "host") for _ in range(NUM_HOSTS)]
         share = max(fan_outs) // NUM_HOSTS
         for number, host in enumerate(hosts):
-            host.begin("start", first=number * share, count=share)
+            host.begin("start", role="rollout", first=number * share, count=share)
         workers = [worker for host in hosts for worker in host.finish()]
         num_connected = 0
         for num_workers in fan_outs:
@@ -88,7 +89,7 @@ def measure_steps(samples: Samples, folder: Path, *, quick: bool) -> None:
     cases += [(USUAL_LENGTH, rows) for rows in STEP_ROWS]
     with ExitStack() as stack:
         host = _role(stack, folder, "host")
-        workers = host.call("start", first=0, count=3)
+        workers = host.call("start", role="rollout", first=0, count=3)
         for length, rows in cases:
             with ExitStack() as alone:
                 controller = _role(alone, folder, "controller")
@@ -108,18 +109,18 @@ def metrics(samples: Samples) -> Metrics:
     bytes_per_row = [samples.median(STEP, case, "bytes_per_row") for case in samples.cases(STEP)]
     *fan_outs, _ = samples.cases(FAN_OUT)
     found: Metrics = {
-        "noop_rpc_vs_bare": (samples.ratio(CALL, "p50", "rpc", "zmq"), "ratio"),
-        "noop_rpc_p99_vs_bare": (samples.ratio(CALL, "p99", "rpc", "zmq"), "ratio"),
-        "noop_rpc_p50_us": (samples.median(CALL, "p50", "rpc"), "us"),
-        f"heartbeat_{fan_outs[-1]}_cpu_percent": (samples.median(BEATS, "CPU %", "nothing"), "%"),
-        "loop_lag_p99_ms": (samples.median(BEATS, "p99", "nothing"), "ms"),
-        "loop_lag_fanout_p99_ms": (samples.median(BEATS, "p99", "fan-outs to all"), "ms"),
-        "controller_bytes_per_row": (max(bytes_per_row), "B"),
-        "controller_memory_longest_vs_shortest": (longest, "ratio"),
-        "controller_resident_bytes_per_row": (growth / (most - fewest), "B"),
+        "noop_rpc_vs_bare": samples.ratio(CALL, "p50", "rpc", "zmq"),
+        "noop_rpc_p99_vs_bare": samples.ratio(CALL, "p99", "rpc", "zmq"),
+        "noop_rpc_p50_us": samples.median(CALL, "p50", "rpc"),
+        f"heartbeat_{fan_outs[-1]}_cpu_percent": samples.median(BEATS, "CPU %", "nothing"),
+        "loop_lag_p99_ms": samples.median(BEATS, "p99", "nothing"),
+        "loop_lag_fanout_p99_ms": samples.median(BEATS, "p99", "fan-outs to all"),
+        "controller_bytes_per_row": max(bytes_per_row),
+        "controller_memory_longest_vs_shortest": longest,
+        "controller_resident_bytes_per_row": growth / (most - fewest),
     }
     for case in samples.cases(FAN_OUT):
-        found[f"fanout_{case}_cpu_ms"] = samples.median(FAN_OUT, case, "CPU"), "ms"
+        found[f"fanout_{case}_cpu_ms"] = samples.median(FAN_OUT, case, "CPU")
     return found
 
 
@@ -128,4 +129,5 @@ def _case(length: int, rows: int) -> str:
 
 
 def _role(stack: ExitStack, folder: Path, name: str) -> Role:
-    return stack.enter_context(Role(name, _SCRIPT, [name, str(folder)]))
+    script = Path(__file__).with_name(_SCRIPTS[name])
+    return stack.enter_context(Role(name, script, [str(folder)]))

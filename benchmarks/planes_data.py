@@ -9,7 +9,8 @@ from typing import Any
 
 from planes_payloads import ROW_BYTES
 from planes_role import Role
-from planes_samples import Metrics, Samples
+from planes_samples import Samples
+from report import Metrics
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "256 MiB": 256 << 20}
 LARGE = ("16 MiB", "256 MiB")
@@ -80,8 +81,8 @@ class DataSides:
     def move(self, side: str, size: str, count: int) -> float:
         """Seconds to move `count` shards, one after the other."""
         if side in PULLERS:
-            method = "pull_copied" if side == "map" else "pull"
-            return float(self.pullers[side].call(method, name=size, count=count))
+            puller = self.pullers[side]
+            return float(puller.call("pull", name=size, count=count, copies_out=side == "map"))
         if side == PUT:
             return float(self.owners["owner"].call("put", num_bytes=SIZES[size], count=count))
         return float(self.limits[side].call("pull", num_bytes=SIZES[size], count=count))
@@ -137,10 +138,10 @@ def _first_pulls(sides: DataSides, samples: Samples, size: str) -> None:
     owner = sides.owner_of("map")
     for _ in range(NUM_FIRST_PULLS):
         wires = owner.call("seal_shards", num_bytes=SIZES[size], count=1)
-        [(mapped_s, copied_s)] = sides.pullers["map"].call("first_pulls", wires=wires)
+        mapped_s, copied_s = sides.pullers["map"].call("first_pull", wire=wires[0])
         owner.call("drop", wires=wires)
         samples.add(FIRST, size, "mapped", 1e3 * mapped_s)
-        samples.add(FIRST, size, "copied out", 1e3 * (mapped_s + copied_s))
+        samples.add(FIRST, size, "copied out", 1e3 * copied_s)
 
 
 def measure_rows(sides: DataSides, samples: Samples, rounds: int, count: int) -> None:
@@ -167,11 +168,11 @@ def throughput_metrics(samples: Samples) -> Metrics:
     sizes = samples.cases(RATE)
     large = [size for size in LARGE if size in sizes]
 
-    def worst(one: str, other: str) -> tuple[float, str]:
-        return min(samples.ratio(RATE, size, one, other) for size in large), "ratio"
+    def worst(one: str, other: str) -> float:
+        return min(samples.ratio(RATE, size, one, other) for size in large)
 
-    def cpu(side: str) -> tuple[float, str]:
-        return max(samples.median(CPU, size, side) for size in large), "s/GB"
+    def cpu(side: str) -> float:
+        return max(samples.median(CPU, size, side) for size in large)
 
     first = {
         size: SIZES[size]
@@ -180,12 +181,12 @@ def throughput_metrics(samples: Samples) -> Metrics:
         / samples.median(RATE, size, "memcpy")
         for size in sizes
     }
-    found: Metrics = {"same_host_first_vs_memcpy": (min(first[size] for size in large), "ratio")}
+    found: Metrics = {"same_host_first_vs_memcpy": (min(first[size] for size in large))}
     for size, value in first.items():
-        found[f"same_host_first_{_in_name(size)}_vs_memcpy"] = value, "ratio"
+        found[f"same_host_first_{_in_name(size)}_vs_memcpy"] = value
     for size in sizes:
         value = samples.ratio(RATE, size, "tcp", "socket")
-        found[f"tcp_{_in_name(size)}_vs_recv_into"] = value, "ratio"
+        found[f"tcp_{_in_name(size)}_vs_recv_into"] = value
     found |= {
         "tcp_vs_bare_pyzmq": worst("tcp", "zmq"),
         "tcp_vs_tuned_pyzmq": worst("tcp", "zmq-tuned"),
@@ -193,27 +194,24 @@ def throughput_metrics(samples: Samples) -> Metrics:
         "tcp_encrypted_vs_bare_pyzmq": worst("tcp-encrypted", "zmq"),
         "tcp_vs_recv_into": worst("tcp", "socket"),
         "same_host_vs_memcpy": worst("map", "memcpy"),
-        "same_host_map_ms": (max(samples.median(FIRST, size, "mapped") for size in sizes), "ms"),
+        "same_host_map_ms": max(samples.median(FIRST, size, "mapped") for size in sizes),
         "put_vs_memcpy": worst(PUT, "memcpy"),
         "tcp_cpu_s_per_gb": cpu("tcp"),
         "bare_pyzmq_cpu_s_per_gb": cpu("zmq"),
-        "tcp_wire_bytes_per_byte": (
-            max(samples.median(WIRE, size, "tcp") for size in large),
-            "ratio",
-        ),
+        "tcp_wire_bytes_per_byte": max(samples.median(WIRE, size, "tcp") for size in large),
     }
     for side in ("tcp", "map", PUT):
         for size in sizes:
-            found[f"{side}_{_in_name(size)}_gb_per_s"] = samples.median(RATE, size, side), "GB/s"
+            found[f"{side}_{_in_name(size)}_gb_per_s"] = samples.median(RATE, size, side)
     return found
 
 
 def row_metrics(samples: Samples) -> Metrics:
     return {
-        "one_row_pulls_per_s": (samples.median(ROW, "per s", "tcp"), "1/s"),
-        "one_row_rate_vs_bare": (samples.ratio(ROW, "per s", "tcp", "zmq"), "ratio"),
-        "one_row_p50_vs_bare": (samples.ratio(ROW, "p50", "tcp", "zmq"), "ratio"),
-        "one_row_p99_vs_bare": (samples.ratio(ROW, "p99", "tcp", "zmq"), "ratio"),
+        "one_row_pulls_per_s": samples.median(ROW, "per s", "tcp"),
+        "one_row_rate_vs_bare": samples.ratio(ROW, "per s", "tcp", "zmq"),
+        "one_row_p50_vs_bare": samples.ratio(ROW, "p50", "tcp", "zmq"),
+        "one_row_p99_vs_bare": samples.ratio(ROW, "p99", "tcp", "zmq"),
     }
 
 

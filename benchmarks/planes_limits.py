@@ -60,9 +60,11 @@ def check(destination: np.ndarray, num_bytes: int) -> None:
         raise ValueError(f"{num_bytes} bytes arrived changed")
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object], count: int = 1) -> float:
+    """Seconds to do it so often."""
     start = time.perf_counter()
-    work()
+    for _ in range(count):
+        work()
     return time.perf_counter() - start
 
 
@@ -72,12 +74,7 @@ def memcpy_role() -> Handlers:
     def pull(num_bytes: int, count: int) -> float:
         """Seconds for `count` copies of a shard."""
         into, of = destination[:num_bytes], source[:num_bytes]
-
-        def work() -> None:
-            for _ in range(count):
-                np.copyto(into, of)
-
-        return timed(work)
+        return timed(lambda: np.copyto(into, of), count)
 
     def touch_fresh(num_bytes: int) -> float:
         """Seconds to write memory that the system has just given: what any fresh place costs."""
@@ -118,23 +115,19 @@ def socket_puller_role() -> Handlers:
         connection.connect(tuple(address))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def pull(num_bytes: int, count: int) -> float:
-        def work() -> None:
-            for _ in range(count):
-                connection.sendall(_REQUEST.pack(0, num_bytes))
-                position = 0
-                while position < num_bytes:
-                    stop = min(position + SOCKET_RECEIVE_BYTES, num_bytes)
-                    received = connection.recv_into(memory[position:stop])
-                    if not received:
-                        raise ConnectionError("the owner has closed the connection")
-                    position += received
-
-        return timed(work)
+    def fetch(num_bytes: int) -> None:
+        connection.sendall(_REQUEST.pack(0, num_bytes))
+        position = 0
+        while position < num_bytes:
+            stop = min(position + SOCKET_RECEIVE_BYTES, num_bytes)
+            received = connection.recv_into(memory[position:stop])
+            if not received:
+                raise ConnectionError("the owner has closed the connection")
+            position += received
 
     return {
         "connect": connect,
-        "pull": pull,
+        "pull": lambda num_bytes, count: timed(lambda: fetch(num_bytes), count),
         "check": lambda num_bytes: check(destination, num_bytes),
     }
 
@@ -186,13 +179,6 @@ def zmq_puller_role() -> Handlers:
                 asked += CHUNK_BYTES
             dealer.recv_into(memory[start : start + CHUNK_BYTES])
 
-    def pull(num_bytes: int, count: int) -> float:
-        def work() -> None:
-            for _ in range(count):
-                fetch(num_bytes)
-
-        return timed(work)
-
     def latencies(num_bytes: int, count: int) -> dict[str, float]:
         """Of single requests, one at a time; 1 byte stands for an empty reply."""
         request, into = _REQUEST.pack(0, num_bytes), memory[:num_bytes]
@@ -217,7 +203,7 @@ def zmq_puller_role() -> Handlers:
 
     return {
         "connect": connect,
-        "pull": pull,
+        "pull": lambda num_bytes, count: timed(lambda: fetch(num_bytes), count),
         "latencies": latencies,
         "pipelined": pipelined,
         "check": lambda num_bytes: check(destination, num_bytes),

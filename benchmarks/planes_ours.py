@@ -1,6 +1,6 @@
-"""areal_sc's planes as the benchmark uses them; no other file of it names their classes.
+"""areal_sc's data plane and control plane as the benchmarks use them.
 
-Like a controller it does not import torch; only `worker`, which a controller never calls, does.
+Only `worker` imports torch; controllers, which never call it, do without.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
@@ -17,13 +18,7 @@ from typing import TYPE_CHECKING
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.controller.node_watch import NodeWatch
 from areal_sc.ids import random_id
-from areal_sc.metadata import (
-    BatchMetadata,
-    Columns,
-    RowMetadata,
-    Run,
-    ShardMetadata,
-)
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
 from areal_sc.schedulers.base import Node
 from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers
 from areal_sc.transport.curve import CurveAuthenticator
@@ -80,18 +75,13 @@ def _arena_root(folder: Path) -> Path:
     return choose_root("auto", 2 * STORE_BYTES, folder / "arenas")
 
 
+@dataclass(frozen=True)
 class Worker:
-    """A worker's control socket and data plane.
+    """A worker's data plane, and the address of its control socket."""
 
-    Attributes:
-        plane: its store and puller.
-        address: of the control socket.
-    """
-
-    def __init__(self, node_id: str, plane: DataPlane, address: str) -> None:
-        self.node_id = node_id
-        self.plane = plane
-        self.address = address
+    node_id: str
+    plane: DataPlane
+    address: str
 
     def seal(
         self, shards: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[Sequence[int]]
@@ -212,6 +202,11 @@ class Nodes:
         """Nothing is left to close."""
 
 
+def agents_of(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Address of each node's agent, by the node's name; see `heartbeats`."""
+    return {worker["node"]: worker["agent"] for worker in workers}
+
+
 async def heartbeats(
     transport: ZmqTransport,
     workers: Sequence[Mapping[str, str]],
@@ -222,8 +217,7 @@ async def heartbeats(
     Args:
         workers: of each `name`, `incarnation`, `address`, `node` and `agent`.
     """
-    agents = {worker["node"]: worker["agent"] for worker in workers}
-    scheduler = Nodes(SchedulerConfig(), RunKeys.create(), agents)
+    scheduler = Nodes(SchedulerConfig(), RunKeys.create(), agents_of(workers))
     watches = {}
     for node in await scheduler.nodes():
         agent = transport.connect(node.address, "agent", node.incarnation)

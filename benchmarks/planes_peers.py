@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from planes_data import DataSides
 from planes_payloads import PAYLOADS
 from planes_role import Role, RoleFailed
-from planes_samples import Metrics, Samples
+from planes_samples import Samples
+from report import Metrics
 
 MEASURED = ("large", "long", "jagged")
 NUM_ROWS = 200
@@ -27,7 +28,6 @@ GET = "Peers: GB/s of getting a payload once that was put anew"
 PUT = "Peers: GB/s of putting it, where that copies"
 ROWS = "Peers: single rows of 8 KiB, one after the other"
 VIEWS = "Peers: all shards of the large payload as views on one host, nothing copied"
-WIRE = "Peers: bytes sent for each byte of the large payload"
 
 PYTHON = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
 _PEERS = Path(__file__).parent / "peers"
@@ -42,14 +42,12 @@ class Side:
         cycle: puts the payload and gets it once: {"get_s"}, and "put_s" where that copies.
         one_row: seconds for a number of single-row requests, one after the other.
         map_large: seconds to get every shard of the large payload as a view, where that can be.
-        wire_bytes: sent for each byte of the large payload, where the peer's server can tell.
     """
 
     label: str
     cycle: Callable[[str], Mapping[str, float]]
     one_row: Callable[[int], float] | None = None
     map_large: Callable[[], float] | None = None
-    wire_bytes: Callable[[], float] | None = None
 
 
 def measure(data: DataSides, samples: Samples, rounds: int) -> dict[str, str]:
@@ -59,9 +57,9 @@ def measure(data: DataSides, samples: Samples, rounds: int) -> dict[str, str]:
     """
     with ExitStack() as stack:
         sides = _our_sides(data) | {"fresh": _fresh_memory(data)}
-        for name, start in (("areal", _areal), ("transferqueue", _transferqueue), ("ray", _ray)):
+        for name in ("areal", "transferqueue", "ray"):
             try:
-                sides |= start(stack)
+                sides[name] = _peer(stack, name)
             except RoleFailed as error:
                 print(f"\n{name} was not measured: {error}")
         for payload in MEASURED:
@@ -81,9 +79,6 @@ def measure(data: DataSides, samples: Samples, rounds: int) -> dict[str, str]:
                     samples.add(ROWS, "requests/s", name, rate)
                 if number and views_s is not None:
                     samples.add(VIEWS, "ms", name, 1e3 * views_s)
-        for name, side in sides.items():
-            if side.wire_bytes is not None:
-                samples.add(WIRE, "bytes", name, side.wire_bytes())
         return {name: side.label for name, side in sides.items()}
 
 
@@ -91,9 +86,9 @@ def _our_sides(data: DataSides) -> dict[str, Side]:
     def side(name: str, label: str) -> Side:
         owner, puller = data.owner_of(name), data.pullers[name]
 
-        def cycle(payload: str, method: str = "pull_new") -> dict[str, float]:
+        def cycle(payload: str, by_row: bool = False) -> dict[str, float]:
             sealed = owner.call("put_payload", payload=payload)
-            get_s = puller.call(method, wire=sealed["wire"])
+            get_s = puller.call("pull_new", wire=sealed["wire"], by_row=by_row)
             owner.call("drop", wires=[sealed["wire"]])
             return {"put_s": sealed["put_s"], "get_s": get_s}
 
@@ -105,8 +100,8 @@ def _our_sides(data: DataSides) -> dict[str, Side]:
         return Side(
             label,
             cycle,
-            one_row=lambda count: puller.call("one_row", name="rows", count=count),
-            map_large=(lambda: cycle("large", "map_new")["get_s"]) if name == "map" else None,
+            one_row=lambda count: puller.call("latencies", name="rows", count=count)["sum_s"],
+            map_large=(lambda: cycle("large", by_row=True)["get_s"]) if name == "map" else None,
         )
 
     return {
@@ -126,80 +121,20 @@ def _fresh_memory(data: DataSides) -> Side:
     return Side("nothing: fresh memory, written once", cycle)
 
 
-def _areal(stack: ExitStack) -> dict[str, Side]:
-    server, client = _start(stack, "areal", "server"), _start(stack, "areal", "client")
-    version = _call(client, "version")
-    for payload in PAYLOADS:
-        stored = _call(server, "put", payload=payload)
-        _call(client, "check", payload=payload, stored=stored)
-    rows = stored  # the last payload: it stays
-
-    def cycle(payload: str) -> dict[str, float]:
-        stored = _call(server, "put", payload=payload)  # by reference: nothing to time
-        get_s = _call(client, "get", stored=stored)
-        _call(server, "drop", stored=stored)
-        return {"get_s": get_s}
-
-    def wire_bytes() -> float:
-        before = _call(server, "bytes_sent")
-        cycle("large")
-        return float(_call(server, "bytes_sent") - before) / PAYLOADS["large"]().num_bytes
-
-    return {
-        "areal": Side(
-            f"AReaL {version} RTensor fetch",
-            cycle,
-            one_row=lambda count: _call(client, "one_row", stored=rows, count=count),
-            wire_bytes=wire_bytes,
-        )
-    }
-
-
-def _transferqueue(stack: ExitStack) -> dict[str, Side]:
-    client = _start(stack, "transferqueue")
-    version = _call(client, "version")
-    for payload in PAYLOADS:
-        _call(client, "check", payload=payload)
-    return {
-        "transferqueue": Side(
-            f"TransferQueue {version} get_data",
-            lambda payload: _call(client, "cycle", payload=payload),
-            one_row=lambda count: _call(client, "one_row", count=count),
-        )
-    }
-
-
-def _ray(stack: ExitStack) -> dict[str, Side]:
-    driver = _start(stack, "ray")
-    version = _call(driver, "version")
-    for payload in PAYLOADS:
-        _call(driver, "check", payload=payload)
-
-    def cycle(payload: str, copies: str) -> dict[str, float]:
-        return dict(_call(driver, "cycle", payload=payload, copies=copies))
-
-    return {
-        "ray": Side(
-            f"ray {version} get, copied into a pooled place",
-            lambda payload: cycle(payload, "pooled"),
-            one_row=lambda count: _call(driver, "one_row", count=count),
-            map_large=lambda: cycle("large", "none")["get_s"],
-        ),
-        "ray-fresh": Side(
-            f"ray {version} get, copied into a fresh place", lambda payload: cycle(payload, "fresh")
-        ),
-    }
-
-
-def _start(stack: ExitStack, name: str, *arguments: str) -> Role:
-    """Raises: RoleFailed: the peers' environment is not there."""
+def _peer(stack: ExitStack, name: str) -> Side:
+    """Raises: RoleFailed: the peers' environment is not there, or this one fails in it."""
     if not PYTHON.exists():
         raise RoleFailed(f"{PYTHON} is not there; run benchmarks/peers/install.sh")
-    return stack.enter_context(Role(name, _PEERS / f"{name}_peer.py", arguments, PYTHON))
-
-
-def _call(role: Role, method: str, **args: Any) -> Any:
-    return role.call(method, timeout_s=PEER_TIMEOUT_S, **args)
+    role = stack.enter_context(Role(name, _PEERS / f"{name}_peer.py", (), PYTHON))
+    call = partial(role.call, timeout_s=PEER_TIMEOUT_S)
+    for payload in PAYLOADS:
+        call("check", payload=payload)
+    return Side(
+        call("label"),
+        lambda payload: call("cycle", payload=payload),
+        one_row=lambda count: call("one_row", count=count),
+        map_large=(lambda: call("map", payload="large")) if name == "ray" else None,
+    )
 
 
 def metrics(samples: Samples) -> Metrics:
@@ -219,13 +154,13 @@ def metrics(samples: Samples) -> Metrics:
     ):
         if samples.has(table, MEASURED[0], peer):
             ratios = {payload: samples.ratio(table, payload, ours, peer) for payload in MEASURED}
-            measured[name] = min(ratios.values()), "ratio"
+            measured[name] = min(ratios.values())
             for payload, value in ratios.items():
-                measured[f"{name}_{payload}"] = value, "ratio"
+                measured[f"{name}_{payload}"] = value
     for peer, ours in (("areal", "tcp"), ("transferqueue", "tcp"), ("ray", "map")):
         if samples.has(ROWS, "requests/s", peer):
             value = samples.ratio(ROWS, "requests/s", ours, peer)
-            measured[f"one_row_vs_{peer}"] = value, "ratio"
+            measured[f"one_row_vs_{peer}"] = value
     if samples.has(VIEWS, "ms", "ray"):
-        measured["same_host_map_vs_ray"] = samples.ratio(VIEWS, "ms", "ray", "map"), "ratio"
+        measured["same_host_map_vs_ray"] = samples.ratio(VIEWS, "ms", "ray", "map")
     return measured

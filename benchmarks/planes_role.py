@@ -140,8 +140,12 @@ def serve(handlers: Handlers) -> None:
             pipe.send(answer)
 
 
-async def serve_async(handlers: Handlers) -> None:
-    """The same beside a running event loop; handlers may be coroutine functions."""
+async def serve_async(handlers: Handlers | object) -> None:
+    """The same beside a running event loop; handlers may be coroutine functions.
+
+    Args:
+        handlers: or an object, whose methods they are.
+    """
     pipe = _open_pipe()
     with contextlib.suppress(EOFError):
         while True:
@@ -160,8 +164,12 @@ def _open_pipe() -> Connection:
     return Connection(fd)
 
 
-def _call(handlers: Handlers, method: str, args: Mapping[str, Any]) -> Any:
-    return {**_COMMON, **handlers}[method](**args)
+def _call(handlers: Handlers | object, method: str, args: Mapping[str, Any]) -> Any:
+    if method in _COMMON:
+        return _COMMON[method](**args)
+    if isinstance(handlers, Mapping):
+        return handlers[method](**args)
+    return getattr(handlers, method)(**args)
 
 
 def process_cpu_s() -> float:

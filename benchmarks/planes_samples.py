@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-Metrics = dict[str, tuple[float, str]]
-"""name -> (value, unit)."""
+PROBE_S = 0.002
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """{"p50_s", "p99_s"} of at least two latencies."""
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
     return {"p50_s": cuts[49], "p99_s": cuts[98]}
+
+
+class LagProbe:
+    """Measures by how much a short timer of the loop is late, and what was computed meanwhile."""
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+        self.busy_s: list[float] = []
+
+    def clear(self) -> None:
+        self.late_s.clear()
+        self.busy_s.clear()
+
+    async def run(self) -> None:
+        while True:
+            began_s, busy_s = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(PROBE_S)
+            self.late_s.append(time.perf_counter() - began_s - PROBE_S)
+            self.busy_s.append(time.thread_time() - busy_s)
 
 
 class Samples:

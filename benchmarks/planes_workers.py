@@ -90,19 +90,6 @@ class PullerHandlers:
         self._batches: dict[str, BatchMetadata] = {}
         self._destination = np.zeros(MAX_SHARD_BYTES, np.uint8)
 
-    def handlers(self) -> Handlers:
-        return {
-            "know": self.know,
-            "pull": self.pull,
-            "pull_copied": self.pull_copied,
-            "first_pulls": self.first_pulls,
-            "pull_new": self.pull_new,
-            "map_new": self.map_new,
-            "one_row": self.one_row,
-            "latencies": self.latencies,
-            "pipelined": self.pipelined,
-        }
-
     async def know(self, name: str, wire: list[Any], payload: str | None = None) -> None:
         """Pulls it once and compares every byte with what the owner was told to put."""
         batch = self._batches[name] = convert(wire, BatchMetadata)
@@ -120,65 +107,50 @@ class PullerHandlers:
             if not torch.equal(rows.fields[field].view(torch.uint8), values.view(torch.uint8)):
                 raise ValueError(f"{name}: {field} arrived changed")
 
-    async def pull(self, name: str, count: int = 1) -> float:
-        """Seconds for `count` pulls, one after the other."""
+    async def pull(self, name: str, count: int = 1, copies_out: bool = False) -> float:
+        """Seconds for `count` pulls, one after the other.
+
+        Args:
+            copies_out: the one field to a warm place, where a pull gives a view of shared memory.
+        """
         batch = self._batches[name]
         start = time.perf_counter()
         for _ in range(count):
-            await self._puller.pull(batch)
+            rows = await self._puller.pull(batch)
+            if copies_out:
+                self._copy_out(rows.fields["values"])
         return time.perf_counter() - start
 
-    async def pull_copied(self, name: str, count: int = 1) -> float:
-        """The same; the one field is copied out to a warm place where it lies in shared memory."""
-        batch = self._batches[name]
-        start = time.perf_counter()
-        for _ in range(count):
-            self._copy_out((await self._puller.pull(batch)).fields["values"])
-        return time.perf_counter() - start
-
-    async def first_pulls(self, wires: list[list[Any]]) -> list[list[float]]:
-        """[seconds of the pull, of copying out] for each shard, never pulled before."""
-        measured = []
-        for wire in wires:
-            batch = convert(wire, BatchMetadata)
-            start = time.perf_counter()
-            values = (await self._puller.pull(batch)).fields["values"]
-            pulled = time.perf_counter()
-            self._copy_out(values)
-            measured.append([pulled - start, time.perf_counter() - pulled])
-        return measured
-
-    async def pull_new(self, wire: list[Any]) -> float:
-        """Seconds of pulling a batch that was never pulled before."""
+    async def first_pull(self, wire: list[Any]) -> tuple[float, float]:
+        """Seconds of the pull, and with copying out, of a shard that was never pulled before."""
         batch = convert(wire, BatchMetadata)
         start = time.perf_counter()
-        await self._puller.pull(batch)
-        return time.perf_counter() - start
+        values = (await self._puller.pull(batch)).fields["values"]
+        pulled_s = time.perf_counter() - start
+        self._copy_out(values)
+        return pulled_s, time.perf_counter() - start
 
-    async def map_new(self, wire: list[Any]) -> float:
-        """The same row by row, so that nothing need be joined: a view for each."""
-        rows = _single_rows(convert(wire, BatchMetadata))
-        start = time.perf_counter()
-        for row in rows:
-            await self._puller.pull(row)
-        return time.perf_counter() - start
+    async def pull_new(self, wire: list[Any], by_row: bool = False) -> float:
+        """Seconds of pulling a batch that was never pulled before.
 
-    async def one_row(self, name: str, count: int) -> float:
-        """Seconds for `count` pulls of one row each, one after the other."""
-        rows = _single_rows(self._batches[name])
+        Args:
+            by_row: one row after the other, so that nothing need be joined: a view for each.
+        """
+        batch = convert(wire, BatchMetadata)
+        parts = _single_rows(batch) if by_row else [batch]
         start = time.perf_counter()
-        for number in range(count):
-            await self._puller.pull(rows[number % len(rows)])
+        for part in parts:
+            await self._puller.pull(part)
         return time.perf_counter() - start
 
     async def latencies(self, name: str, count: int) -> dict[str, float]:
-        """Of pulls of one row, one at a time."""
+        """Of pulls of one row, one at a time, and their sum."""
         rows, seconds = _single_rows(self._batches[name]), []
         for number in range(count):
             start = time.perf_counter()
             await self._puller.pull(rows[number % len(rows)])
             seconds.append(time.perf_counter() - start)
-        return percentiles(seconds)
+        return {**percentiles(seconds), "sum_s": sum(seconds)}
 
     async def pipelined(self, name: str, count: int, max_inflight: int) -> float:
         """Seconds for `count` pulls of one row each, `max_inflight` at a time."""
@@ -209,7 +181,7 @@ async def main(role: str, folder: Path) -> None:
             await serve_async(owner_handlers(owner))
     else:
         async with worker(f"{role}/0", folder, **PULLERS[role]) as puller:
-            await serve_async(PullerHandlers(puller).handlers())
+            await serve_async(PullerHandlers(puller))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What all benchmarks share: their options, the table they print, the JSON file they write."""
+"""What all benchmarks share: their options, the tables they print, the JSON file they write.
+
+A metric's name ends in its unit, so a metric is a name and a number: `stall_s`, `put_gb_per_s`.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,82 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-Metrics = Mapping[str, tuple[float, str]]
-"""name -> (value, unit); raw values, no verdicts."""
+Metrics = dict[str, float]
+"""name -> value; raw values, no verdicts."""
+
+Records = Mapping[tuple[str | int, ...], Metrics]
+"""What was measured of several cases, each named by the values of its keys."""
+
+UNITS = {
+    "tokens_per_s": "tokens/s",
+    "gb_per_s": "GB/s",
+    "s_per_gb": "s/GB",
+    "per_s": "1/s",
+    "bytes_per_row": "B",
+    "bytes_per_byte": "ratio",
+    "s_per_step": "s",
+    "s_per_token": "s",
+    "bytes": "B",
+    "percent": "%",
+    "share": "share",
+    "accuracy": "share",
+    "auc": "share",
+    "tokens": "tokens",
+    "threads": "threads",
+    "rows": "rows",
+    "frames": "frames",
+    "versions": "versions",
+    "us": "us",
+    "ms": "ms",
+    "s": "s",
+}
+"""By the end of a metric's name, the longer one first; all others are ratios."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--quick` and `--json FILE`. From now on SIGTERM unwinds the program as Ctrl-C does."""
+def make_parser(description: str, *, device: bool = False) -> argparse.ArgumentParser:
+    """Parser with `--quick`, `--json FILE` and, if asked for, `--device`.
+
+    From now on SIGTERM unwinds the program as Ctrl-C does.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parser = argparse.ArgumentParser(
+        description=description.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument(
         "--quick", action="store_true", help="some seconds: a small version, to see that it works"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics to FILE")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if device:
+        parser.add_argument(
+            "--device", type=_device, default="cpu", metavar="{cpu,cuda}", help="where to compute"
+        )
+    return parser
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds `--device`, which refuses `cuda` where there is none."""
-    parser.add_argument(
-        "--device", type=_device, default="cpu", metavar="{cpu,cuda}", help="default cpu"
-    )
+def parse(parser: argparse.ArgumentParser, **quick: object) -> argparse.Namespace:
+    """The arguments; with `--quick`, those that are not given are as in `quick`."""
+    arguments = parser.parse_args()
+    if arguments.quick:
+        parser.set_defaults(**quick)
+        arguments = parser.parse_args()
+    return arguments
 
 
-def write(metrics: Metrics, path: Path | None) -> None:
+def unit_of(name: str) -> str:
+    """Unit of the metric of this name."""
+    return next((unit for end, unit in UNITS.items() if f"_{name}".endswith(f"_{end}")), "ratio")
+
+
+def write(metrics: Mapping[str, float], path: Path | None) -> None:
     """Writes `{metric: {"value": ..., "unit": ...}}`, if there is a path."""
     if path is not None:
-        content = {name: {"value": value, "unit": unit} for name, (value, unit) in metrics.items()}
+        content = {name: {"value": value, "unit": unit_of(name)} for name, value in metrics.items()}
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -44,7 +94,8 @@ def machine() -> str:
     """One line on what the numbers were measured with."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {device}, "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}, {device}, "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
 
@@ -53,7 +104,7 @@ def print_table(
     title: str,
     settings: Mapping[str, object],
     columns: Sequence[str],
-    rows: Sequence[Sequence[object]],
+    rows: Iterable[Sequence[object]],
 ) -> None:
     """Prints a Markdown table under its title, settings and machine; floats with 3 digits."""
     cells = [[_cell(value) for value in row] for row in (columns, *rows)]
@@ -70,8 +121,30 @@ def print_table(
 
 def print_metrics(title: str, settings: Mapping[str, object], metrics: Metrics) -> None:
     """Prints all metrics as a table."""
-    rows = [(name, value, unit) for name, (value, unit) in metrics.items()]
+    rows = [(name, value, unit_of(name)) for name, value in metrics.items()]
     print_table(title, settings, ("metric", "value", "unit"), rows)
+
+
+def print_records(
+    title: str, settings: Mapping[str, object], keys: Sequence[str], records: Records
+) -> None:
+    """Prints a table with one row a case; `-` stands where a case lacks a value."""
+    names = list(dict.fromkeys(name for record in records.values() for name in record))
+    print_table(
+        title,
+        settings,
+        (*keys, *(name.replace("_", " ") for name in names)),
+        [(*key, *(record.get(name, "-") for name in names)) for key, record in records.items()],
+    )
+
+
+def flat(records: Records) -> Metrics:
+    """Every value under the names of its case and itself: `pull_stall_s`."""
+    return {
+        "_".join(map(str, (*key, name))): value
+        for key, record in records.items()
+        for name, value in record.items()
+    }
 
 
 def _cell(value: object) -> str:

@@ -9,7 +9,6 @@ that of the second quarter; the first one is warm-up.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,47 +18,40 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import report
-from process_cpu import process_tree
+from processes import process_tree
 
 SAMPLE_EVERY_S = 2.0
 STEPS_A_MINUTE = 400
 """More than the job makes: the time ends it, not the number of steps."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    arguments = parser.parse_args(argv)
-    minutes = 0.1 if arguments.quick else arguments.minutes
+def main() -> None:
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of training")
+    arguments = report.parse(parser, minutes=0.1)
     with tempfile.TemporaryDirectory() as folder:
-        samples = _run(Path(folder) / "run", minutes, quick=arguments.quick)
+        megabytes = _run(Path(folder) / "run", arguments.minutes, quick=arguments.quick)
         steps = _steps(Path(folder) / "run" / "metrics.jsonl")
-    rows = [
-        [name, f"{sizes[0]:.0f}", f"{max(sizes):.0f}", f"{sizes[-1]:.0f}", _growth(sizes)]
-        for name, sizes in samples.items()
-    ]
+    resident_growth = max(map(_growth, megabytes.values()))
     stores = [step["counters"]["store_bytes"] / 1e6 for step in steps]
-    rows.append(["tensor stores", f"{stores[0]:.1f}", f"{max(stores):.1f}", f"{stores[-1]:.1f}",
-                 _growth(stores)])  # fmt: skip
+    megabytes["tensor stores"] = stores
     num_rows = sum(step["num_rows"] for step in steps)
     report.print_table(
         "Memory over a long run",
-        {"minutes": minutes, "steps": len(steps), "rows": num_rows},
+        {"minutes": arguments.minutes, "steps": len(steps), "rows": num_rows},
         ["what (MB)", "first", "most", "last", "last quarter over the second"],
-        rows,
+        [(name, s[0], max(s), s[-1], _growth(s)) for name, s in megabytes.items()],
     )
-    report.write(
-        {
-            "rows": (num_rows, "rows"),
-            "store_growth": (_growth(stores), "ratio"),
-            "resident_growth": (max(_growth(sizes) for sizes in samples.values()), "ratio"),
-            "bulk_refused": (steps[-1]["counters"]["bulk_refused"], "frames"),
-        },
-        arguments.json,
-    )
+    metrics = {
+        "rows": num_rows,
+        "store_growth": _growth(stores),
+        "resident_growth": resident_growth,
+        "bulk_refused_frames": steps[-1]["counters"]["bulk_refused"],
+    }
+    report.write(metrics, arguments.json)
 
 
 def _run(run_dir: Path, minutes: float, *, quick: bool) -> dict[str, list[float]]:
@@ -108,7 +100,7 @@ def _resident_megabytes(pid: int) -> Mapping[str, float]:
     return sizes
 
 
-def _steps(path: Path) -> list[dict[str, object]]:
+def _steps(path: Path) -> list[dict[str, Any]]:
     records = (json.loads(line) for line in path.read_text().splitlines())
     return [record for record in records if record["kind"] == "step"]
 

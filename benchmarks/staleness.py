@@ -19,22 +19,20 @@ over-bound: nothing is held, and lengths have a heavy tail. Decoding a token tak
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import report
 from letter_sort_job import (
-    Lengths,
     LetterSortJob,
-    ModelShape,
     PacedWorkflow,
+    letter_sort_job,
     say,
     training_steps,
 )
-from letter_sort_task import letter_sort_reward
+from letter_sort_task import LetterSortPrompts, letter_sort_reward
 from staleness_run import Evaluations, Run, measure
 
 from areal_sc import GRPOConfig, SingleTurnWorkflow
@@ -45,15 +43,19 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     "noweight": {"actor__ppo__use_behavior_weight": False},
 }
 CHOICES = ("train", "mask", "wait", "regenerate")
-MODEL = ModelShape(hidden_size=64, num_layers=2, ffn_size=160, num_heads=4)
-LENGTHS = Lengths(median_letters=7.0, sigma_letters=0.6)
-HEAVY_TAIL = Lengths(median_letters=7.0, sigma_letters=0.9)
+MODEL = dict(hidden_size=64, num_layers=2, ffn_size=160, num_heads=4)
+LENGTHS = dict(median_letters=7.0, sigma_letters=0.6)
+HEAVY_TAIL = dict(median_letters=7.0, sigma_letters=0.9)
 TRAINING_STEPS_PER_TOKEN = 0.2
 TOKENS_PER_PIECE = 3
+SETTINGS: dict[str, object] = {
+    "parameters": "97k",
+    "batch": "groups of 8 in 4 minibatches",
+    "lr": "4e-4, constant",
+}
 
-Metrics = dict[str, tuple[float, str]]
-Runs = Mapping[tuple[int, str], Sequence[Run]]
-"""(eta, objective or choice) -> one run a seed."""
+Runs = Mapping[tuple[str, int], Sequence[Run]]
+"""(objective or choice, eta) -> one run a seed."""
 
 
 @dataclass(frozen=True)
@@ -98,204 +100,138 @@ QUICK = Scale(
 )
 
 
-def worst_case(job: LetterSortJob, scale: Scale) -> Runs:
+def worst_case_runs(job: LetterSortJob, scale: Scale) -> Runs:
     """Runs of all staleness bounds and objectives."""
-    runs: dict[tuple[int, str], list[Run]] = {}
+    runs: dict[tuple[str, int], list[Run]] = {}
     workflow = SingleTurnWorkflow(letter_sort_reward)
     for seed, eta, objective in product(scale.seeds, scale.worst_case_etas, OBJECTIVES):
-        config = job.config(
-            seed=seed,
-            total_steps=scale.worst_case_steps,
-            actor__optimizer__schedule="constant",
-            rollout__train_batch_groups=scale.batch_groups,
-            rollout__max_staleness=eta,
-            **OBJECTIVES[objective],
-        )
+        config = config_of(job, scale, seed, eta, scale.worst_case_steps, **OBJECTIVES[objective])
         run = measure(job, config, LENGTHS, workflow, scale.evaluations, is_held=True)
-        runs.setdefault((eta, objective), []).append(run)
-        say(
-            f"seed {seed}, eta {eta}, {objective}: auc {run.auc:.3f}, "
-            f"final {run.final_accuracy:.3f}, {run.duration_s:.1f} s"
-        )
+        runs.setdefault((objective, eta), []).append(run)
+        say(f"seed {seed}, eta {eta}, {objective}: auc {run.auc:.3f}, {run.duration_s:.1f} s")
     return runs
 
 
-def show_worst_case(runs: Runs, scale: Scale) -> None:
-    report.print_table(
-        "Staleness, worst case",
-        {
-            "parameters": "97k",
-            "steps": scale.worst_case_steps,
-            "seeds": len(scale.seeds),
-            "batch": f"{scale.batch_groups} groups of 8 in 4 minibatches",
-            "lr": "4e-4, constant",
-            "lengths": f"median {LENGTHS.median_letters:g}, sigma {LENGTHS.sigma_letters:g}",
-        },
-        ("eta", "objective", "auc", "auc of each seed", "final accuracy", "batch auc"),
-        [
-            (
-                eta,
-                objective,
-                _mean(run.auc for run in found),
-                " ".join(f"{run.auc:.3f}" for run in found),
-                _mean(run.final_accuracy for run in found),
-                _mean(run.batch_auc for run in found),
-            )
-            for (eta, objective), found in runs.items()
-        ],
-    )
-
-
-def worst_case_metrics(runs: Runs) -> Metrics:
-    """Of every run, and paired differences of the areas."""
-    metrics: Metrics = {}
-    for (eta, objective), found in runs.items():
-        for seed, run in enumerate(found):
-            name = f"{objective}_eta{eta}_seed{seed}"
-            metrics[f"auc_{name}"] = (run.auc, "accuracy")
-            metrics[f"batch_auc_{name}"] = (run.batch_auc, "accuracy")
-            metrics[f"final_accuracy_{name}"] = (run.final_accuracy, "accuracy")
-    for eta in sorted({eta for eta, _ in runs}):
-        for other in ("naive", "noweight"):
-            difference = _difference(runs[eta, "decoupled"], runs[eta, other])
-            metrics[f"auc_decoupled_minus_{other}_eta{eta}"] = (difference, "accuracy")
-        if eta > 0:
-            difference = _difference(runs[0, "decoupled"], runs[eta, "decoupled"])
-            metrics[f"auc_sync_minus_decoupled_eta{eta}"] = (difference, "accuracy")
-    return metrics
-
-
-def over_bound(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
+def over_bound_runs(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
     """Runs of all staleness bounds and choices, and the seconds that decoding a token took."""
 
-    def config_of(seed: int, eta: int, choice: str) -> GRPOConfig:
-        return job.config(
-            seed=seed,
-            total_steps=scale.over_bound_steps,
-            actor__optimizer__schedule="constant",
-            rollout__train_batch_groups=scale.batch_groups,
-            rollout__max_staleness=eta,
+    def config_of_choice(seed: int, eta: int, choice: str) -> GRPOConfig:
+        return config_of(
+            job,
+            scale,
+            seed,
+            eta,
+            scale.over_bound_steps,
             rollout__over_bound=choice,
             rollout__max_running_sequences=512,
         )
 
-    runs: dict[tuple[int, str], list[Run]] = {}
-    calibration = config_of(scale.over_bound_seeds[0], max(scale.over_bound_etas), "train")
-    seconds_per_token = TRAINING_STEPS_PER_TOKEN * _training_s(
-        job, calibration, scale.calibration_steps
-    )
+    runs: dict[tuple[str, int], list[Run]] = {}
+    calibration = config_of_choice(scale.over_bound_seeds[0], max(scale.over_bound_etas), "train")
+    training_s = _training_s(job, calibration, scale.calibration_steps)
+    token_s = TRAINING_STEPS_PER_TOKEN * training_s
     for seed, eta, choice in product(scale.over_bound_seeds, scale.over_bound_etas, CHOICES):
-        config = config_of(seed, eta, choice)
-        workflow = PacedWorkflow(
-            seconds_per_token, TOKENS_PER_PIECE, config.generation.max_new_tokens
-        )
+        config = config_of_choice(seed, eta, choice)
+        workflow = PacedWorkflow(token_s, TOKENS_PER_PIECE, config.generation.max_new_tokens)
         run = measure(job, config, HEAVY_TAIL, workflow, scale.evaluations, is_held=False)
-        runs.setdefault((eta, choice), []).append(run)
-        say(
-            f"seed {seed}, eta {eta}, {choice}: auc {run.auc:.3f}, {run.step_s:.3f} s a step, "
-            f"token staleness up to {run.token_staleness_max}"
-        )
-    return runs, seconds_per_token
+        runs.setdefault((choice, eta), []).append(run)
+        say(f"seed {seed}, eta {eta}, {choice}: auc {run.auc:.3f}, {run.duration_s:.1f} s")
+    return runs, token_s
+
+
+def config_of(
+    job: LetterSortJob, scale: Scale, seed: int, eta: int, num_steps: int, **overrides: object
+) -> GRPOConfig:
+    return job.config(
+        seed=seed,
+        total_steps=num_steps,
+        actor__optimizer__schedule="constant",
+        rollout__train_batch_groups=scale.batch_groups,
+        rollout__max_staleness=eta,
+        **overrides,
+    )
 
 
 def _training_s(job: LetterSortJob, config: GRPOConfig, num_steps: int) -> float:
     """Median seconds of the training phase, with generation at full speed beside it."""
     workflow = SingleTurnWorkflow(letter_sort_reward)
     with job.workers(config) as workers:
-        prompts = HEAVY_TAIL.prompts(config.seed)
+        prompts = LetterSortPrompts(config.seed, **HEAVY_TAIL)
         steps = list(training_steps(workers, num_steps, prompts, workflow))
     return statistics.median(step.train_s for step in steps[1:])
 
 
-def over_bound_metrics(runs: Runs, seconds_per_token: float) -> Metrics:
-    """Means over the seeds, and what each choice gains over `train`."""
-    metrics: Metrics = {"over_bound_s_per_token": (seconds_per_token, "s")}
-    for (eta, choice), found in runs.items():
-        for name, values, unit in (
-            ("auc", [run.auc for run in found], "accuracy"),
-            ("auc_in_time", _aucs_in_time(runs, eta, choice), "accuracy"),
-            ("final_accuracy", [run.final_accuracy for run in found], "accuracy"),
-            ("s_per_step", [run.step_s for run in found], "s"),
-            ("masked_share", [run.masked_share for run in found], "share"),
-            ("wasted_share", [run.wasted_share for run in found], "share"),
-            ("token_staleness_max", [run.token_staleness_max for run in found], "versions"),
-            ("group_staleness_max", [run.group_staleness_max for run in found], "versions"),
-        ):
-            metrics[f"over_bound_{name}_{choice}_eta{eta}"] = (_mean(values), unit)
-        if choice != "train":
-            difference = _difference(found, runs[eta, "train"])
-            metrics[f"over_bound_auc_{choice}_minus_train_eta{eta}"] = (difference, "accuracy")
+def records_of(runs: Runs) -> dict[tuple[str, str], report.Metrics]:
+    """Means over the seeds, and the area of each seed."""
+    records = {}
+    for (name, eta), found in runs.items():
+        each = [run.record() for run in found]
+        record = {value: float(statistics.mean(r[value] for r in each)) for value in each[0]}
+        for seed, run in enumerate(found):
+            record[f"seed{seed}_auc"] = run.auc
+        records[name, f"eta{eta}"] = record
+    return records
+
+
+def add_auc_in_time(records: Mapping[tuple[str, str], report.Metrics], runs: Runs) -> None:
+    """The area over the time that the fastest choice took, mean over the seeds."""
+    for (choice, eta), found in runs.items():
+        by_seed = zip(*(runs[other, eta] for other in CHOICES), strict=True)
+        ends = [min(run.duration_s for run in together) for together in by_seed]
+        areas = [run.auc_until(end_s) for run, end_s in zip(found, ends, strict=True)]
+        records[choice, f"eta{eta}"]["in_time_auc"] = statistics.mean(areas)
+
+
+def difference(first: Sequence[Run], second: Sequence[Run]) -> float:
+    """Mean over the seeds of what the first has more area."""
+    return statistics.mean(a.auc - b.auc for a, b in zip(first, second, strict=True))
+
+
+def worst_case(job: LetterSortJob, scale: Scale) -> report.Metrics:
+    runs = worst_case_runs(job, scale)
+    records = records_of(runs)
+    settings = SETTINGS | LENGTHS | {"steps": scale.worst_case_steps}
+    report.print_records("Staleness, worst case", settings, ("objective", "eta"), records)
+    metrics = report.flat(records)
+    for eta in scale.worst_case_etas:
+        decoupled = runs["decoupled", eta]
+        for other in ("naive", "noweight"):
+            name = f"auc_decoupled_minus_{other}_eta{eta}"
+            metrics[name] = difference(decoupled, runs[other, eta])
+        if eta > 0:
+            sync = runs["decoupled", 0]
+            metrics[f"auc_sync_minus_decoupled_eta{eta}"] = difference(sync, decoupled)
     return metrics
 
 
-def show_over_bound(runs: Runs, metrics: Metrics, scale: Scale) -> None:
-    columns: tuple[str, ...] = (
-        "auc",
-        "auc_in_time",
-        "final_accuracy",
-        "s_per_step",
-        "masked_share",
-    )
-    columns += ("wasted_share", "token_staleness_max", "group_staleness_max")
-    report.print_table(
-        "Over the staleness bound",
-        {
-            "parameters": "97k",
-            "steps": scale.over_bound_steps,
-            "seeds": len(scale.over_bound_seeds),
-            "batch": f"{scale.batch_groups} groups of 8 in 4 minibatches",
-            "lr": "4e-4, constant",
-            "lengths": f"median {HEAVY_TAIL.median_letters:g}, sigma {HEAVY_TAIL.sigma_letters:g}",
-            "seconds per token": f"{metrics['over_bound_s_per_token'][0]:.3f}",
-        },
-        ("eta", "over_bound", *(name.replace("_", " ") for name in columns), "auc of each seed"),
-        [
-            (
-                eta,
-                choice,
-                *(metrics[f"over_bound_{name}_{choice}_eta{eta}"][0] for name in columns),
-                " ".join(f"{run.auc:.3f}" for run in found),
-            )
-            for (eta, choice), found in runs.items()
-        ],
-    )
-
-
-def _aucs_in_time(runs: Runs, eta: int, choice: str) -> list[float]:
-    """For each seed the area over the time of the fastest choice."""
-    by_seed = zip(*(runs[eta, other] for other in CHOICES), strict=True)
-    ends = [min(run.duration_s for run in together) for together in by_seed]
-    return [run.auc_until(end_s) for run, end_s in zip(runs[eta, choice], ends, strict=True)]
-
-
-def _difference(first: Sequence[Run], second: Sequence[Run]) -> float:
-    """Mean over the seeds of what the first has more area."""
-    return _mean(a.auc - b.auc for a, b in zip(first, second, strict=True))
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(statistics.mean(values))
+def over_bound(job: LetterSortJob, scale: Scale) -> report.Metrics:
+    runs, token_s = over_bound_runs(job, scale)
+    records = records_of(runs)
+    add_auc_in_time(records, runs)
+    settings = SETTINGS | HEAVY_TAIL | {"steps": scale.over_bound_steps, "s a token": token_s}
+    report.print_records("Over the staleness bound", settings, ("over_bound", "eta"), records)
+    metrics = {f"over_bound_{name}": value for name, value in report.flat(records).items()}
+    metrics["over_bound_s_per_token"] = token_s
+    for (choice, eta), found in runs.items():
+        if choice != "train":
+            name = f"over_bound_auc_{choice}_minus_train_eta{eta}"
+            metrics[name] = difference(found, runs["train", eta])
+    return metrics
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--part", choices=("worst-case", "over-bound"), help="only this one")
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
-    metrics: Metrics = {}
-    with LetterSortJob(MODEL, LENGTHS, scale.num_warm_steps) as job:
+    metrics: report.Metrics = {}
+    with letter_sort_job(scale.num_warm_steps) as job:
         for seed in scale.seeds:
-            job.warm_start(seed)
-            say(f"seed {seed}: warm start is made")
+            job.warm_start(seed, MODEL, LENGTHS)
         if arguments.part != "over-bound":
-            runs = worst_case(job, scale)
-            metrics |= worst_case_metrics(runs)
-            show_worst_case(runs, scale)
+            metrics |= worst_case(job, scale)
         if arguments.part != "worst-case":
-            runs, seconds_per_token = over_bound(job, scale)
-            metrics |= over_bound_metrics(runs, seconds_per_token)
-            show_over_bound(runs, metrics, scale)
+            metrics |= over_bound(job, scale)
     report.write(metrics, arguments.json)
 
 

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
-from letter_sort_job import HELD_OUT_SEED, Lengths, LetterSortJob, Step, training_steps
-from letter_sort_task import letter_sort_reward
+import report
+from letter_sort_job import HELD_OUT_SEED, LetterSortJob, Step, training_steps
+from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import GRPOConfig, RolloutController, SingleTurnWorkflow, Workflow
 from areal_sc.controller.evaluation import EvaluationOutcome
@@ -58,53 +59,30 @@ class Run:
         return float(np.interp(np.linspace(0.0, end_s, 1001), times, accuracies).mean())
 
     @property
-    def batch_auc(self) -> float:
-        return statistics.mean(step.accuracy for step in self.steps)
-
-    @property
-    def final_accuracy(self) -> float:
-        return self.curve[-1].accuracy
-
-    @property
     def duration_s(self) -> float:
         return self.curve[-1].at_s
 
-    @property
-    def step_s(self) -> float:
-        return self.duration_s / len(self.steps)
-
-    @property
-    def masked_share(self) -> float:
-        """Of the batches' tokens, those that were left out of the loss."""
-        return self._num_masked_tokens / self._num_used_tokens
-
-    @property
-    def wasted_share(self) -> float:
-        """Of the generated tokens, those that came into no batch."""
-        return 1 - self._num_used_tokens / self.num_generated_tokens
-
-    @property
-    def token_staleness_max(self) -> int:
-        return max(step.staleness.token_max for step in self.steps)
-
-    @property
-    def group_staleness_max(self) -> int:
-        return max(step.staleness.group_max for step in self.steps)
-
-    @property
-    def _num_masked_tokens(self) -> int:
-        return sum(step.staleness.num_tokens_masked for step in self.steps)
-
-    @property
-    def _num_used_tokens(self) -> int:
-        trained = sum(step.staleness.num_tokens_trained for step in self.steps)
-        return trained + self._num_masked_tokens
+    def record(self) -> report.Metrics:
+        """Masked tokens were left out of the loss, wasted ones came into no batch."""
+        staleness = [step.staleness for step in self.steps]
+        num_masked = sum(of_step.num_tokens_masked for of_step in staleness)
+        num_used = num_masked + sum(of_step.num_tokens_trained for of_step in staleness)
+        return {
+            "auc": self.auc,
+            "batch_auc": statistics.mean(step.accuracy for step in self.steps),
+            "final_accuracy": self.curve[-1].accuracy,
+            "s_per_step": self.duration_s / len(self.steps),
+            "masked_share": num_masked / num_used,
+            "wasted_share": 1 - num_used / self.num_generated_tokens,
+            "token_staleness_max": max(of_step.token_max for of_step in staleness),
+            "group_staleness_max": max(of_step.group_max for of_step in staleness),
+        }
 
 
 def measure(
     job: LetterSortJob,
     config: GRPOConfig,
-    lengths: Lengths,
+    lengths: dict[str, float],
     workflow: Workflow,
     evaluations: Evaluations,
     *,
@@ -139,7 +117,7 @@ def measure(
         for step in training_steps(
             workers,
             config.total_steps,
-            lengths.prompts(config.seed),
+            LetterSortPrompts(config.seed, **lengths),
             workflow,
             before_step=before_step,
             before_publication=before_publication,
@@ -155,11 +133,11 @@ def measure(
 class _Evaluator:
     """Evaluates on held-out prompts, beside training; one evaluation at a time."""
 
-    def __init__(self, rollout: RolloutController, lengths: Lengths, seed: int) -> None:
+    def __init__(self, rollout: RolloutController, lengths: dict[str, float], seed: int) -> None:
         self.curve: list[Point] = []
         self.num_generated_tokens = 0.0
         self._rollout = rollout
-        self._prompts = lengths.prompts(seed + HELD_OUT_SEED)
+        self._prompts = LetterSortPrompts(seed + HELD_OUT_SEED, **lengths)
         self._workflow = SingleTurnWorkflow(letter_sort_reward)
         self._pending: tuple[float, Future[EvaluationOutcome]] | None = None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from train_workload import LEARNING_RATE, Workload, make_rows, minibatches_of_rank
+from train_workload import LEARNING_RATE, Workload, make_rows, minibatches_of
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from areal_sc.algorithms.packing import pack_micro_batches
@@ -74,7 +74,7 @@ class HandwrittenLoop:
                 )
                 proximal[places[asked]] = self._logprobs_and_entropy(part, asked)[0].cpu()
         known = replace(self.rows, fields={**self.rows.fields, "proximal_logprobs": proximal})
-        for minibatch in minibatches_of_rank(self.rows, 0, 1):
+        for minibatch in minibatches_of(self.rows):
             self._update(known.take(minibatch))
 
     def _update(self, rows: PackedRows) -> None:

@@ -2,109 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from pathlib import Path
+from typing import Any
 
-from process_cpu import cpu_seconds, worker_pids
+from processes import cpu_seconds, worker_pids
+from random_model_run import Controllers, started
 
-from areal_sc import FSDPPPOActor, TrainController, make_scheduler, start
-from areal_sc.config.schema import ActorConfig, SchedulerConfig, TransportConfig
-from areal_sc.controller.base import Controller
-from areal_sc.ids import random_id
-from areal_sc.metadata import (
-    TRAJECTORY_FIELDS,
-    BatchMetadata,
-    Columns,
-    RowMetadata,
-    Run,
-    ShardMetadata,
-)
-from areal_sc.transport.bulk.server import BulkServer
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
+from areal_sc import Trajectory, Workflow
+from areal_sc.config.schema import ActorConfig
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.tensor_store import TensorStore
-from areal_sc.weights import WeightsReference
+from areal_sc.workflows.base import EpisodeEngine
 
-GROUP_SIZE = 8
+ROWS_A_SHARD = 8
+"""As many as a usual group has."""
 
 
-class RowSource(Controller):
-    """Serves given rows as a rollout worker serves what it generated: one shard a group.
+class GivenRows(Workflow):
+    """The prompt holds the trajectories themselves: nothing is generated."""
 
-    It is also where new weights go, and pulls none. Its server shares the controllers' event loop.
-    """
-
-    def __init__(self, rows: PackedRows, keys: RunKeys) -> None:
-        incarnation = random_id()
-        self._rows = rows
-        self._store = TensorStore("rollout/0", incarnation, max_bytes=1 << 30)
-        self._bulk = BulkServer(self._store)
-        self._server = RpcServer(
-            self._bulk.methods(),
-            node_id="rollout/0",
-            incarnation=incarnation,
-            authenticator=CurveAuthenticator(keys, "rollout/0"),
-        )
-        self._address = ""
-
-    async def start_async(self) -> None:
-        await self._bulk.start()
-        self._address = await self._server.start()
-
-    async def close_async(self) -> None:
-        await self._server.close()
-        await self._bulk.close()
-
-    async def hold_updates_async(self) -> int:
-        return 0
-
-    async def wait_for_weights_async(self) -> None:
-        pass
-
-    def receive_weights(
-        self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
-    ) -> None:
-        pass
-
-    def seal(self) -> BatchMetadata:
-        """The rows as a batch; the reward of each is the advantage that it came with."""
-        rows = self._rows
-        groups = [
-            range(first, min(first + GROUP_SIZE, rows.num_rows))
-            for first in range(0, rows.num_rows, GROUP_SIZE)
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[Trajectory]:
+        return [
+            Trajectory(
+                **row,
+                versions=[0] * len(row["input_ids"]),
+                temperatures=[1.0] * len(row["input_ids"]),
+            )
+            for row in prompt["rows"]
         ]
-        return BatchMetadata(
-            batch_id=random_id(),
-            global_step=0,
-            columns=(
-                Columns(
-                    dict(TRAJECTORY_FIELDS), tuple(self._seal_group(group) for group in groups)
-                ),
-            ),
-            rows=_row_metadata(rows),
-        )
-
-    def _seal_group(self, group: range) -> ShardMetadata:
-        part = self._rows.take(group)
-        return ShardMetadata(
-            node_id="rollout/0",
-            node_addr=self._address,
-            shard_id=self._store.put(part.fields, part.lengths),
-            runs=(Run(group.start, 0, part.num_rows),),
-        )
 
 
 class ControllerSide:
-    """A started TrainController with a batch to train on, again and again."""
+    """Started controllers that train on the given rows, again and again."""
 
-    def __init__(self, actor: TrainController, source: RowSource) -> None:
-        self._actor = actor
-        self._source = source
-        self._batch = source.seal()
+    def __init__(self, run: Controllers, rows: PackedRows) -> None:
+        self._actor, self._rollout = run.actor, run.rollout
+        # the rows in their order; they live as long as the run
+        self._batch = run.rollout.rollout_batch(prompts_of(rows), GivenRows())
+        assert [row.sequence_length for row in self._batch.rows] == list(rows.lengths)
 
     def step(self) -> None:
         batch = self._actor.compute_advantages(self._batch)
@@ -113,7 +49,8 @@ class ControllerSide:
 
     def publish(self) -> None:
         """Ends the policy version: the worker seals its weights and forgets the step's shards."""
-        self._actor.publish_weights(self._source)
+        self._actor.publish_weights(self._rollout)
+        self._rollout.wait_for_weights()
 
     def cpu_s(self) -> float:
         """CPU seconds so far of this process and the train worker."""
@@ -121,33 +58,27 @@ class ControllerSide:
 
 
 @contextmanager
-def controller_side(
-    config: ActorConfig, rows: PackedRows, run_dir: Path
-) -> Iterator[ControllerSide]:
-    """Starts the train worker of a side that trains on the rows, in their order; ends it after."""
-    scheduler = make_scheduler(SchedulerConfig(run_dir=str(run_dir), transport=TransportConfig()))
-    try:
-        actor = TrainController(FSDPPPOActor(config), scheduler)
-        source = RowSource(rows, scheduler.keys)
-        with start(source, actor):
-            yield ControllerSide(actor, source)
-    finally:
-        scheduler.close()
+def controller_side(config: ActorConfig, rows: PackedRows) -> Iterator[ControllerSide]:
+    """Starts the workers of a side that trains on the rows; ends them after."""
+    with started(
+        config,
+        max_running_sequences=1,
+        max_context_tokens=max(rows.lengths),
+        max_episode_tokens=ROWS_A_SHARD * max(rows.lengths),
+    ) as run:
+        yield ControllerSide(run, rows)
 
 
-def _row_metadata(rows: PackedRows) -> tuple[RowMetadata, ...]:
+def prompts_of(rows: PackedRows) -> list[dict[str, Any]]:
+    """Arguments of the rows' Trajectories; the reward of each is its advantage."""
     assert rows.advantages is not None
+    names = ("input_ids", "loss_mask", "behavior_logprobs")
     bounds = pairwise(accumulate(rows.lengths, initial=0))
-    mask = rows.fields["loss_mask"]
-    return tuple(
-        RowMetadata(
-            group_id=row // GROUP_SIZE,
-            attempt=0,
-            sequence_length=end - begin,
-            reward=rows.advantages[row],
-            admitted_version=0,
-            version_spans=((0, int(mask[begin:end].sum())),),
-            episode=row % GROUP_SIZE,
-        )
-        for row, (begin, end) in enumerate(bounds)
-    )
+    trajectories = [
+        {"reward": reward} | {name: rows.fields[name][start:end].tolist() for name in names}
+        for reward, (start, end) in zip(rows.advantages, bounds, strict=True)
+    ]
+    return [
+        {"rows": trajectories[first : first + ROWS_A_SHARD]}
+        for first in range(0, rows.num_rows, ROWS_A_SHARD)
+    ]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from qwen2_models import SHAPES, Shape, build
 
-from areal_sc.algorithms.packing import pack_micro_batches
 from areal_sc.transport.packed_rows import PackedRows
 
 NUM_MINIBATCHES = 2
@@ -36,9 +34,6 @@ class Workload:
 
     def prompt_of(self, length: int) -> int:
         return self.prompt_tokens or max(1, length // 4)
-
-    def save_model(self, folder: Path) -> None:
-        build(self.shape).save_pretrained(folder)
 
     def model_flops(self) -> float:
         """Of one step: log-probabilities forward, the updates forward and backward.
@@ -104,12 +99,9 @@ def make_rows(workload: Workload) -> PackedRows:
     )
 
 
-def minibatches_of_rank(rows: PackedRows, rank: int, world_size: int) -> list[list[int]]:
-    """Rows of each minibatch that the rank gets: an even share of the tokens."""
-    minibatches = []
-    for first in range(NUM_MINIBATCHES):
-        chosen = list(range(first, rows.num_rows, NUM_MINIBATCHES))
-        lengths = [rows.lengths[row] for row in chosen]
-        shares = pack_micro_batches(lengths, sum(lengths), world_size)
-        minibatches.append([chosen[position] for position in shares[rank]])
-    return minibatches
+def minibatches_of(rows: PackedRows) -> list[range]:
+    """The rows of each minibatch follow each other."""
+    size = -(-rows.num_rows // NUM_MINIBATCHES)
+    return [
+        range(start, min(start + size, rows.num_rows)) for start in range(0, rows.num_rows, size)
+    ]

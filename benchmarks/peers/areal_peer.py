@@ -1,7 +1,7 @@
 """AReaL's RTensor: its `/data` blueprint in one process, `RTensor.localize` in another.
 
-Run as `python areal_peer.py server|client`, under the peers' environment. The server is started as
-AReaL's own `run_server` does it (Werkzeug, one thread a connection). Its package imports the whole
+Run under the peers' environment; it starts its server (`areal_peer.py server`) itself, as AReaL's
+own `run_server` does it (Werkzeug, one thread a connection). AReaL's package imports the whole
 trainer; here the parent packages are empty, and the modules used are the installed ones unchanged.
 """
 
@@ -13,13 +13,12 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from planes_payloads import PAYLOADS
-from planes_role import Handlers, serve
+from planes_role import Handlers, Role, serve
 
 
 def skip_package_imports() -> None:
@@ -42,15 +41,6 @@ def server_role() -> Handlers:
 
     app = Flask("areal")
     app.register_blueprint(data_bp)
-    sent = {"bytes": 0}
-    inner = app.wsgi_app
-
-    def count_bytes(environ: Any, start_response: Any) -> Iterable[bytes]:
-        for part in inner(environ, start_response):
-            sent["bytes"] += len(part)
-            yield part
-
-    app.wsgi_app = count_bytes  # type: ignore[method-assign]
     server = make_server("127.0.0.1", 0, app, threaded=True)
     address = f"127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -76,14 +66,16 @@ def server_role() -> Handlers:
         for shard_id, _, _ in stored["shards"]:
             rtensor.remove(shard_id)
 
-    return {"put": put, "drop": drop, "bytes_sent": lambda: sent["bytes"]}
+    return {"put": put, "drop": drop}
 
 
-def client_role() -> Handlers:
+def client_role(server: Role) -> Handlers:
     from areal.infra.rpc.rtensor import RTensor, TensorShardInfo, clear_fetch_buffer
 
-    def handles(stored: dict[str, Any]) -> list[RTensor]:
-        return [
+    def put(payload: str) -> tuple[dict[str, Any], list[RTensor]]:
+        """What is stored, and the handles of its shards."""
+        stored = server.call("put", payload=payload)
+        return stored, [
             RTensor(
                 TensorShardInfo(shard_id, stored["address"]),
                 torch.empty(shape, dtype=getattr(torch, dtype), device="meta"),
@@ -96,42 +88,46 @@ def client_role() -> Handlers:
         clear_fetch_buffer()
         return tensors
 
-    def check(payload: str, stored: dict[str, Any]) -> None:
-        fetched = fetch(handles(stored))
+    def check(payload: str) -> None:
+        stored, wanted = put(payload)
+        fetched = fetch(wanted)
         made = [values for shard in PAYLOADS[payload]().shards for values in shard.values()]
         if payload == "rows":
             fetched = [torch.cat(fetched)]
         for got, expected in zip(fetched, made, strict=True):
             assert torch.equal(got, torch.from_numpy(expected)), "arrived changed"
+        server.call("drop", stored=stored)
 
-    def get(stored: dict[str, Any]) -> float:
-        wanted = handles(stored)
-        return _timed(lambda: fetch(wanted))
+    def cycle(payload: str) -> dict[str, float]:
+        """{"get_s"} of the payload, put anew; that is by reference, so there is nothing to time."""
+        stored, wanted = put(payload)
+        start = time.perf_counter()
+        fetch(wanted)
+        get_s = time.perf_counter() - start
+        server.call("drop", stored=stored)
+        return {"get_s": get_s}
 
-    def one_row(stored: dict[str, Any], count: int) -> float:
-        rows = handles(stored)[:count]
+    _, rows = put("rows")
 
-        def work() -> None:
-            for row in rows:
-                fetch([row])
-
-        return _timed(work)
+    def one_row(count: int) -> float:
+        start = time.perf_counter()
+        for row in rows[:count]:
+            fetch([row])
+        return time.perf_counter() - start
 
     return {
         "check": check,
-        "get": get,
+        "cycle": cycle,
         "one_row": one_row,
-        "version": lambda: importlib.metadata.version("areal"),
+        "label": lambda: f"AReaL {importlib.metadata.version('areal')} RTensor fetch",
     }
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     skip_package_imports()
-    serve({"server": server_role, "client": client_role}[sys.argv[1]]())
+    if sys.argv[1:] == ["server"]:
+        serve(server_role())
+    else:
+        with Role("areal server", Path(__file__), ["server"]) as areal_server:
+            serve(client_role(areal_server))

@@ -1,7 +1,7 @@
 """`ray.put` of numpy arrays in an actor, `ray.get` in the driver: Ray's shared memory.
 
-Run under the peers' environment. `ray.get` gives read-only views of shared memory; a cycle also
-copies them, into memory that the process has used before or into fresh memory, or does neither.
+Run under the peers' environment. `ray.get` gives read-only views of shared memory; a cycle may
+also copy them into memory that the process has used before.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ def ray_role() -> Handlers:
         for got, values in zip(ray.get(references), arrays_of(payload), strict=True):
             assert np.array_equal(got, values), "arrived changed"
 
-    def cycle(payload: str, copies: str) -> dict[str, float]:
-        """{"put_s", "get_s"} of the payload, put anew; `copies`: pooled, fresh or none."""
+    def cycle(payload: str, copies: bool = True) -> dict[str, float]:
+        """{"put_s", "get_s"} of the payload, put anew; what is got is then copied, or not."""
         references, put_s = ray.get(owner.put.remote(payload))
         start = time.perf_counter()
         arrays = ray.get(references)
-        if copies == "fresh":
-            arrays = [values.copy() for values in arrays]
-        elif copies == "pooled":
+        if copies:
             for into, values in zip(places[payload], arrays, strict=True):
                 np.copyto(into, values)
         return {"put_s": put_s, "get_s": time.perf_counter() - start}
@@ -67,7 +65,8 @@ def ray_role() -> Handlers:
         "check": check,
         "cycle": cycle,
         "one_row": one_row,
-        "version": lambda: ray.__version__,
+        "map": lambda payload: cycle(payload, copies=False)["get_s"],
+        "label": lambda: f"ray {ray.__version__} get, copied into a pooled place",
     }
 
 

@@ -86,7 +86,7 @@ def transferqueue_role() -> Handlers:
         "check": check,
         "cycle": cycle,
         "one_row": one_row,
-        "version": lambda: transfer_queue.__version__,
+        "label": lambda: f"TransferQueue {transfer_queue.__version__} get_data",
     }
 
 

@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMITS, WORKERS, CONTROLLER = (
     BENCHMARKS / f"planes_{name}.py" for name in ("limits", "workers", "controller")
 )
+SIMULATED = BENCHMARKS / "simulated_workers.py"
 SHARD_BYTES = 3 << 20
 
 
@@ -97,10 +98,10 @@ def test_our_pullers_move_the_bytes(bench: SimpleNamespace, name: str) -> None:
 def test_controller_steers_simulated_workers(bench: SimpleNamespace) -> None:
     with (
         bench.ours.run() as folder,
-        bench.role.Role("host", CONTROLLER, ["host", str(folder)]) as host,
-        bench.role.Role("controller", CONTROLLER, ["controller", str(folder)]) as controller,
+        bench.role.Role("host", SIMULATED, [str(folder)]) as host,
+        bench.role.Role("controller", CONTROLLER, [str(folder)]) as controller,
     ):
-        controller.call("connect", workers=host.call("start", first=0, count=16))
+        controller.call("connect", workers=host.call("start", role="rollout", first=0, count=16))
         assert controller.call("fan_out", num_workers=16)["cpu_s"] > 0
         short, long = (
             controller.call("steps", num_rows=16, length=length, count=1)["bytes_per_row"]

@@ -1,20 +1,21 @@
-"""Simulated workers of benchmarks/many_workers.py: real sockets, answers after a while, no engine.
+"""Simulated workers: real sockets, answers at once or after a while, no engine.
 
-Run as `python many_workers_host.py FOLDER`, a role of planes_role.py. Each node has an agent.
+Run as `python simulated_workers.py FOLDER`, a role of planes_role.py. Each node has an agent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import planes_ours as ours
-from planes_role import Handlers, serve_async
+from planes_role import serve_async
 
 from areal_sc.engines.base import RankPosition
 from areal_sc.ids import random_id
@@ -35,21 +36,28 @@ from areal_sc.workers.spec import WorkerReport
 WORKERS_PER_NODE = 8
 LAUNCH_PACE_S = 0.005
 """Between two launches: a few processes shake hands for all workers, on the controllers' cores."""
-ROW_TOKENS = 8_000
+TOKENS_PER_VERSION = 16_384
+"""A row that takes longer to generate was sampled by more policy versions."""
 UPDATE_S = (0.1, 0.5)
 """A weight update takes between these."""
 
 
+@dataclass
 class SimulatedWorker:
-    """Either kind of worker; `address` is set once it is served."""
+    """Either kind of worker.
 
-    def __init__(self, name: str, incarnation: str, group_s: tuple[float, float]) -> None:
-        self.name = name
-        self.address = ""
-        self.incarnation = incarnation
-        self._group_s = group_s
-        self._sequence = itertools.count(1)
-        self._last_sequence = 0
+    Attributes:
+        group_s: a group takes between these seconds.
+        row_tokens: length of a row; 0: the index of its prompt.
+        address: set once it is served.
+    """
+
+    name: str
+    incarnation: str
+    group_s: tuple[float, float]
+    row_tokens: int
+    address: str = ""
+    last_sequence: int = 0
 
     def methods(self) -> list[Served]:
         return [
@@ -73,16 +81,18 @@ class SimulatedWorker:
         return RankPosition(rank.rank, is_head=True)
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
-        await asyncio.sleep(random.uniform(*self._group_s))
+        await asyncio.sleep(random.uniform(*self.group_s))
         num_rows, version = group.group_size, group.admitted_version
+        length = self.row_tokens or group.prompt.index
+        num_spans = min(8, 1 + length // TOKENS_PER_VERSION)
         rows = tuple(
             RowMetadata(
                 group_id=group.group_id,
                 attempt=group.attempt,
-                sequence_length=ROW_TOKENS,
+                sequence_length=length,
                 reward=random.random(),
                 admitted_version=version,
-                version_spans=((version, ROW_TOKENS),),
+                version_spans=tuple((version + i, length // num_spans) for i in range(num_spans)),
                 episode=episode,
             )
             for episode in range(num_rows)
@@ -97,65 +107,60 @@ class SimulatedWorker:
         await asyncio.sleep(random.uniform(*UPDATE_S))
 
     async def seal(self, _: Any) -> calls.SealedShard:
-        self._last_sequence = next(self._sequence)
-        shard_id = make_shard_id(self.incarnation, self._last_sequence)
-        return calls.SealedShard(
-            ShardReference(self.name, self.address, shard_id), self._last_sequence
-        )
+        self.last_sequence += 1
+        shard_id = make_shard_id(self.incarnation, self.last_sequence)
+        shard = ShardReference(self.name, self.address, shard_id)
+        return calls.SealedShard(shard, self.last_sequence)
 
     async def sweep(self, _: calls.Sweep) -> int:
-        return self._last_sequence
+        return self.last_sequence
 
 
 async def _nothing(_: Any) -> None: ...
 
 
 async def _update(_: calls.PPOUpdate) -> dict[str, float]:
-    return {"loss": 0.0}
+    return {"loss": 0.0, "entropy": 0.0, "grad_norm": 0.0}
 
 
-class Host:
-    """Starts simulated workers."""
+async def start(
+    folder: Path,
+    stack: contextlib.AsyncExitStack,
+    role: str,
+    first: int,
+    count: int,
+    group_s: tuple[float, float] = (0.0, 0.0),
+    row_tokens: int = 0,
+) -> list[dict[str, str]]:
+    """Starts `count` workers, 8 a node; what is known of each, its node's agent included."""
 
-    def __init__(self, folder: Path, stack: contextlib.AsyncExitStack) -> None:
-        self._folder = folder
-        self._stack = stack
-
-    def handlers(self) -> Handlers:
-        return {"start": self.start}
-
-    async def start(
-        self, role: str, first: int, count: int, group_s: tuple[float, float]
-    ) -> dict[str, str]:
-        """The address of each node's agent, by the node's name.
-
-        Args:
-            group_s: a group takes between these.
-        """
-        started = {}
-        for start in range(first, first + count, WORKERS_PER_NODE):
-            node, of_node = f"{role}-node-{start}", []
-            for number in range(start, min(start + WORKERS_PER_NODE, first + count)):
-                worker = SimulatedWorker(f"{role}/{number}", random_id(), group_s)
-                worker.address = await self._serve(
-                    ours.rpc_server(worker.name, worker.incarnation, self._folder, worker.methods())
-                )
-                of_node.append(
-                    WorkerReport(worker.name, worker.incarnation, worker.address, 1, node)
-                )
-            agent = ours.agent_server(node, of_node, self._folder, start * LAUNCH_PACE_S)
-            started[node] = await self._serve(agent)
-        return started
-
-    async def _serve(self, server: ours.RpcServer) -> str:
+    async def serve(server: ours.RpcServer) -> str:
         address = await server.start()
-        self._stack.push_async_callback(server.close)
+        stack.push_async_callback(server.close)
         return address
+
+    started = []
+    for start in range(first, first + count, WORKERS_PER_NODE):
+        node, of_node = f"{role}-node-{start}", []
+        for number in range(start, min(start + WORKERS_PER_NODE, first + count)):
+            worker = SimulatedWorker(f"{role}/{number}", random_id(), group_s, row_tokens)
+            worker.address = await serve(
+                ours.rpc_server(worker.name, worker.incarnation, folder, worker.methods())
+            )
+            of_node.append(WorkerReport(worker.name, worker.incarnation, worker.address, 1, node))
+        agent = ours.agent_server(node, of_node, folder, start * LAUNCH_PACE_S)
+        address = await serve(agent)
+        started += [
+            {"name": w.name, "incarnation": w.incarnation, "address": w.address}
+            | {"node": node, "agent": address}
+            for w in of_node
+        ]
+    return started
 
 
 async def main(folder: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        await serve_async(Host(folder, stack).handlers())
+        await serve_async({"start": partial(start, folder, stack)})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""CPU seconds of this process and of the workers that it started."""
+"""CPU seconds and resident memory of processes, as the kernel counts them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from areal_sc import RolloutController, TrainController
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_INTERVAL_S = 0.0005
 
 
 def worker_pids(*controllers: TrainController | RolloutController) -> dict[str, int]:
@@ -30,6 +33,43 @@ def process_tree(pid: int) -> list[int]:
     return _tree(pid, _process_table()[1])
 
 
+def resident_bytes(pid: int) -> dict[str, int]:
+    """{"private", "shared"}: anonymous memory, and shared memory such as files in /dev/shm."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return {
+        name: int(values[key].split()[0]) * 1024
+        for name, key in (("private", "RssAnon"), ("shared", "RssShmem"))
+    }
+
+
+@contextmanager
+def memory_growth(pid: int, before: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """{"private", "shared"}: at most, during the block, over what the process had `before`.
+
+    Samples the process from this one, every half millisecond.
+    """
+    growth = dict.fromkeys(before, 0)
+    is_over = threading.Event()
+
+    def sample() -> None:
+        for name, size in resident_bytes(pid).items():
+            growth[name] = max(growth[name], size - before[name])
+
+    def watch() -> None:
+        while not is_over.wait(_INTERVAL_S):
+            sample()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield growth
+    finally:
+        is_over.set()
+        watcher.join()
+        sample()
+
+
 def _process_table() -> tuple[dict[int, float], dict[int, list[int]]]:
     """CPU seconds, and the children, of every process of this machine."""
     used: dict[int, float] = {}
@@ -47,6 +87,5 @@ def _process_table() -> tuple[dict[int, float], dict[int, list[int]]]:
     return used, children
 
 
-def _tree(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    below = [_tree(child, children) for child in children.get(pid, ())]
-    return [pid, *(descendant for tree in below for descendant in tree)]
+def _tree(pid: int, children: Mapping[int, list[int]]) -> list[int]:
+    return [pid, *(below for child in children.get(pid, ()) for below in _tree(child, children))]
