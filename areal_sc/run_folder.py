@@ -83,8 +83,9 @@ class RunFolder:
         self.sources = self.path / "sources"
         self._lock: HeldLock | None = None
 
-    def log_path(self, role: str, index: int) -> Path:
-        return self.logs / f"{role}-{index}.log"
+    def log_path(self, name: str) -> Path:
+        """Of a process such as `train/0`."""
+        return self.logs / f"{name.replace('/', '-')}.log"
 
     def snapshot_path(self, step: int) -> Path:
         """Where the snapshot after `step` training steps lies once it is whole."""

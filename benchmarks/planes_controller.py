@@ -182,9 +182,7 @@ class Controller:
         """
         lost: list[str] = []
         watching = asyncio.create_task(
-            ours.heartbeats(
-                self._transport, self._workers, lambda name, error: lost.append(str(error))
-            )
+            ours.heartbeats(self._transport, self._workers, lambda error: lost.append(str(error)))
         )
         try:
             await asyncio.sleep(HEARTBEAT_WARM_UP_S)  # every node is connected to

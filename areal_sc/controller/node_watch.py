@@ -1,4 +1,4 @@
-"""The workers of one role on one node, as the node's agent tells of them.
+"""The workers of one role on one node: launched, watched and ended by the node's agent.
 
 consumes     `News`: the ends of processes, and the beats of the living
 waits for    the next news: an agent answers when a worker has ended, and else after an interval.
@@ -20,17 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from areal_sc.errors import ArealError, TransportError, WorkerLost
+from areal_sc.controller.runtime import Runtime
+from areal_sc.errors import ArealError, TransportError, WorkerLost, WorkerStartError
 from areal_sc.log import log_tail
+from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.transport.rpc.transport import Connection
 from areal_sc.workers.beats import BLOCKED_WARNING_S
 from areal_sc.workers.spec import (
+    LAUNCH,
     LOG_TAIL,
+    STOP,
     WATCH,
     Beat,
     EndedWorker,
+    Launch,
     News,
+    Stop,
     Watch,
     WorkerOrder,
     WorkerReport,
@@ -42,60 +48,110 @@ MAX_MISSED: Final = 5
 RETRY_S: Final = 0.25
 """Between two questions to an agent that cannot be reached."""
 LOG_TAIL_LIMIT_S: Final = 2.0
+RPC_MARGIN_S: Final = 30.0
+"""What a call of an agent may take beyond the time that it says."""
 
 
-@dataclass(slots=True)
-class _Watched:
-    """One worker.
+@dataclass(eq=False)
+class Member:
+    """One worker of the fleet.
 
     Attributes:
-        last_beat_s: loop time at which its process was last seen alive.
+        index: its number within its role.
+        beat_s: loop time at which its process was last seen alive.
         is_blocked: its event loop had not turned for long at that time.
+        failure: why the worker is lost, once it is.
     """
 
     worker: WorkerReport
-    log_path: Path
-    last_beat_s: float
+    index: int
+    connection: Connection
+    beat_s: float = 0.0
     is_blocked: bool = False
+    failure: WorkerLost | None = None
+
+    @property
+    def name(self) -> str:
+        return self.worker.name
+
+    @property
+    def node(self) -> tuple[str, str]:
+        """(node_id, node_addr), as shards name their owner."""
+        return self.worker.name, self.worker.address
 
 
 class NodeWatch:
-    """Watches the workers of a role on a node.
+    """Launches, watches and ends the workers of a role on a node.
 
     Args:
-        node: of the workers.
-        orders: for the workers that will be added; all of one role.
+        orders: for the workers, all of one role.
+        on_lost: called once for each worker that is lost.
+
+    Attributes:
         agent: connection to the node's agent.
-        on_lost: called once for each worker that is lost, with its name and why.
+        members: the workers that were launched, also those that are lost.
     """
 
     def __init__(
         self,
         node: Node,
         orders: Sequence[WorkerOrder],
-        agent: Connection,
         scheduler: Scheduler,
-        on_lost: Callable[[str, WorkerLost], None],
+        runtime: Runtime,
+        on_lost: Callable[[WorkerLost], None],
     ) -> None:
-        self.node = node
-        self.orders = list(orders)
-        self.agent = agent
+        self.agent: Connection = runtime.transport.connect(
+            node.facts.address, "agent", node.facts.incarnation
+        )
+        self.members: list[Member] = []
+        self._node = node
+        self._orders = list(orders)
         self._role = orders[0].role
         self._scheduler = scheduler
         self._config = scheduler.config
+        self._folder = RunFolder(scheduler.config.run_dir)
+        self._runtime = runtime
         self._on_lost = on_lost
-        self._watched: dict[str, _Watched] = {}
         self._ended: dict[str, EndedWorker] = {}  # by incarnation
         self._is_agent_heard = True
         self._failure: Exception | None = None
 
-    def add(self, worker: WorkerReport, log_path: Path) -> None:
+    async def launch(self) -> None:
+        """Starts all workers.
+
+        Raises: WorkerStartError: one did not come up; the agent has ended the others.
+        """
+        launch = Launch(self._orders, self._config.startup_timeout_s)
+        try:
+            launched = await self.agent.call(
+                LAUNCH, launch, timeout_s=launch.timeout_s + RPC_MARGIN_S
+            )
+        except TransportError as error:
+            path = self._node.log_path
+            raise WorkerStartError(
+                f"the agent of node {self._node.name} started no workers: {error}; "
+                f"its log is {path}",
+                log_path=str(path),
+                log_tail=log_tail(path),
+            ) from error
+        if launched.failure:
+            raise WorkerStartError(
+                launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
+            )
+        for order, worker in zip(self._orders, launched.workers, strict=True):
+            connection = self._runtime.transport.connect(
+                worker.address, worker.name, worker.incarnation, keeps_trying=True
+            )
+            self.add(Member(worker, order.index, connection))
+            logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
+
+    def add(self, member: Member) -> None:
         """The worker serves, and has to beat from now on."""
-        now_s = asyncio.get_running_loop().time()
-        self._watched[worker.name] = _Watched(worker, log_path, now_s)
-        if worker.incarnation in self._ended:  # the news was faster
-            self._note_end(self._ended[worker.incarnation])
-        if self._failure is not None:
+        member.beat_s = asyncio.get_running_loop().time()
+        self.members.append(member)
+        if member.worker.incarnation in self._ended:  # the news was faster
+            self._note_end(member, self._ended[member.worker.incarnation])
+        elif self._failure is not None:
             self._fail(self._failure)
 
     async def run(self, first_hold_s: float) -> None:
@@ -111,6 +167,23 @@ class NodeWatch:
             logger.exception("the watch over the workers failed")
             self._fail(error)
 
+    async def close(self) -> None:
+        """Ends the workers that are still there, and closes all connections."""
+        grace_s = self._config.shutdown_timeout_s / 2
+        stop = Stop([order.incarnation for order in self._orders], grace_s)
+        try:
+            await self.agent.call(STOP, stop, timeout_s=grace_s + RPC_MARGIN_S)
+        except TransportError as error:  # its workers die with it, or of their orphan timeout
+            logger.warning("node=%s its agent stopped no workers: %s", self._node.name, error)
+        for connection in (self.agent, *(member.connection for member in self.members)):
+            await connection.close()
+        for order in self._orders:
+            self._node.placement.release(order.name)
+
+    @property
+    def _living(self) -> list[Member]:
+        return [member for member in self.members if member.failure is None]
+
     async def _ask(self, first_hold_s: float) -> None:
         num_ended, hold_s = 0, first_hold_s
         interval_s = self._config.heartbeat_interval_s
@@ -121,7 +194,7 @@ class NodeWatch:
                 )
             except TransportError as error:
                 self._is_agent_heard = False
-                logger.warning("node=%s its agent gives no news: %s", self.node.name, error)
+                logger.warning("node=%s its agent gives no news: %s", self._node.name, error)
                 await self._look_after_node()
             else:
                 self._is_agent_heard = True
@@ -130,98 +203,99 @@ class NodeWatch:
             await self._judge_silence()
 
     async def _note(self, news: News) -> None:
+        living = {member.worker.incarnation: member for member in self._living}
         for end in news.ended:
             self._ended[end.incarnation] = end
-            self._note_end(end)
+            if end.incarnation in living:
+                self._note_end(living.pop(end.incarnation), end)
         now_s = asyncio.get_running_loop().time()
         for beat in news.beats:
-            watched = self._watched.get(beat.name)
-            if watched is not None and watched.worker.incarnation == beat.incarnation:
-                watched.last_beat_s = max(watched.last_beat_s, now_s - beat.beat_age_s)
-                await self._judge_turn(watched, beat)
+            member = living.get(beat.incarnation)
+            if member is not None:
+                member.beat_s = max(member.beat_s, now_s - beat.beat_age_s)
+                await self._judge_turn(member, beat)
 
-    def _note_end(self, end: EndedWorker) -> None:
-        watched = self._watched.get(end.name)
-        if watched is not None and watched.worker.incarnation == end.incarnation:
-            cause = f"{end.name} ended with {end.how}"
-            self._lose(end.name, cause, end.log_path, end.log_tail)
+    def _note_end(self, member: Member, end: EndedWorker) -> None:
+        self._lose(member, f"ended with {end.how}", end.log_path, end.log_tail)
 
     async def _look_after_node(self) -> None:
         """Asks the scheduler whether the node is still there."""
         try:
-            how = (await self._scheduler.ended_nodes()).get(self.node)
+            how = (await self._scheduler.ended_nodes()).get(self._node)
         except ArealError as error:
-            logger.warning("node=%s its state is unknown: %s", self.node.name, error)
+            logger.warning("node=%s its state is unknown: %s", self._node.name, error)
             how = None
         if how is not None:
-            path = self.node.log_path
-            for name in list(self._watched):
-                cause = f"{name} is lost with node {self.node.name}: its agent ended with {how}"
-                self._lose(name, cause, path, log_tail(path))
+            path = self._node.log_path
+            for member in self._living:
+                cause = f"is lost with node {self._node.name}: its agent ended with {how}"
+                self._lose(member, cause, path, log_tail(path))
         await asyncio.sleep(RETRY_S)
 
-    async def _judge_turn(self, watched: _Watched, beat: Beat) -> None:
-        blocked_s = beat.turn_age_s - beat.beat_age_s
-        if blocked_s > self._config.hung_after_s:
-            await self._lose_living(
-                watched,
-                f"{beat.name} hangs: its event loop has not turned for {blocked_s:.0f} s, most "
-                "likely because of a blocking call in a workflow (its log says where)",
-            )
+    async def _judge_turn(self, member: Member, beat: Beat) -> None:
+        blocked_s, limit_s = beat.turn_age_s - beat.beat_age_s, self._config.hung_after_s
+        what = (
+            f"event loop has not turned for {blocked_s:.0f} s, most likely because of a blocking "
+            "call in a workflow"
+        )
+        if blocked_s > limit_s:
+            await self._lose_living(member, f"hangs: its {what} (its log says where)")
             return
         is_blocked = blocked_s > BLOCKED_WARNING_S
-        if is_blocked and not watched.is_blocked:
+        if is_blocked and not member.is_blocked:
+            log = self._folder.log_path(member.name)
             logger.warning(
-                "worker=%s event loop has not turned for %.0f s, most likely because of a blocking "
-                "call in a workflow (its log %s says where); it is lost after %g s",
-                *(beat.name, blocked_s, watched.log_path, self._config.hung_after_s),
+                "worker=%s %s (its log %s says where); it is lost after %g s",
+                *(member.name, what, log, limit_s),
             )
-        watched.is_blocked = is_blocked
+        member.is_blocked = is_blocked
 
     async def _judge_silence(self) -> None:
-        interval_s = self._config.heartbeat_interval_s
+        interval_s, living = self._config.heartbeat_interval_s, self._living
         silent_since_s = asyncio.get_running_loop().time() - MAX_MISSED * interval_s
-        silent = [w for w in self._watched.values() if w.last_beat_s < silent_since_s]
-        is_any_heard = len(silent) < len(self._watched)
+        silent = [member for member in living if member.beat_s < silent_since_s]
+        is_any_heard = len(silent) < len(living)
         # other roles have a watch of their own
         others = f"other {self._role} workers" if is_any_heard else f"no {self._role} worker"
-        for watched in silent:
+        for member in silent:
             await self._lose_living(
-                watched,
-                f"{watched.worker.name} missed {MAX_MISSED} heartbeats of {interval_s:g} s "
-                f"({others} on {self.node.name} can be heard)",
+                member,
+                f"missed {MAX_MISSED} heartbeats of {interval_s:g} s "
+                f"({others} on {self._node.name} can be heard)",
             )
 
-    async def _lose_living(self, watched: _Watched, cause: str) -> None:
-        name = watched.worker.name
+    async def _lose_living(self, member: Member, cause: str) -> None:
         tail: list[str] = []
         if self._is_agent_heard:
             try:
-                tail = await self.agent.call(LOG_TAIL, name, timeout_s=LOG_TAIL_LIMIT_S)
+                tail = await self.agent.call(LOG_TAIL, member.name, timeout_s=LOG_TAIL_LIMIT_S)
             except TransportError as error:
-                logger.warning("worker=%s its log cannot be read: %s", name, error)
-        self._lose(name, cause, watched.log_path, tail)
+                logger.warning("worker=%s its log cannot be read: %s", member.name, error)
+        self._lose(member, cause, self._folder.log_path(member.name), tail)
 
     def _fail(self, error: Exception) -> None:
         """The watch has failed: whom it cannot watch is lost, now and later."""
         self._failure = error
-        for name, watched in list(self._watched.items()):
-            cause = f"{name} cannot be watched any more: {error!r}"
-            self._lose(name, cause, watched.log_path, [], error)
+        for member in self._living:
+            path = self._folder.log_path(member.name)
+            self._lose(member, f"cannot be watched any more: {error!r}", path, [], error)
 
     def _lose(
         self,
-        name: str,
+        member: Member,
         cause: str,
         log_path: Path | str,
         tail: Sequence[str],
         error: Exception | None = None,
     ) -> None:
-        if self._watched.pop(name, None) is None:
+        if member.failure is not None:
             return
-        logger.error("worker=%s lost=%r", name, cause)
-        lost = WorkerLost(
-            f"worker {cause}; its log is {log_path}", log_path=str(log_path), log_tail=tail
+        logger.error("worker=%s lost=%r", member.name, cause)
+        member.failure = WorkerLost(
+            f"worker {member.name} {cause}; its log is {log_path}",
+            log_path=str(log_path),
+            log_tail=tail,
         )
-        lost.__cause__ = error
-        self._on_lost(name, lost)
+        member.failure.__cause__ = error
+        member.connection.fail_pending(member.failure)
+        self._on_lost(member.failure)

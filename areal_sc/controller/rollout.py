@@ -40,9 +40,10 @@ from areal_sc.controller.training_groups import TrainingGroups, TrainingState
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
-from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights import WeightGroup, WeightsReference
 from areal_sc.workers import calls
+from areal_sc.workers.spec import WorkerOrder
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.sources import PromptSource, SourceRegistry
 
@@ -133,7 +134,7 @@ class RolloutController(Shell):
         device, num_devices = self.engine.devices
         await self._fleet.launch(
             [
-                LaunchRequest(
+                WorkerOrder(
                     role="rollout",
                     index=index,
                     engine=type(self.engine).__name__,

@@ -40,12 +40,12 @@ from areal_sc.metadata import (
     RowMetadata,
 )
 from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.schedulers.base import Scheduler
 from areal_sc.transport.rpc.method import A, Method
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation, digest
-from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
+from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE, WorkerOrder
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.sources import SourceRegistry
 
@@ -110,7 +110,7 @@ class TrainController(Shell):
         self._writes.clear()
         await self._fleet.launch(
             [
-                LaunchRequest(
+                WorkerOrder(
                     role=self.role,
                     index=index,
                     engine=type(self.engine).__name__,

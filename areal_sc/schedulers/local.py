@@ -1,7 +1,7 @@
 """LocalScheduler: one node, this machine, with an agent that it starts itself.
 
     make_scheduler      the agent starts at once, and its fork server imports in the background
-    nodes               the agent has said where it listens, and told what this machine offers
+    nodes               the agent has told where it listens, and what this machine offers
     close               SIGTERM: the agent ends what is left, and cleans up
 
 Where there are CUDA devices, the fork server imports nothing beforehand. Agent and workers outlive
@@ -29,17 +29,15 @@ from msgspec import json
 
 from areal_sc import interrupts, open_files
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import WorkerStartError
+from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
 from areal_sc.transport.arena.folder import clean_leftovers
-from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.workers.fork_client import exit_text
-from areal_sc.workers.spec import DESCRIBE, AgentSpec
+from areal_sc.workers.process import exit_text
+from areal_sc.workers.spec import AgentSpec, NodeFacts
 
 AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.workers.agent")
 """-P: the working directory must not shadow installed modules."""
@@ -65,8 +63,7 @@ class LocalScheduler:
         self.config = config
         self.keys = RunKeys.create()
         self._node: Node | None = None
-        self._announcement = ""
-        self._announcing = threading.Lock()
+        self._one_waits = threading.Lock()
         open_files.raise_limit()
         with interrupts.deferred(), ExitStack() as undo:
             if folder is None:
@@ -76,7 +73,7 @@ class LocalScheduler:
             folder.remove_keys()  # of a run that was killed
             undo.callback(folder.remove_keys)
             self.keys.write(folder.keys_path)
-            self._log_path = folder.log_path("agent", 0)
+            self._log_path = folder.log_path("agent/0")
             self._agent = self._start_agent(folder, command)
             undo.callback(self._end_agent)
             self._undo = undo.pop_all()
@@ -84,17 +81,7 @@ class LocalScheduler:
         atexit.register(self._close_at_exit)
 
     async def nodes(self) -> list[Node]:
-        if self._node is None:
-            address, incarnation = (await asyncio.to_thread(self._announced)).split()
-            transport = ZmqTransport(authenticator=CurveAuthenticator(self.keys, "scheduler"))
-            try:
-                agent = transport.connect(address, "agent", incarnation)
-                facts = await agent.call(DESCRIBE, None, timeout_s=self.config.startup_timeout_s)
-            finally:
-                await transport.close()
-            if self._node is None:  # else another controller was faster
-                self._node = Node(facts, address, incarnation, self._log_path)
-        return [self._node]
+        return [await asyncio.to_thread(self._wait_for_node)]
 
     async def ended_nodes(self) -> dict[Node, str]:
         code = self._agent.poll()
@@ -129,25 +116,28 @@ class LocalScheduler:
                 start_new_session=True,
             )
 
-    def _announced(self) -> str:
-        """What the agent says when it listens. Blocks, but not for ever."""
+    def _wait_for_node(self) -> Node:
+        """What the agent tells when it listens. Blocks, but not for ever."""
         timeout_s, output = self.config.startup_timeout_s, self._agent.stdout
         assert output
-        with self._announcing, selectors.DefaultSelector() as selector:
-            if not self._announcement:
+        with self._one_waits, selectors.DefaultSelector() as selector:
+            if self._node is None:
                 selector.register(output, selectors.EVENT_READ)
-                if selector.select(timeout_s):
-                    self._announcement = output.readline().decode()
-            if not self._announcement:
-                code = self._agent.poll()
-                what = "has ended" if code is None else f"ended with {exit_text(code)}"
-                raise WorkerStartError(
-                    f"the agent of this machine {what}, or did not serve within {timeout_s:g} s; "
-                    f"its log is {self._log_path}",
-                    log_path=str(self._log_path),
-                    log_tail=log_tail(self._log_path),
-                )
-            return self._announcement
+                told = output.readline() if selector.select(timeout_s) else b""
+                facts = json.decode(told or b"null", type=NodeFacts | str | None)
+                if isinstance(facts, str):
+                    raise ConfigError(facts)
+                if facts is None:
+                    code = self._agent.poll()
+                    what = "has ended" if code is None else f"ended with {exit_text(code)}"
+                    raise WorkerStartError(
+                        f"the agent of this machine {what}, or did not serve within "
+                        f"{timeout_s:g} s; its log is {self._log_path}",
+                        log_path=str(self._log_path),
+                        log_tail=log_tail(self._log_path),
+                    )
+                self._node = Node(facts, self._log_path)
+            return self._node
 
     def _end_agent(self) -> None:
         self._agent.terminate()

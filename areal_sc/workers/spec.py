@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from areal_sc.config.schema import Device
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.rpc.method import Method
 
@@ -38,19 +39,22 @@ class AgentSpec:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What an agent tells of its node.
+    """What an agent tells when it listens: as JSON, in one line on its standard output.
 
     Attributes:
         host: the node's name, for messages.
         token: random, kept in the node's shared memory. Agents with the same token share it.
         num_devices: CUDA devices that workers can use.
         memory_root: folder below which shared memory is kept.
+        address, incarnation: of the agent.
     """
 
     host: str
     token: str
     num_devices: int
     memory_root: str
+    address: str
+    incarnation: str
 
 
 @dataclass(frozen=True)
@@ -58,21 +62,25 @@ class WorkerOrder:
     """A worker that a controller wants of an agent.
 
     Attributes:
-        role: what it is for, and part of its name.
+        role: part of its name: `rollout`, or what its TrainController is called.
         index: number of the worker within its role.
-        incarnation: names this life of the worker; calls meant for an earlier one are refused.
         engine: name of the engine's handle.
         engine_config: the handle's config as a plain dict.
+        device: `cuda` takes devices of the node for the worker.
         store_bytes: limit of the tensor store.
-        devices: numbers of the node's CUDA devices that the worker gets.
+        num_devices: how many it takes; on a CPU none, whatever is said here.
+        incarnation: names this life of the worker; calls meant for an earlier one are refused.
+        devices: numbers of the node's CUDA devices that it gets.
     """
 
     role: Role
     index: int
-    incarnation: str
     engine: str
     engine_config: dict[str, Any]
+    device: Device
     store_bytes: int
+    num_devices: int = 1
+    incarnation: str = ""
     devices: list[int] = field(default_factory=list)
 
     @property
@@ -92,13 +100,13 @@ class WorkerSpec:
     Attributes:
         run: what its agent was told.
         memory_root: folder below which the node keeps shared memory.
-        environment: variables set before the engine is built, e.g. CUDA_VISIBLE_DEVICES.
+        visible_devices: the value of CUDA_VISIBLE_DEVICES.
     """
 
     order: WorkerOrder
     run: AgentSpec
     memory_root: str
-    environment: dict[str, str]
+    visible_devices: str
 
     @property
     def name(self) -> str:
@@ -106,7 +114,7 @@ class WorkerSpec:
 
     @property
     def log_path(self) -> Path:
-        return RunFolder(self.run.run_dir).log_path(self.order.role, self.order.index)
+        return RunFolder(self.run.run_dir).log_path(self.name)
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,6 @@ class Stop:
     grace_s: float
 
 
-DESCRIBE = Method("describe", NoneType, NodeFacts)
 LAUNCH = Method("launch", Launch, Launched)
 WATCH = Method("watch", Watch, News)
 STOP = Method("stop", Stop, NoneType)

@@ -52,7 +52,7 @@ class ProcessSource(Protocol):
     """Where processes come from; `ForkServer` is one."""
 
     async def spawn(
-        self, entry: str, spec: Mapping[str, Any], log_path: Path | str, *, fds: Sequence[int]
+        self, spec: Mapping[str, Any], log_path: Path | str, *, fds: Sequence[int]
     ) -> Forked: ...
 
     def kill(self, child: Any) -> None: ...
@@ -112,7 +112,7 @@ class RunningProcess(asyncio.Protocol):
         try:
             with theirs:
                 self._child = await self._pool.source.spawn(
-                    "reward", {}, self._pool.log_path, fds=[theirs.fileno()]
+                    {}, self._pool.log_path, fds=[theirs.fileno()]
                 )
             self._transport, _ = await loop.create_connection(lambda: self, sock=mine)
             async with asyncio.timeout(START_TIMEOUT_S):

@@ -98,5 +98,4 @@ async def serve(spec: WorkerSpec, agent_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    agent.PRELOAD = ()  # type: ignore[misc]
-    sys.exit(agent.main(entries={"worker": "integration.beating_agent:run_worker"}))
+    sys.exit(agent.main(target="integration.beating_agent:run_worker", preload=()))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
-from areal_sc.workers.fork_client import Child, ForkServer
+from areal_sc.workers.fork_server import Child, ForkServer
 from areal_sc.workflows.base import DECLARATION
 from areal_sc.workflows.math_reward import numeric_match
 from areal_sc.workflows.reference import Referable
@@ -115,7 +115,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 @pytest.fixture
 async def server() -> AsyncIterator[ForkServer]:
     """Whatever a test does, no process is left of it."""
-    server = ForkServer()
+    server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
     yield server
     await server.close()
     assert not is_running(server.pid)
@@ -409,7 +409,7 @@ async def test_without_a_fork_server_there_is_no_verdict(
 
 
 async def test_processes_that_cannot_start_are_given_up(user: ModuleType, tmp_path: Path) -> None:
-    server = ForkServer({"reward": "no_such_module_anywhere:f"})
+    server = ForkServer("no_such_module_anywhere:f")
     pool = make_pool(server, tmp_path)
     with pytest.raises(
         WorkerStartError, match=r"a reward process ended at once; see .*reward\.log"

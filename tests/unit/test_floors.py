@@ -90,8 +90,9 @@ TORCH_FREE = (
     "areal_sc.workers.operations",
     "areal_sc.workers.agent",
     "areal_sc.workers.beats",
-    "areal_sc.workers.fork_client",
+    "areal_sc.workers.entry",
     "areal_sc.workers.fork_server",
+    "areal_sc.workers.process",
     "areal_sc.workers.spec",
 )
 """Modules, and folders of modules (with a dot at the end), that scripts import."""

@@ -77,7 +77,7 @@ def test_new_folder(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o700
     for subfolder in ("logs", "checkpoints", "sources"):
         assert (path / subfolder).stat().st_mode & 0o777 == 0o700
-    assert folder.log_path("rollout", 3) == path / "logs" / "rollout-3.log"
+    assert folder.log_path("rollout/3") == path / "logs" / "rollout-3.log"
     folder.close()
     folder.close()
 

@@ -22,7 +22,6 @@ from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.node_watch import NodeWatch
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.schedulers.base import LaunchRequest
 from areal_sc.workers.calls import PING, STATS
 from areal_sc.workers.spec import WATCH, News, Watch, WorkerOrder
 
@@ -43,17 +42,18 @@ class WatchedFleet:
         self._num_workers = num_workers
 
     def _note_lost(self, error: WorkerLost) -> None:
-        (name,) = (m.name for m in self.fleet.members if m.failure is error)
+        members = [member for watch in self.fleet._watches for member in watch.members]
+        (name,) = (member.name for member in members if member.failure is error)
         assert name not in self.lost, "told twice"
         self.lost[name] = (self.cluster.now_s, error)
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[WatchedFleet]:
-        requests = [
-            LaunchRequest("rollout", index, "LocalGenerator", {}, Device.cpu, 1)
+        orders = [
+            WorkerOrder("rollout", index, "LocalGenerator", {}, Device.cpu, 1)
             for index in range(self._num_workers)
         ]
-        await self.fleet.launch(requests)
+        await self.fleet.launch(orders)
         try:
             yield self
         finally:
