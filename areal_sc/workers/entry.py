@@ -9,7 +9,6 @@ from typing import Any, Final
 import msgspec
 
 from areal_sc.log import setup_logging
-from areal_sc.workers.process import name_process
 from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerSpec
 
 PRELOAD: Final = (
@@ -36,7 +35,6 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     spec = msgspec.convert(spec_dict, WorkerSpec)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     setup_logging(spec.name)
-    name_process(spec.name)
     # After the environment is set: torch reads CUDA_VISIBLE_DEVICES when it is first used.
     from transformers.utils.logging import disable_progress_bar
 

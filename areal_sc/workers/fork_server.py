@@ -320,6 +320,7 @@ class _Server:
         try:
             pid = os.fork()
             if pid == 0:
+                name_process("/".join(Path(log_path).stem.rsplit("-", 1)))  # rollout-0.log
                 _end_with(lambda: self._run_child(spec, output, server_pid))
         finally:
             os.close(output)

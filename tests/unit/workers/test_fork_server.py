@@ -158,8 +158,10 @@ async def test_a_child_starts_clean_in_a_process_that_has_preloaded(
 
 async def test_a_signal_reaches_the_child_and_its_children(tmp_path: Path) -> None:
     async with started() as server:
-        child, reply = await spawn_with_pipe(server, "with_grandchild", tmp_path / "child.log")
+        child, reply = await spawn_with_pipe(server, "with_grandchild", tmp_path / "rollout-12.log")
         assert is_running(int(reply))
+        shown = Path(f"/proc/{child.pid}/comm").read_text()
+        assert shown == "real:rollout/12\n", "15 characters at most, and the number among them"
         server.kill(child, signal.SIGTERM)
         assert await code_of(child) == -signal.SIGTERM
         assert child.how == "signal 15 (SIGTERM)"
