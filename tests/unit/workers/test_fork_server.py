@@ -160,7 +160,7 @@ async def test_a_signal_reaches_the_child_and_its_children(tmp_path: Path) -> No
     async with started() as server:
         child, reply = await spawn_with_pipe(server, "with_grandchild", tmp_path / "rollout-12.log")
         assert is_running(int(reply))
-        shown = Path(f"/proc/{child.pid}/comm").read_text()
+        shown = Path(f"/proc/{child.pid}/comm").read_text()  # noqa: ASYNC240
         assert shown == "real:rollout/12\n", "15 characters at most, and the number among them"
         server.kill(child, signal.SIGTERM)
         assert await code_of(child) == -signal.SIGTERM
