@@ -98,7 +98,6 @@ class _Worker:
 
     order: WorkerOrder
     child: Child
-    connection: socket.socket
     reported: asyncio.Future[WorkerReport]
     beat_ns: int
     turn_ns: int
@@ -151,21 +150,16 @@ class Agent:
         """
         terminated = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
-        ends: list[asyncio.Task[Any]] = [
-            asyncio.create_task(end)
-            for end in (terminated.wait(), self._orphaned(), self._fork_server.is_gone.wait())
-        ]
+        limit_s = self._spec.orphan_timeout_s
         try:
             await self._tell_of_node()
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in done:
-                end.result()
+            while not terminated.is_set() and self._is_wanted():
+                self._fork_server.go_on(limit_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(terminated.wait(), min(1.0, limit_s / 10))
             if self._fork_server.is_gone.is_set():
                 raise WorkerStartError("the fork server is gone, and all workers with it")
         finally:
-            for end in ends:
-                end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
             await self._server.close()
             await self._fork_server.close()
             self._clean_up()
@@ -183,7 +177,10 @@ class Agent:
         try:
             workers = await asyncio.gather(*starts)
         except BaseException as error:
-            await self._give_up(starts, launch.orders)
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self._kill([w for w in self._workers.values() if w.order in launch.orders])
             if not isinstance(error, WorkerError):
                 raise
             return Launched([], str(error), error.log_path or "", list(error.log_tail))
@@ -263,21 +260,16 @@ class Agent:
 
     async def _fork(self, order: WorkerOrder, log_path: Path, timeout_s: float) -> _Worker:
         await self._kill([w for w in self._workers.values() if w.order.name == order.name])
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mine.setblocking(False)
-        spec = asdict(self._worker_spec(order))
-        try:
-            with theirs:
-                child = await self._fork_server.spawn(
-                    spec, log_path, fds=[theirs.fileno()], timeout_s=timeout_s
-                )
-        except BaseException:
-            mine.close()
-            raise
+        child = await self._fork_server.spawn(
+            asdict(self._worker_spec(order)),
+            log_path,
+            kind=socket.SOCK_SEQPACKET,
+            timeout_s=timeout_s,
+        )
         loop, now_ns = asyncio.get_running_loop(), time.monotonic_ns()
-        worker = _Worker(order, child, mine, loop.create_future(), now_ns, now_ns)
+        worker = _Worker(order, child, loop.create_future(), now_ns, now_ns)
         self._workers[order.incarnation] = worker
-        loop.add_reader(mine, self._on_word, worker)
+        loop.add_reader(child.connection, self._on_word, worker)
         child.ended.add_done_callback(lambda _: self._on_end(worker))
         return worker
 
@@ -290,7 +282,7 @@ class Agent:
     def _on_word(self, worker: _Worker) -> None:
         """A worker reports, or beats. It runs its user's code, so it may say anything."""
         try:
-            while received := worker.connection.recv(_MESSAGE_BYTES):
+            while received := worker.child.connection.recv(_MESSAGE_BYTES):
                 match _from_worker.decode(received):
                     case WorkerReport() as report if not worker.reported.done():
                         worker.reported.set_result(report)
@@ -300,8 +292,8 @@ class Agent:
             return
         except (OSError, MsgspecError, UnicodeDecodeError) as error:
             logger.warning("worker=%s is not understood: %s", worker.order.name, error)
-        asyncio.get_running_loop().remove_reader(worker.connection)
-        worker.connection.close()
+        asyncio.get_running_loop().remove_reader(worker.child.connection)
+        worker.child.connection.close()
 
     def _on_end(self, worker: _Worker) -> None:
         order, how, path = worker.order, worker.child.how, self._folder.log_path(worker.order.name)
@@ -317,16 +309,6 @@ class Agent:
         self._end_noted.set()
         self._end_noted = asyncio.Event()
 
-    async def _give_up(
-        self, starts: Sequence[asyncio.Task[WorkerReport]], orders: Sequence[WorkerOrder]
-    ) -> None:
-        """Ends what a launch has started, also what is being forked."""
-        for start in starts:
-            start.cancel()
-        await asyncio.gather(*starts, return_exceptions=True)
-        incarnations = [order.incarnation for order in orders]
-        await self._kill([self._workers[i] for i in incarnations if i in self._workers])
-
     async def _kill(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
             self._fork_server.kill(worker.child)
@@ -335,17 +317,20 @@ class Agent:
     def _heard(self) -> None:
         self._heard_s = time.monotonic()
 
-    async def _orphaned(self) -> None:
-        """Returns when no controller is there any more."""
-        limit_s = self._spec.orphan_timeout_s
-        while time.monotonic() < self._heard_s + limit_s or self._is_awaited():
-            self._fork_server.go_on()
-            await asyncio.sleep(min(1.0, limit_s / 10))
-        logger.error("no controller was heard for %g s; ending", limit_s)
+    def _is_wanted(self) -> bool:
+        """Someone may still need workers.
 
-    def _is_awaited(self) -> bool:
-        """No worker runs yet, and the script is there: it holds the standard input open, mute."""
-        return not (self._workers or select.select([sys.stdin], [], [], 0)[0])
+        Until any run, the script may be silent: it holds the standard input open, and writes none.
+        """
+        limit_s = self._spec.orphan_timeout_s
+        if self._fork_server.is_gone.is_set():
+            return False
+        if time.monotonic() > self._heard_s + limit_s and (
+            self._workers or select.select([sys.stdin], [], [], 0)[0]
+        ):
+            logger.error("no controller was heard for %g s; ending", limit_s)
+            return False
+        return True
 
     def _clean_up(self) -> None:
         """Deletes what the run leaves, unless another script has its folder by now."""
@@ -385,9 +370,7 @@ def main(
     open_files.raise_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     num_devices = count_cuda_devices()
-    fork_server = ForkServer(
-        target, () if num_devices else preload, silence_limit_s=spec.orphan_timeout_s
-    )
+    fork_server = ForkServer(target, () if num_devices else preload)
     try:
         keys = RunKeys.from_environment(os.environ)
         keys = keys or RunKeys.read(RunFolder(spec.run_dir).keys_path)

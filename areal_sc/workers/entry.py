@@ -29,9 +29,9 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     """Serves until told to shut down; what it raises ends the process, with its own exit code.
 
     Args:
-        spec_dict: a `WorkerSpec` as a dict, and in `fds` the socket to the agent.
+        spec_dict: a `WorkerSpec` as a dict, and in `fd` the socket to the agent.
     """
-    (agent,) = spec_dict.pop("fds")
+    agent = spec_dict.pop("fd")
     spec = msgspec.convert(spec_dict, WorkerSpec)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     setup_logging(spec.name)

@@ -11,10 +11,10 @@ workers this way, and a rollout worker its reward processes.
     waits for    a request, the end of a child, or the end of its owner
     unblocked by its owner, its children, or the clock when its owner is silent for too long
 
-The server is single-threaded, since a fork copies only the forking thread: whatever lock another
-thread held would stay locked in the child. For the same reason its owner forks it before it starts
-threads itself. Each child leads a session of its own, and what is left of its process group is
-killed when it ends. It dies with the server, and the server with its owner, however that ends.
+The server is single-threaded, and forked before its owner has threads: a lock that another thread
+holds during a fork stays locked in the child. Each child leads a session of its own, and what is
+left of its process group is killed when it ends. It dies with the server, and the server with its
+owner, however that ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from areal_sc.workers.process import die_with, exit_text, name_process
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-MAX_FDS: Final = 16
 TERMINATE_GRACE_S: Final = 3.0
 """Between SIGTERM and SIGKILL of the children when the server ends."""
 KILL_GRACE_S: Final = 5.0
@@ -59,10 +58,12 @@ class Child:
 
     Attributes:
         ended: its exit code, as `subprocess` gives it, once it has ended.
+        connection: to the process, not blocking; who has asked for the process closes it.
     """
 
     pid: int
     ended: asyncio.Future[int]
+    connection: socket.socket
 
     @property
     def how(self) -> str:
@@ -74,64 +75,61 @@ class ForkServer:
     """A fork server of this process's own, which must not have threads yet. Used from one loop.
 
     Args:
-        target: what every child runs: `module:function`, imported in the child. It takes the
-            child's spec and returns its exit code.
+        target: what every child runs: `module:function`, from its spec to its exit code.
         preload: modules that the server imports before it forks. Requests wait meanwhile.
-        silence_limit_s: the server and its children end when their owner has not said `go_on` for
-            so long, for example because it is stopped; None: they never do.
 
     Attributes:
         pid: of the server.
         is_gone: set when the server has ended; its children have ended with it.
     """
 
-    def __init__(
-        self,
-        target: str,
-        preload: Sequence[str] = (),
-        *,
-        silence_limit_s: float | None = None,
-    ) -> None:
+    def __init__(self, target: str, preload: Sequence[str] = ()) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         owner_pid = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             self._connection.close()
-            _run_server(_Server(theirs, target, silence_limit_s), preload, owner_pid)
+            _run_server(_Server(theirs, target), preload, owner_pid)
         theirs.close()
         self.is_gone = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._one_request = asyncio.Lock()
-        self._replies: collections.deque[asyncio.Future[Child]] = collections.deque()
-        self._children: dict[int, Child] = {}
+        self._replies: collections.deque[asyncio.Future[int]] = collections.deque()
+        self._ends: dict[int, asyncio.Future[int]] = {}  # of each child, by process id
 
     async def spawn(
         self,
         spec: Mapping[str, Any],
         log_path: Path | str,
         *,
-        fds: Sequence[int] = (),
+        kind: socket.SocketKind = socket.SOCK_STREAM,
         timeout_s: float = 60.0,
     ) -> Child:
         """Forks a process that runs the target with `spec`.
 
         Args:
-            spec: msgpack-able; where `fds` are given it gets their numbers as `spec["fds"]`.
+            spec: msgpack-able; the target gets its end of the connection as `spec["fd"]`.
             log_path: file that the process's output is appended to.
-            fds: file descriptors that the process gets copies of.
+            kind: of the connection.
         Raises: WorkerStartError: the server refused, or did not answer. WorkerLost: it is gone.
         """
+        mine, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        mine.setblocking(False)
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(timeout_s), self._one_request:
-                self._send(["spawn", spec, str(log_path)], fds)
-                reply: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-                self._replies.append(reply)
-                return await reply
-        except TimeoutError:
-            raise WorkerStartError(
-                f"the fork server did not start a process within {timeout_s:g} s"
-            ) from None
+            with theirs:
+                async with asyncio.timeout(timeout_s), self._one_request:
+                    self._send(["spawn", spec, str(log_path)], [theirs.fileno()])
+                    self._replies.append(reply)
+                    pid = await asyncio.shield(reply)
+            return Child(pid, self._ends[pid], mine)
+        except BaseException as error:
+            mine.close()
+            reply.add_done_callback(self._end_unwanted)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise WorkerStartError(f"no process was forked within {timeout_s:g} s") from None
 
     def kill(self, child: Child, signum: int = signal.SIGKILL) -> None:
         """Signals the child's process group; nothing happens when the child has ended."""
@@ -139,10 +137,14 @@ class ForkServer:
             with suppress(WorkerLost):
                 self._send(["kill", child.pid, int(signum)])
 
-    def go_on(self) -> None:
-        """Says that the owner is well; needed several times within `silence_limit_s`."""
+    def go_on(self, limit_s: float) -> None:
+        """Says that the owner is well.
+
+        The server and its children end if it does not say so again within the limit, for example
+        because it is stopped.
+        """
         with suppress(WorkerLost, WorkerStartError):  # it has enough to read
-            self._send(["go on"])
+            self._send(["go on", limit_s])
 
     async def close(self) -> None:
         """Ends the server and all its children, by force if need be."""
@@ -190,19 +192,20 @@ class ForkServer:
         assert self._loop is not None
         if kind == "ended":
             pid, code = rest
-            self._children.pop(pid).ended.set_result(code)
+            self._ends.pop(pid).set_result(code)
             return
         reply, (value,) = self._replies.popleft(), rest
         if kind == "started":
-            child = self._children[value] = Child(value, self._loop.create_future())
-            if reply.cancelled():  # nobody would ever end it
-                self.kill(child)
-            else:
-                reply.set_result(child)
-        elif not reply.cancelled():
-            reply.set_exception(
-                WorkerStartError(f"the fork server could not start a process: {value}")
-            )
+            self._ends[value] = self._loop.create_future()
+            reply.set_result(value)
+        else:
+            reply.set_exception(WorkerStartError(f"no process was forked: {value}"))
+
+    def _end_unwanted(self, reply: asyncio.Future[int]) -> None:
+        """Who asked for a process is gone, and would never end it."""
+        if reply.exception() is None:
+            with suppress(WorkerLost):
+                self._send(["kill", reply.result(), int(signal.SIGKILL)])
 
     def _on_gone(self) -> None:
         assert self._loop is not None
@@ -211,11 +214,10 @@ class ForkServer:
         os.waitpid(self.pid, 0)  # it has closed its end, so it is at its last instructions
         self.is_gone.set()
         for reply in self._replies:
-            if not reply.done():
-                reply.set_exception(WorkerLost("the fork server is gone"))
-        for child in self._children.values():
-            child.ended.set_result(-signal.SIGKILL)
-        self._children.clear()
+            reply.set_exception(WorkerLost("the fork server is gone"))
+        for ended in self._ends.values():
+            ended.set_result(-signal.SIGKILL)
+        self._ends.clear()
 
 
 # ---------------------------------------------------------------------- the server's process
@@ -224,10 +226,10 @@ class ForkServer:
 class _Server:
     """Serves requests until the connection to the owner ends."""
 
-    def __init__(self, connection: socket.socket, target: str, limit_s: float | None) -> None:
+    def __init__(self, connection: socket.socket, target: str) -> None:
         self._connection = connection
         self._target = target
-        self._silence_limit_s = limit_s
+        self._silence_limit_s: float | None = None
         self._children: set[int] = set()
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -249,11 +251,10 @@ class _Server:
         ready = select.poll()
         for file in (self._connection, self._wakeup_read):
             ready.register(file, select.POLLIN)
-        limit_s = self._silence_limit_s
-        # in parts, so that a pause of the whole machine is not taken for silence
-        poll_ms, num_silent = limit_s and limit_s * 1000 / 4, 0
+        num_silent = 0  # waits: a pause of the whole machine is not taken for silence
         while num_silent < 4:
-            readable = {fd for fd, _ in ready.poll(poll_ms)}
+            limit_s = self._silence_limit_s
+            readable = {fd for fd, _ in ready.poll(limit_s and limit_s * 1000 / 4)}
             if self._wakeup_read in readable:
                 self._reap()
             if self._connection.fileno() in readable:
@@ -267,20 +268,21 @@ class _Server:
 
     def _answer_one(self) -> bool:
         """Reads one request and answers it; False when there will be none any more."""
-        received, fds, _, _ = socket.recv_fds(self._connection, MAX_MESSAGE_BYTES, MAX_FDS)
+        received, fds, _, _ = socket.recv_fds(self._connection, MAX_MESSAGE_BYTES, 1)
         if not received:
             return False
         match msgpack.decode(received):
             case ["kill", pid, signum]:
                 self._kill(pid, signum)
+            case ["go on", limit_s]:
+                self._silence_limit_s = limit_s
             case ["spawn", spec, log_path]:
                 try:
-                    self._tell("started", self._spawn(spec, log_path, fds))
+                    self._tell("started", self._spawn({**spec, "fd": fds[0]}, log_path))
                 except OSError as error:
                     self._tell("failed", str(error))
                 finally:
-                    for fd in fds:
-                        os.close(fd)
+                    os.close(fds[0])
         return True
 
     def _tell(self, *message: Any) -> None:
@@ -303,16 +305,13 @@ class _Server:
             self._tell("ended", ended.si_pid, os.waitstatus_to_exitcode(status))
 
     def _kill(self, pid: int, signum: int) -> None:
-        """Signals the child's process group; nothing when it is no living child of this server."""
         if pid in self._children:
             try:
                 os.killpg(pid, signum)
             except ProcessLookupError:
                 os.kill(pid, signum)  # not yet a group leader: it was forked a moment ago
 
-    def _spawn(self, spec: dict[str, Any], log_path: str, fds: list[int]) -> int:
-        # all of the request is read before the fork: a child must not fail into the server's loop
-        spec = {**spec, "fds": fds} if fds else spec
+    def _spawn(self, spec: dict[str, Any], log_path: str) -> int:
         server_pid = os.getpid()
         output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         sys.stdout.flush()
@@ -366,8 +365,6 @@ class _Server:
 
 
 def _run_server(server: _Server, preload: Sequence[str], owner_pid: int) -> NoReturn:
-    """The process of a server, from the fork to its end."""
-
     def run() -> int:
         # not in its owner's process group: a signal to that is the owner's to answer
         os.setpgid(0, 0)

@@ -55,11 +55,13 @@ class Forked(Protocol):
 
     Attributes:
         ended: done when it has ended.
+        connection: to it, not blocking.
         how: `exit code 1`, `signal 9 (SIGKILL)`, or `unknown exit status` while it runs.
     """
 
     pid: int
     ended: asyncio.Future[int]
+    connection: socket.socket
 
     @property
     def how(self) -> str: ...
@@ -68,9 +70,7 @@ class Forked(Protocol):
 class ProcessSource(Protocol):
     """Where processes come from; `ForkServer` is one."""
 
-    async def spawn(
-        self, spec: Mapping[str, Any], log_path: Path | str, *, fds: Sequence[int]
-    ) -> Forked: ...
+    async def spawn(self, spec: Mapping[str, Any], log_path: Path | str) -> Forked: ...
 
     def kill(self, child: Any) -> None: ...
 
@@ -98,15 +98,14 @@ class _Process:
         loaded: keys of the rewards that it has imported.
     """
 
-    def __init__(self, child: Forked, connection: socket.socket) -> None:
+    def __init__(self, child: Forked) -> None:
         self.child = child
         self.loaded: set[int] = set()
-        self._connection = connection
         self._unpacker = make_unpacker()
 
     async def ask(self, request: bytes) -> list[Any]:
         """Raises: ConnectionError: the process has ended."""
-        await asyncio.get_running_loop().sock_sendall(self._connection, request)
+        await asyncio.get_running_loop().sock_sendall(self.child.connection, request)
         return await self.reply()
 
     async def reply(self) -> list[Any]:
@@ -114,7 +113,7 @@ class _Process:
         while True:
             for message in self._unpacker:
                 return list(message)
-            received = await asyncio.get_running_loop().sock_recv(self._connection, 1 << 16)
+            received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
             if not received:
                 raise ConnectionResetError
             self._unpacker.feed(received)
@@ -130,7 +129,7 @@ class _Process:
 
     async def end(self) -> None:
         """Waits for its end, which is near."""
-        self._connection.close()
+        self.child.connection.close()
         await asyncio.wait([self.child.ended], timeout=_EXIT_WAIT_S)
         if not self.child.ended.done():
             log.error("reward_process pid=%d did not die of SIGKILL", self.child.pid)
@@ -245,18 +244,10 @@ class RewardPool:
                     raise
 
     async def _start_one(self) -> _Process:
-        mine, theirs = socket.socketpair()
-        mine.setblocking(False)
-        try:
-            with theirs:
-                child = await self._source.spawn({}, self._log_path, fds=[theirs.fileno()])
-        except BaseException:
-            mine.close()
-            raise
-        process = _Process(child, mine)
+        process = _Process(await self._source.spawn({}, self._log_path))
         self._processes.add(process)
         if self._broken is not None:  # meanwhile
-            self._source.kill(child)
+            self._source.kill(process.child)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await process.reply()

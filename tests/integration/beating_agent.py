@@ -37,7 +37,7 @@ FAIL = Method("fail", float, NoneType)
 
 
 def run_worker(spec_dict: dict[str, Any]) -> int:
-    (agent_fd,) = spec_dict.pop("fds")
+    agent_fd = spec_dict.pop("fd")
     spec = msgspec.convert(spec_dict, WorkerSpec)
     setup_logging(spec.name)
     if spec.order.engine == "broken":
