@@ -21,7 +21,7 @@ import sysconfig
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +37,7 @@ from areal_sc.schedulers.base import Node
 from areal_sc.transport.arena.folder import clean_leftovers
 from areal_sc.transport.keys import RunKeys
 from areal_sc.workers.process import exit_text
-from areal_sc.workers.spec import AgentSpec, NodeFacts
+from areal_sc.workers.spec import NodeFacts
 
 AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.workers.agent")
 """-P: the working directory must not shadow installed modules."""
@@ -49,7 +49,7 @@ class LocalScheduler:
     Args:
         config: the `scheduler` section.
         folder: as in `make_scheduler`.
-        command: starts an agent, with its `AgentSpec` behind it.
+        command: starts an agent; its arguments follow.
     Raises: RunFolderError: another process runs in the folder, or it cannot be used.
     """
 
@@ -98,17 +98,11 @@ class LocalScheduler:
             self.close()
 
     def _start_agent(self, folder: RunFolder, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        spec = AgentSpec(
-            run_dir=str(folder.path),
-            run_id=random_id(),
-            transport=asdict(self.config.transport),
-            heartbeat_interval_s=self.config.heartbeat_interval_s,
-            orphan_timeout_s=self.config.orphan_timeout_s,
-        )
+        config = replace(self.config, run_dir=str(folder.path))
         defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with self._log_path.open("ab") as log:
             return subprocess.Popen(
-                [*command, json.encode(spec).decode()],
+                [*command, random_id(), json.encode(config).decode()],
                 stdin=subprocess.PIPE,  # open as long as this process lives
                 stdout=subprocess.PIPE,
                 stderr=log,

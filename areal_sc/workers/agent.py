@@ -7,9 +7,9 @@
 
     WorkerOrder ─► WorkerSpec ─► process ─► WorkerReport ─► Beat, Beat, … ─► EndedWorker
 
-One process a node, started as `python -m areal_sc.workers.agent <AgentSpec as JSON>` on this
-machine or any other. When it listens, it writes its `NodeFacts` to its standard output, one line of
-JSON, or a string that says why the node cannot be used.
+One process a node, started as `python -m areal_sc.workers.agent <run id> <SchedulerConfig as JSON>`
+on this machine or any other. When it listens, it writes its `NodeFacts` to its standard output, one
+line of JSON, or a string that says why the node cannot be used.
 
     consumes     calls of the controllers, reports and beats of workers, the ends of processes
     waits for    a call, a worker, or the end
@@ -42,7 +42,7 @@ from msgspec import MsgspecError, json, msgpack
 
 from areal_sc import open_files
 from areal_sc.config.machine import count_cuda_devices
-from areal_sc.config.schema import TransportConfig
+from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, ConfigError, WorkerError, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail, setup_logging
@@ -61,7 +61,6 @@ from areal_sc.workers.spec import (
     LOG_TAIL,
     STOP,
     WATCH,
-    AgentSpec,
     Beat,
     EndedWorker,
     Launch,
@@ -107,21 +106,28 @@ class Agent:
     """Serves until the end.
 
     Args:
-        spec: from the command line.
+        run_id: names this start of the script.
+        config: the run's; `run_dir` is absolute.
         keys: of the run.
         fork_server: of this process.
         num_devices: CUDA devices of this node.
     """
 
     def __init__(
-        self, spec: AgentSpec, keys: RunKeys, fork_server: ForkServer, num_devices: int
+        self,
+        run_id: str,
+        config: SchedulerConfig,
+        keys: RunKeys,
+        fork_server: ForkServer,
+        num_devices: int,
     ) -> None:
-        self._spec = spec
+        self._run_id = run_id
+        self._config = config
         self._fork_server = fork_server
         self._num_devices = num_devices
-        self._folder = RunFolder(spec.run_dir)
-        self._transport = TransportConfig(**spec.transport)
-        self._memory_root = memory_root(self._transport.shared_memory, self._folder.path)
+        self._folder = RunFolder(config.run_dir)
+        self._memory_root = memory_root(config.transport.shared_memory, self._folder.path)
+        self._interface = Interface.of(config.transport.bind)
         self._memory: ArenaFolder | None = None
         self._incarnation = random_id()
         self._server = RpcServer(
@@ -133,7 +139,7 @@ class Agent:
             ],
             node_id="agent",
             incarnation=self._incarnation,
-            bind=Interface.of(self._transport.bind).bind,
+            bind=self._interface.bind,
             authenticator=CurveAuthenticator(keys, "agent"),
         )
         self._workers: dict[str, _Worker] = {}  # by incarnation
@@ -150,7 +156,7 @@ class Agent:
         """
         terminated = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
-        limit_s = self._spec.orphan_timeout_s
+        limit_s = self._config.orphan_timeout_s
         try:
             await self._tell_of_node()
             while not terminated.is_set() and self._is_wanted():
@@ -229,14 +235,13 @@ class Agent:
     async def _tell_of_node(self) -> None:
         """Opens the node's shared memory, and deletes what killed runs have left there."""
         clean_leftovers(self._memory_root)
-        self._memory = ArenaFolder(self._memory_root, self._spec.run_id)
-        interface = Interface.of(self._transport.bind)
+        self._memory = ArenaFolder(self._memory_root, self._run_id)
         facts = NodeFacts(
             host=socket.gethostname(),
             token=self._memory.node_token(),
             num_devices=self._num_devices,
             memory_root=str(self._memory_root),
-            address=interface.reachable(await self._server.start()),
+            address=self._interface.reachable(await self._server.start()),
             incarnation=self._incarnation,
         )
         _announce(facts)
@@ -277,7 +282,7 @@ class Agent:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
         devices = ",".join(names[device].strip() for device in order.devices)
-        return WorkerSpec(order, self._spec, str(self._memory_root), devices)
+        return WorkerSpec(order, self._config, self._run_id, str(self._memory_root), devices)
 
     def _on_word(self, worker: _Worker) -> None:
         """A worker reports, or beats. It runs its user's code, so it may say anything."""
@@ -322,7 +327,7 @@ class Agent:
 
         Until any run, the script may be silent: it holds the standard input open, and writes none.
         """
-        limit_s = self._spec.orphan_timeout_s
+        limit_s = self._config.orphan_timeout_s
         if self._fork_server.is_gone.is_set():
             return False
         if time.monotonic() > self._heard_s + limit_s and (
@@ -363,8 +368,8 @@ def main(
     Args:
         target, preload: of its workers, as in `ForkServer`.
     """
-    (spec_json,) = sys.argv[1:] if argv is None else argv
-    spec = json.decode(spec_json, type=AgentSpec)
+    run_id, settings = sys.argv[1:] if argv is None else argv
+    config = json.decode(settings, type=SchedulerConfig)
     setup_logging("agent")
     name_process("agent")
     open_files.raise_limit()
@@ -373,8 +378,8 @@ def main(
     fork_server = ForkServer(target, () if num_devices else preload)
     try:
         keys = RunKeys.from_environment(os.environ)
-        keys = keys or RunKeys.read(RunFolder(spec.run_dir).keys_path)
-        asyncio.run(Agent(spec, keys, fork_server, num_devices).serve())
+        keys = keys or RunKeys.read(RunFolder(config.run_dir).keys_path)
+        asyncio.run(Agent(run_id, config, keys, fork_server, num_devices).serve())
     except ArealError as error:
         logger.error("the agent ended: %s", error)
         if isinstance(error, ConfigError):

@@ -237,8 +237,7 @@ class _Server:
         """Returns when all children are dead."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # a handler that does nothing, so that the wake-up pipe is written to
-        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # any, so that the wake-up pipe is written
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         if len(os.listdir("/proc/self/task")) > 1:
             log.warning("the fork server has other threads: its children can deadlock")

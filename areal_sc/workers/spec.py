@@ -9,32 +9,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from areal_sc.config.schema import Device
+from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.rpc.method import Method
 
 Role = Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,31}$")]
 """Such as `train` or `rollout`. It is part of file names, so nothing else comes over a socket."""
-
-
-@dataclass(frozen=True)
-class AgentSpec:
-    """What an agent needs to know when it is started; nothing of it is secret.
-
-    Attributes:
-        run_dir: absolute path of the run folder. The run's keys are there, if not in the
-            environment.
-        run_id: names this start of the script; the run's folder in shared memory has this name.
-        transport: the `transport` section as a plain dict.
-        heartbeat_interval_s: between two beats of a worker.
-        orphan_timeout_s: an agent that hears no controller for so long ends, and its workers too.
-    """
-
-    run_dir: str
-    run_id: str
-    transport: dict[str, Any]
-    heartbeat_interval_s: float
-    orphan_timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -95,16 +75,19 @@ TRAIN_ROLE = "train"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker process needs to know before its first call.
+    """Everything a worker process needs to know before its first call; nothing of it is secret.
 
     Attributes:
-        run: what its agent was told.
+        run: settings, as its agent got them; `run_dir` is absolute, and has the run's keys in it
+            if they are not in the environment.
+        run_id: names this start of the script, and the run's folder in shared memory.
         memory_root: folder below which the node keeps shared memory.
         visible_devices: the value of CUDA_VISIBLE_DEVICES.
     """
 
     order: WorkerOrder
-    run: AgentSpec
+    run: SchedulerConfig
+    run_id: str
     memory_root: str
     visible_devices: str
 

@@ -1,6 +1,6 @@
 """An agent whose workers have no engine: the sockets of real ones, and an event loop to block.
 
-python beating_agent.py <AgentSpec as JSON>
+python beating_agent.py <run id> <SchedulerConfig as JSON>
 """
 
 from __future__ import annotations
