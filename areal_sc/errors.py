@@ -31,6 +31,8 @@ ArealError                    exit code 1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
 
 
 class ArealError(Exception):
@@ -146,6 +148,11 @@ class WorkerError(ArealError):
         super().__init__(message)
         self.log_path = log_path
         self.log_tail = tuple(log_tail)
+
+    @classmethod
+    def with_log(cls, what: str, log_path: Path | str, log_tail: Sequence[str]) -> Self:
+        """One whose message also names the log."""
+        return cls(f"{what}; its log is {log_path}", log_path=str(log_path), log_tail=log_tail)
 
 
 class WorkerStartError(WorkerError):

@@ -128,12 +128,8 @@ class NodeWatch:
             )
         except TransportError as error:
             path = self._node.log_path
-            raise WorkerStartError(
-                f"the agent of node {self._node.name} started no workers: {error}; "
-                f"its log is {path}",
-                log_path=str(path),
-                log_tail=log_tail(path),
-            ) from error
+            what = f"the agent of node {self._node.name} started no workers: {error}"
+            raise WorkerStartError.with_log(what, path, log_tail(path)) from error
         if launched.failure:
             raise WorkerStartError(
                 launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
@@ -291,11 +287,7 @@ class NodeWatch:
         if member.failure is not None:
             return
         logger.error("worker=%s lost=%r", member.name, cause)
-        member.failure = WorkerLost(
-            f"worker {member.name} {cause}; its log is {log_path}",
-            log_path=str(log_path),
-            log_tail=tail,
-        )
+        member.failure = WorkerLost.with_log(f"worker {member.name} {cause}", log_path, tail)
         member.failure.__cause__ = error
         member.connection.fail_pending(member.failure)
         self._on_lost(member.failure)

@@ -27,16 +27,16 @@ from typing import Final
 
 from msgspec import json
 
-from areal_sc import interrupts, open_files
+from areal_sc import interrupts
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail
+from areal_sc.process import allow_open_files, exit_text
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
 from areal_sc.transport.arena.folder import clean_leftovers
 from areal_sc.transport.keys import RunKeys
-from areal_sc.workers.process import exit_text
 from areal_sc.workers.spec import NodeFacts
 
 AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.workers.agent")
@@ -64,7 +64,7 @@ class LocalScheduler:
         self.keys = RunKeys.create()
         self._node: Node | None = None
         self._one_waits = threading.Lock()
-        open_files.raise_limit()
+        allow_open_files()
         with interrupts.deferred(), ExitStack() as undo:
             if folder is None:
                 folder = RunFolder(config.run_dir)
@@ -124,12 +124,9 @@ class LocalScheduler:
                 if facts is None:
                     code = self._agent.poll()
                     what = "has ended" if code is None else f"ended with {exit_text(code)}"
-                    raise WorkerStartError(
-                        f"the agent of this machine {what}, or did not serve within "
-                        f"{timeout_s:g} s; its log is {self._log_path}",
-                        log_path=str(self._log_path),
-                        log_tail=log_tail(self._log_path),
-                    )
+                    what = f"the agent of this machine {what}, or did not serve in {timeout_s:g} s"
+                    log = self._log_path
+                    raise WorkerStartError.with_log(what, log, log_tail(log))
                 self._node = Node(facts, self._log_path)
             return self._node
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -17,8 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from areal_sc import interrupts, open_files
+from areal_sc import interrupts
 from areal_sc.errors import ArealError, ConfigError, RemoteError, RunFolderError
+from areal_sc.process import open_files_advice
 
 EXIT_UNEXPECTED = 1
 
@@ -105,14 +107,13 @@ def report_failure(
     if isinstance(cause, ConfigError):
         return exit_code
 
-    log_path = None
+    log_path, trace = None, "".join(traceback.format_exception(error))
     if run_dir is not None and not isinstance(cause, RunFolderError):  # it may be another run's
-        trace = "".join(traceback.format_exception(error))
         log_path = _append_to_log(run_dir, "ERROR", f"the run ended with\n{trace}")
     for reason in _reasons(cause):
         block.text(f"because of {reason}", "  ")
-    if advice := open_files.advice_on(cause):
-        block.text(advice, "  ")
+    if os.strerror(errno.EMFILE) in f"{trace} {getattr(cause, 'log_tail', '')}":
+        block.text(open_files_advice(), "  ")
     _show_place(block, cause, has_log=log_path is not None)
     if log_path is not None:
         block.text(f"full traceback: {log_path}", style="bold")

@@ -40,12 +40,13 @@ from typing import Any, Final
 
 from msgspec import MsgspecError, json, msgpack
 
-from areal_sc import open_files
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, ConfigError, WorkerError, WorkerStartError
+from areal_sc.fork_server import Child, ForkServer
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail, setup_logging
+from areal_sc.process import allow_open_files, name_process
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers, memory_root
 from areal_sc.transport.curve import CurveAuthenticator
@@ -53,9 +54,7 @@ from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.workers.entry import PRELOAD
-from areal_sc.workers.fork_server import Child, ForkServer
 from areal_sc.workers.left_files import delete_left_files
-from areal_sc.workers.process import name_process
 from areal_sc.workers.spec import (
     LAUNCH,
     LOG_TAIL,
@@ -260,8 +259,7 @@ class Agent:
             if worker.reported.done():
                 return worker.reported.result()
             what = f"ended with {worker.child.how} before it served"
-        text = f"worker {order.name} {what}; its log is {path}"
-        raise WorkerStartError(text, log_path=str(path), log_tail=log_tail(path))
+        raise WorkerStartError.with_log(f"worker {order.name} {what}", path, log_tail(path))
 
     async def _fork(self, order: WorkerOrder, log_path: Path, timeout_s: float) -> _Worker:
         await self._kill([w for w in self._workers.values() if w.order.name == order.name])
@@ -372,7 +370,7 @@ def main(
     config = json.decode(settings, type=SchedulerConfig)
     setup_logging("agent")
     name_process("agent")
-    open_files.raise_limit()
+    allow_open_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     num_devices = count_cuda_devices()
     fork_server = ForkServer(target, () if num_devices else preload)

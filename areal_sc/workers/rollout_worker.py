@@ -30,6 +30,7 @@ from areal_sc.errors import (
     WorkerError,
     WorkflowError,
 )
+from areal_sc.fork_server import ForkServer
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -44,7 +45,6 @@ from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.weights import WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.fork_server import ForkServer
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import Rejection, checked_episode
 from areal_sc.workers.weight_publication import own_devices

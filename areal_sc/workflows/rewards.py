@@ -22,13 +22,13 @@ import inspect
 import logging
 import math
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowError
+from areal_sc.fork_server import Child, ForkServer
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration, RewardFunction
 from areal_sc.workflows.reference import reference_of
 from areal_sc.workflows.reward_process import (
@@ -48,31 +48,6 @@ START_TIMEOUT_S: Final = 60.0
 _MAX_STARTS: Final = 3
 _MAX_ATTEMPTS: Final = 2
 _EXIT_WAIT_S: Final = 2.0
-
-
-class Forked(Protocol):
-    """A process.
-
-    Attributes:
-        ended: done when it has ended.
-        connection: to it, not blocking.
-        how: `exit code 1`, `signal 9 (SIGKILL)`, or `unknown exit status` while it runs.
-    """
-
-    pid: int
-    ended: asyncio.Future[int]
-    connection: socket.socket
-
-    @property
-    def how(self) -> str: ...
-
-
-class ProcessSource(Protocol):
-    """Where processes come from; `ForkServer` is one."""
-
-    async def spawn(self, spec: Mapping[str, Any], log_path: Path | str) -> Forked: ...
-
-    def kill(self, child: Any) -> None: ...
 
 
 @dataclass(eq=False)
@@ -98,7 +73,7 @@ class _Process:
         loaded: keys of the rewards that it has imported.
     """
 
-    def __init__(self, child: Forked) -> None:
+    def __init__(self, child: Child) -> None:
         self.child = child
         self.loaded: set[int] = set()
         self._unpacker = make_unpacker()
@@ -147,7 +122,7 @@ class RewardPool:
 
     def __init__(
         self,
-        processes: ProcessSource,
+        processes: ForkServer,
         *,
         num_processes: int,
         timeout_s: float,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
-from areal_sc.workers.fork_server import ForkServer
+from areal_sc.fork_server import ForkServer
 from areal_sc.workflows.base import DECLARATION
 from areal_sc.workflows.math_reward import numeric_match
 from areal_sc.workflows.reference import Referable

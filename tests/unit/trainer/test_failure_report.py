@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -176,6 +178,19 @@ def test_log_on_a_full_disk_does_not_hide_the_error(run_dir: Path) -> None:
 def test_the_log_of_another_run_is_left_alone(run_dir: Path) -> None:
     report(RunFolderError("runs/quickstart is in use by process 17"), run_dir)
     assert list((run_dir / "logs").iterdir()) == []
+
+
+def test_an_error_of_too_many_open_files_gets_advice_however_it_is_wrapped() -> None:
+    too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    wrapped = ArealError("the bulk socket cannot be opened")
+    wrapped.__cause__ = too_many
+    limit = str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    of_worker = WorkerStartError("train/0 ended", log_tail=["Traceback", f"OSError: {too_many}"])
+    for error in (too_many, wrapped, of_worker, ArealError(f"rollout/0: {too_many}")):
+        text = report(error)[1]
+        assert limit in text
+        assert "ulimit" in text
+    assert "ulimit" not in report(OSError(errno.ENOENT, "no such file"))[1]
 
 
 def test_of_an_exception_group_the_first_error_is_shown() -> None:

@@ -41,13 +41,11 @@ from typing import Any, Final, NoReturn
 from msgspec import msgpack
 
 from areal_sc.errors import ArealError, WorkerLost, WorkerStartError
-from areal_sc.workers.process import die_with, exit_text, name_process
+from areal_sc.process import die_with, exit_text, name_process
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-TERMINATE_GRACE_S: Final = 3.0
-"""Between SIGTERM and SIGKILL of the children when the server ends."""
 KILL_GRACE_S: Final = 5.0
 """A process that takes longer to die of SIGKILL hangs in the kernel."""
 
@@ -131,11 +129,11 @@ class ForkServer:
                 raise
             raise WorkerStartError(f"no process was forked within {timeout_s:g} s") from None
 
-    def kill(self, child: Child, signum: int = signal.SIGKILL) -> None:
-        """Signals the child's process group; nothing happens when the child has ended."""
+    def kill(self, child: Child) -> None:
+        """Kills the child's process group; nothing happens when the child has ended."""
         if not child.ended.done():
             with suppress(WorkerLost):
-                self._send(["kill", child.pid, int(signum)])
+                self._send(["kill", child.pid])
 
     def go_on(self, limit_s: float) -> None:
         """Says that the owner is well.
@@ -152,7 +150,7 @@ class ForkServer:
             self._connection.shutdown(socket.SHUT_WR)  # the server ends when it has read all
         self._attach()
         try:
-            async with asyncio.timeout(TERMINATE_GRACE_S + 2 * KILL_GRACE_S):
+            async with asyncio.timeout(2 * KILL_GRACE_S):
                 await self.is_gone.wait()
         except TimeoutError:
             os.kill(self.pid, signal.SIGKILL)  # and with it its children
@@ -205,7 +203,7 @@ class ForkServer:
         """Who asked for a process is gone, and would never end it."""
         if reply.exception() is None:
             with suppress(WorkerLost):
-                self._send(["kill", reply.result(), int(signal.SIGKILL)])
+                self._send(["kill", reply.result()])
 
     def _on_gone(self) -> None:
         assert self._loop is not None
@@ -271,8 +269,8 @@ class _Server:
         if not received:
             return False
         match msgpack.decode(received):
-            case ["kill", pid, signum]:
-                self._kill(pid, signum)
+            case ["kill", pid] if pid in self._children:
+                self._kill(pid)
             case ["go on", limit_s]:
                 self._silence_limit_s = limit_s
             case ["spawn", spec, log_path]:
@@ -303,12 +301,11 @@ class _Server:
             self._children.discard(ended.si_pid)
             self._tell("ended", ended.si_pid, os.waitstatus_to_exitcode(status))
 
-    def _kill(self, pid: int, signum: int) -> None:
-        if pid in self._children:
-            try:
-                os.killpg(pid, signum)
-            except ProcessLookupError:
-                os.kill(pid, signum)  # not yet a group leader: it was forked a moment ago
+    def _kill(self, pid: int) -> None:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(pid, signal.SIGKILL)  # not yet a group leader: it was forked a moment ago
 
     def _spawn(self, spec: dict[str, Any], log_path: str) -> int:
         server_pid = os.getpid()
@@ -351,14 +348,12 @@ class _Server:
         return int(getattr(importlib.import_module(module_name), function_name)(spec) or 0)
 
     def _end_children(self) -> None:
-        graces = {signal.SIGTERM: TERMINATE_GRACE_S, signal.SIGKILL: KILL_GRACE_S}
-        for signum, grace_s in graces.items():
-            for pid in self._children:
-                self._kill(pid, signum)
-            deadline = time.monotonic() + grace_s
-            while self._children and (left_s := deadline - time.monotonic()) > 0:
-                select.select([self._wakeup_read], [], [], left_s)
-                self._reap()
+        for pid in self._children:
+            self._kill(pid)
+        deadline = time.monotonic() + KILL_GRACE_S
+        while self._children and (left_s := deadline - time.monotonic()) > 0:
+            select.select([self._wakeup_read], [], [], left_s)
+            self._reap()
         if self._children:
             log.error("pids=%s did not die of SIGKILL", sorted(self._children))
 
