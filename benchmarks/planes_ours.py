@@ -15,7 +15,7 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.controller.node_watch import Member, NodeWatch
+from areal_sc.controller.node_workers import Member, NodeWorkers
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerLost
 from areal_sc.ids import random_id
@@ -229,7 +229,7 @@ async def heartbeats(
     watches = {}
     for node in await scheduler.nodes():
         orders = [WorkerOrder("rollout", 0, "", {}, Device.cpu, 0)]
-        watches[node.name] = NodeWatch(node, orders, scheduler, Runtime(transport), on_lost)
+        watches[node.name] = NodeWorkers(node, orders, scheduler, Runtime(transport), on_lost)
     for worker in workers:
         watch = watches[worker["node"]]
         watch.add(Member(report_of(worker), 0, watch.agent))  # nobody calls it

@@ -5,7 +5,7 @@ waits for    the reply of each call
 unblocked by that reply, the call's deadline, or the loss of the worker: every call in flight to it
              fails at once with `WorkerLost`, and so does every later one
 
-lost         a worker of which `NodeWatch` says so. A connection that ends is made again, and its
+lost         a worker of which `NodeWorkers` says so. A connection that ends is made again, and its
              calls are repeated under their ids
 """
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.controller.node_watch import Member, NodeWatch
+from areal_sc.controller.node_workers import Member, NodeWorkers
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ArealError, WorkerLost
 from areal_sc.schedulers.base import Scheduler, placed
@@ -36,7 +36,7 @@ class Fleet:
         self._scheduler = scheduler
         self._runtime = runtime
         self._on_lost = on_lost
-        self._watches: dict[NodeWatch, asyncio.Task[None]] = {}
+        self._nodes: dict[NodeWorkers, asyncio.Task[None]] = {}
         self.members: list[Member] = []
 
     @property
@@ -47,7 +47,7 @@ class Fleet:
     def num_bytes(self) -> int:
         """Bytes sent and received on all control sockets of the fleet, those of agents included."""
         connections = [member.connection for member in self.members]
-        connections += [watch.agent for watch in self._watches]
+        connections += [node.agent for node in self._nodes]
         return sum(c.bytes_sent + c.bytes_received for c in connections)
 
     async def launch(self, orders: Sequence[WorkerOrder]) -> None:
@@ -60,19 +60,19 @@ class Fleet:
         orders = [replace(order, incarnation=self._runtime.new_id()) for order in orders]
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            parts = [part for part in placed(orders, nodes).items() if part[1]]
-            watches = [
-                NodeWatch(node, orders, self._scheduler, self._runtime, self._on_lost)
-                for node, orders in parts
+            used = [
+                NodeWorkers(node, part, self._scheduler, self._runtime, self._on_lost)
+                for node, part in placed(orders, nodes).items()
+                if part
             ]
-            for number, watch in enumerate(watches, start=1):
-                hold_s = self.config.heartbeat_interval_s * number / len(watches)
-                self._watches[watch] = asyncio.create_task(watch.run(hold_s))
-            launches = [asyncio.create_task(watch.launch()) for watch in watches]
+            for number, node in enumerate(used, start=1):
+                hold_s = self.config.heartbeat_interval_s * number / len(used)
+                self._nodes[node] = asyncio.create_task(node.run(hold_s))
+            launches = [asyncio.create_task(node.launch()) for node in used]
             undo.push_async_callback(_cancel_all, launches)
             await asyncio.gather(*launches)
             undo.pop_all()
-        launched = [member for watch in watches for member in watch.members]
+        launched = [member for node in used for member in node.members]
         self.members = sorted(launched, key=lambda member: member.index)
 
     async def call(
@@ -127,14 +127,14 @@ class Fleet:
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections."""
-        await _cancel_all(list(self._watches.values()))
-        alive = [m for watch in self._watches for m in watch.members if not m.failure]
+        await _cancel_all(list(self._nodes.values()))
+        alive = [m for node in self._nodes for m in node.members if not m.failure]
         await asyncio.gather(
             *(self.call(member, SHUTDOWN, None) for member in alive),
             return_exceptions=True,  # a worker that does not answer is ended below
         )
-        await asyncio.gather(*(watch.close() for watch in self._watches))
-        self._watches.clear()
+        await asyncio.gather(*(node.close() for node in self._nodes))
+        self._nodes.clear()
         self.members.clear()
 
 

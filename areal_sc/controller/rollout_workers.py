@@ -22,7 +22,7 @@ from areal_sc.config.schema import (
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_watch import Member
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.worker_loads import WorkerLoads
 from areal_sc.controller.worker_queue import WorkerQueue
 from areal_sc.controller.worker_rounds import WorkerRounds

@@ -19,7 +19,7 @@ from integration.cutting_proxy import cutting_proxy
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_watch import Member
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ModelError, WorkerLost
 from areal_sc.schedulers.local import LocalScheduler

@@ -80,7 +80,7 @@ class Member:
         return self.worker.name, self.worker.address
 
 
-class NodeWatch:
+class NodeWorkers:
     """Launches, watches and ends the workers of a role on a node.
 
     Args:
