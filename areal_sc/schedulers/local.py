@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,7 +36,7 @@ from areal_sc.log import log_tail
 from areal_sc.process import allow_open_files, exit_text
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
-from areal_sc.transport.arena.folder import clean_leftovers
+from areal_sc.transport.arena.folder import clean_leftovers, user_folder
 from areal_sc.transport.keys import RunKeys
 from areal_sc.workers.spec import NodeFacts
 
@@ -63,6 +64,7 @@ class LocalScheduler:
         self.config = config
         self.keys = RunKeys.create()
         self._node: Node | None = None
+        self._run_id = random_id()
         self._one_waits = threading.Lock()
         allow_open_files()
         with interrupts.deferred(), ExitStack() as undo:
@@ -102,7 +104,7 @@ class LocalScheduler:
         defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with self._log_path.open("ab") as log:
             return subprocess.Popen(
-                [*command, random_id(), json.encode(config).decode()],
+                [*command, self._run_id, json.encode(config).decode()],
                 stdin=subprocess.PIPE,  # open as long as this process lives
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -141,7 +143,16 @@ class LocalScheduler:
             assert pipe
             pipe.close()
         if self._node is not None and self._agent.returncode:
-            clean_leftovers(Path(self._node.facts.memory_root))
+            self._clean_up_after(Path(self._node.facts.memory_root))
+
+    def _clean_up_after(self, memory_root: Path) -> None:
+        """Deletes what a killed agent leaves, once its workers have died, too."""
+        give_up_s = time.monotonic() + self.config.shutdown_timeout_s
+        while (user_folder(memory_root) / self._run_id).exists():
+            clean_leftovers(memory_root)
+            if time.monotonic() > give_up_s:
+                return
+            time.sleep(0.05)
 
 
 def _with_package(env: dict[str, str]) -> dict[str, str]:
