@@ -366,7 +366,7 @@ def _run_server(server: _Server, preload: Sequence[str], owner_pid: int) -> NoRe
         name_process("forks")
         # numpy would start a thread of OpenBLAS when it is imported
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        gc.disable()  # imports make hardly any garbage, and are a tenth faster so
+        gc.disable()  # imports make hardly any garbage, and take a quarter less time so
         for module_name in preload:
             importlib.import_module(module_name)
         # else a child's garbage collections write to, and so copy, the pages of all that is there
