@@ -31,36 +31,48 @@ ArealError                    exit code 1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
 
 
 class ArealError(Exception):
-    """Base of all errors raised on purpose; `exit_code` ends the process of a script."""
+    """Base of all errors raised on purpose.
+
+    Attributes:
+        exit_code: ends the process of a script.
+        title: heads what the script then shows.
+    """
 
     exit_code = 1
+    title = "The run failed"
 
 
 class ConfigError(ArealError, ValueError):
     """A setting is unknown, of the wrong type, or impossible together with another."""
 
     exit_code = 2
+    title = "The configuration cannot be used"
 
 
 class RunFolderError(ArealError):
     """The run folder is in use, already finished, or cannot be resumed."""
 
     exit_code = 3
+    title = "The run folder cannot be used"
 
 
 class MetadataError(ArealError, ValueError):
     """A metadata operation was given arguments that do not fit together."""
 
     exit_code = 4
+    title = "Metadata do not fit together"
 
 
 class TransportError(ArealError):
     """Talking to another process failed."""
 
     exit_code = 4
+    title = "Talking to a worker failed"
 
 
 class RpcTimeout(TransportError, TimeoutError):
@@ -96,6 +108,8 @@ class RemoteError(TransportError):
         remote_exit_code: `exit_code` of the remote exception (1 when it is not an ArealError).
     """
 
+    title = "A worker reported an error"
+
     def __init__(
         self, message: str, *, error_type: str, remote_traceback: str, remote_exit_code: int = 1
     ) -> None:
@@ -126,6 +140,7 @@ class WorkerError(ArealError):
     """
 
     exit_code = 5
+    title = "A worker failed"
 
     def __init__(
         self, message: str, *, log_path: str | None = None, log_tail: Sequence[str] = ()
@@ -133,6 +148,11 @@ class WorkerError(ArealError):
         super().__init__(message)
         self.log_path = log_path
         self.log_tail = tuple(log_tail)
+
+    @classmethod
+    def with_log(cls, what: str, log_path: Path | str, log_tail: Sequence[str]) -> Self:
+        """One whose message also names the log."""
+        return cls(f"{what}; its log is {log_path}", log_path=str(log_path), log_tail=log_tail)
 
 
 class WorkerStartError(WorkerError):
@@ -151,12 +171,14 @@ class ModelError(ArealError):
     """A model folder or checkpoint cannot be used."""
 
     exit_code = 6
+    title = "The model cannot be used"
 
 
 class WorkflowError(ArealError):
     """The user's workflow, reward or dataset cannot be used."""
 
     exit_code = 7
+    title = "The workflow, the reward or the dataset cannot be used"
 
 
 class RewardError(WorkflowError):
@@ -171,6 +193,7 @@ class CheckpointError(ArealError):
     """A snapshot could not be written or read."""
 
     exit_code = 8
+    title = "A checkpoint failed"
 
 
 class LedgerError(ArealError):

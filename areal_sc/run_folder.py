@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from areal_sc.config.differences import check_resumable
@@ -83,8 +82,9 @@ class RunFolder:
         self.sources = self.path / "sources"
         self._lock: HeldLock | None = None
 
-    def log_path(self, role: str, index: int) -> Path:
-        return self.logs / f"{role}-{index}.log"
+    def log_path(self, name: str) -> Path:
+        """Of a process such as `train/0`."""
+        return self.logs / f"{name.replace('/', '-')}.log"
 
     def snapshot_path(self, step: int) -> Path:
         """Where the snapshot after `step` training steps lies once it is whole."""
@@ -109,51 +109,48 @@ class RunFolder:
         Raises: RunFolderError: the folder is in no state for it, or cannot be written.
         """
         assert resume in ("auto", "never", "must"), resume
-        try:
-            return self._decide(resume, overwrite=overwrite)
-        except OSError as error:
-            raise self._unusable(error) from error
+        with self._errors_named():
+            existing = next(p for p in (self.path, *self.path.parents) if p.exists())
+            if not existing.is_dir():
+                raise self._error(f"{existing} is a file, not a folder")
+            if not os.access(existing, os.W_OK | os.X_OK):
+                raise self._error(f"{existing} cannot be written")
+            entries, marker = self._entries(), self._marker()
+            if not entries:
+                if resume == "must":
+                    raise self._error("there is no run to resume")
+                return Opening.start
+            if not marker:
+                sample = ", ".join(entry.name for entry in entries[:3])
+                sample += ", ..." if len(entries) > 3 else ""
+                raise self._error(
+                    f"it has other files in it ({sample}) and is not the folder of a run, so it is "
+                    "left alone; choose another run_dir"
+                )
+            if overwrite:
+                return Opening.overwrite
+            if (found := marker.get("format_version")) != FORMAT_VERSION:
+                raise self._error(
+                    f"expected format {FORMAT_VERSION}, got {found}: another version of areal_sc "
+                    "made it; go on with that one, choose another run_dir, or delete the run by "
+                    "--overwrite"
+                )
+            return self._continuation(resume)
 
-    def _decide(self, resume: str, *, overwrite: bool) -> Opening:
-        if self.path.exists() and not self.path.is_dir():
-            raise RunFolderError(f"run folder {self.path}: it is a file, not a folder")
-        existing = next(p for p in (self.path, *self.path.parents) if p.exists())
-        if not existing.is_dir():
-            raise RunFolderError(f"run folder {self.path}: {existing} is a file, not a folder")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise RunFolderError(f"run folder {self.path}: {existing} cannot be written")
-        is_new = not self._entries()
-        if not is_new and not self._marker():
-            raise RunFolderError(
-                f"run folder {self.path}: it has other files in it ({self._sample()}) and is not "
-                "the folder of a run, so it is left alone; choose another run_dir"
-            )
-        if is_new:
-            if resume == "must":
-                raise RunFolderError(f"run folder {self.path}: there is no run to resume")
-            return Opening.start
-        if overwrite:
-            return Opening.overwrite
-        if (found := self._marker().get("format_version")) != FORMAT_VERSION:
-            raise RunFolderError(
-                f"run folder {self.path}: expected format {FORMAT_VERSION}, got {found}: another "
-                "version of areal_sc made it; go on with that one, choose another run_dir, or "
-                "delete the run by --overwrite"
-            )
+    def _continuation(self, resume: str) -> Opening:
         if self.summary_path.exists():
-            raise RunFolderError(
-                f"run folder {self.path}: its run is finished; choose another run_dir, "
-                "or delete the run by --overwrite"
+            raise self._error(
+                "its run is finished; choose another run_dir, or delete the run by --overwrite"
             )
         if resume == "never":
-            raise RunFolderError(
-                f"run folder {self.path}: it holds an unfinished run, and resume=never; choose "
-                "another run_dir, go on with resume=auto, or delete the run by --overwrite"
+            raise self._error(
+                "it holds an unfinished run, and resume=never; choose another run_dir, go on with "
+                "resume=auto, or delete the run by --overwrite"
             )
         if self.snapshots():
             return Opening.resume
         if resume == "must":
-            raise RunFolderError(f"run folder {self.path}: its run has no snapshot to resume from")
+            raise self._error("its run has no snapshot to resume from")
         return Opening.restart
 
     def preview(
@@ -164,12 +161,11 @@ class RunFolder:
         Raises: RunFolderError: `open` would refuse.
         """
         opening = self.decide(resume=resume, overwrite=overwrite)
-        try:
-            self._check_lock()
+        with self._errors_named():
+            if (self.path / _LOCK).exists():
+                self._take_lock().close()
             if opening is Opening.resume:
                 check_resumable(self.config_path.read_text(), config_text)
-        except OSError as error:
-            raise self._unusable(error) from error
         return opening
 
     def open(self, *, config_text: str, resume: str = "auto", overwrite: bool = False) -> Opening:
@@ -229,12 +225,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def write_atomic(self, path: str | Path, content: bytes) -> None:
@@ -275,46 +266,28 @@ class RunFolder:
 
         Raises: RunFolderError: another process has it, or something cannot be written.
         """
+        assert self._lock is None, f"run folder {self.path} is open already"
         try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
-            self._take_lock()
-            yield
-        except OSError as error:
-            self.close()
-            raise self._unusable(error) from error
+            with self._errors_named():
+                self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+                self._lock = self._take_lock()
+                (self.path / _LOCK).write_text(f"{os.getpid()}\n")  # for the message of others
+                yield
         except BaseException:
             self.close()
             raise
 
-    def _take_lock(self) -> None:
-        """Takes the lock, and leaves this process's id in its file, for the message of others."""
-        assert self._lock is None, f"run folder {self.path} is open already"
+    def _take_lock(self) -> HeldLock:
         path, give_up_s = self.path / _LOCK, time.monotonic() + _LOCK_WAIT_S
         while (lock := take_lock(path, fcntl.LOCK_EX)) is None:
             if time.monotonic() > give_up_s:
-                raise self._in_use()
+                pid = path.read_text(errors="replace").strip()
+                owner = f"process {pid}" if pid else "another process"
+                raise self._error(
+                    f"{owner} is running in it; wait for it, stop it, or choose another run_dir"
+                )
             time.sleep(0.05)
-        self._lock = lock
-        path.write_text(f"{os.getpid()}\n")
-
-    def _check_lock(self) -> None:
-        """Takes nothing, and makes no file.
-
-        Raises: RunFolderError: another process has the folder. OSError: it is not usable.
-        """
-        if (self.path / _LOCK).exists():
-            lock = take_lock(self.path / _LOCK, fcntl.LOCK_EX)
-            if lock is None:
-                raise self._in_use()
-            lock.close()
-
-    def _in_use(self) -> RunFolderError:
-        pid = (self.path / _LOCK).read_text(errors="replace").strip()
-        owner = f"process {pid}" if pid else "another process"
-        return RunFolderError(
-            f"run folder {self.path}: {owner} is running in it; "
-            "wait for it, stop it, or choose another run_dir"
-        )
+        return lock
 
     def _mark(self) -> None:
         """Makes the folder a run's."""
@@ -323,10 +296,17 @@ class RunFolder:
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
-    def _unusable(self, error: OSError) -> RunFolderError:
-        return RunFolderError(
-            f"run folder {self.path}: it cannot be used: {error.strerror}; choose another run_dir"
-        )
+    def _error(self, text: str) -> RunFolderError:
+        return RunFolderError(f"run folder {self.path}: {text}")
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._error(
+                f"it cannot be used: {error.strerror}; choose another run_dir"
+            ) from error
 
     def _entries(self) -> list[Path]:
         """What lies in the folder, without lock and count, and without what a crash cut short."""
@@ -343,10 +323,6 @@ class RunFolder:
             return {}
         is_marker = isinstance(marker, dict) and marker.get("kind") == "areal_sc run"
         return marker if is_marker else {}
-
-    def _sample(self) -> str:
-        names = [entry.name for entry in self._entries()]
-        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
     def _empty(self) -> None:
         """Deletes all but lock and count. The marker goes last, so that a crash leaves it."""

@@ -81,7 +81,7 @@ class Controller:
         lost: list[str] = []
         probe = LagProbe()
         heartbeats = ours.heartbeats(
-            self._transport, self._workers, lambda name, error: lost.append(str(error))
+            self._transport, self._workers, lambda error: lost.append(str(error))
         )
         tasks = [asyncio.create_task(heartbeats)]
         try:

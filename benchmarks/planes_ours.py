@@ -15,8 +15,10 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
 
-from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.controller.node_watch import NodeWatch
+from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
+from areal_sc.controller.node_workers import Member, NodeWorkers
+from areal_sc.controller.runtime import Runtime
+from areal_sc.errors import WorkerLost
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
 from areal_sc.schedulers.base import Node
@@ -188,7 +190,7 @@ class Nodes:
         self.config = config
         self.keys = keys
         self._nodes = [
-            Node(NodeFacts(name, name, 0, ""), address, name, Path("agent.log"))
+            Node(NodeFacts(name, name, 0, "", address, name), Path("agent.log"))
             for name, address in agents.items()
         ]
 
@@ -210,7 +212,7 @@ def agents_of(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
 async def heartbeats(
     transport: ZmqTransport,
     workers: Sequence[Mapping[str, str]],
-    on_lost: Callable[[str, Exception], None],
+    on_lost: Callable[[WorkerLost], None],
 ) -> None:
     """A controller's watch over the workers, until it is cancelled.
 
@@ -220,11 +222,11 @@ async def heartbeats(
     scheduler = Nodes(SchedulerConfig(), RunKeys.create(), agents_of(workers))
     watches = {}
     for node in await scheduler.nodes():
-        agent = transport.connect(node.address, "agent", node.incarnation)
-        orders = [WorkerOrder("rollout", 0, "", "", {}, 0)]
-        watches[node.name] = NodeWatch(node, orders, agent, scheduler, on_lost)
+        orders = [WorkerOrder("rollout", 0, "", {}, Device.cpu, 0)]
+        watches[node.name] = NodeWorkers(node, orders, scheduler, Runtime(transport), on_lost)
     for worker in workers:
-        watches[worker["node"]].add(report_of(worker), Path("worker.log"))
+        watch = watches[worker["node"]]
+        watch.add(Member(report_of(worker), 0, watch.agent))  # nobody calls it
     async with asyncio.TaskGroup() as tasks:
         for number, watch in enumerate(watches.values(), start=1):
             hold_s = scheduler.config.heartbeat_interval_s * number / len(watches)

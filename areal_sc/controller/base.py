@@ -19,8 +19,9 @@ from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import WorkerLost
-from areal_sc.schedulers.base import LaunchRequest, Scheduler
+from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import STATS
+from areal_sc.workers.spec import WorkerOrder
 from areal_sc.workflows.sources import PromptSource, SourceRegistry
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Controller(ABC):
         device, num_devices = self.engine.devices
         await self.fleet.launch(
             [
-                LaunchRequest(
+                WorkerOrder(
                     role=role,
                     index=index,
                     engine=type(self.engine).__name__,

@@ -5,7 +5,7 @@ waits for    the reply of each call
 unblocked by that reply, the call's deadline, or the loss of the worker: every call in flight to it
              fails at once with `WorkerLost`, and so does every later one
 
-lost         a worker of which `NodeWatch` says so. A connection that ends is made again, and its
+lost         a worker of which `NodeWorkers` says so. A connection that ends is made again, and its
              calls are repeated under their ids
 """
 
@@ -13,51 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.controller.node_watch import NodeWatch
+from areal_sc.controller.node_workers import Member, NodeWorkers
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError, TransportError, WorkerLost, WorkerStartError
-from areal_sc.log import log_tail
-from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.base import LaunchRequest, Node, Scheduler, placed
+from areal_sc.errors import ArealError, WorkerLost
+from areal_sc.schedulers.base import Scheduler, placed
 from areal_sc.transport.rpc.method import A, Method, R
-from areal_sc.transport.rpc.transport import Connection
 from areal_sc.workers.calls import SHUTDOWN
-from areal_sc.workers.spec import LAUNCH, STOP, Launch, Stop, WorkerOrder, WorkerReport
-
-logger = logging.getLogger(__name__)
-
-RPC_MARGIN_S = 30.0
-"""What a call of an agent may take beyond the time that it says."""
-
-
-@dataclass
-class Member:
-    """One worker of the fleet.
-
-    Attributes:
-        index: its number within its role.
-        failure: why the worker is lost, once it is.
-    """
-
-    worker: WorkerReport
-    index: int
-    connection: Connection
-    failure: WorkerLost | None = None
-
-    @property
-    def name(self) -> str:
-        return self.worker.name
-
-    @property
-    def node(self) -> tuple[str, str]:
-        """(node_id, node_addr), as shards name their owner."""
-        return self.worker.name, self.worker.address
+from areal_sc.workers.spec import WorkerOrder
 
 
 class Fleet:
@@ -69,8 +36,7 @@ class Fleet:
         self._scheduler = scheduler
         self._runtime = runtime
         self._on_lost = on_lost
-        self._watches: dict[NodeWatch, asyncio.Task[None]] = {}
-        self._by_name: dict[str, Member] = {}
+        self._nodes: dict[NodeWorkers, asyncio.Task[None]] = {}
         self.members: list[Member] = []
 
     @property
@@ -81,72 +47,33 @@ class Fleet:
     def num_bytes(self) -> int:
         """Bytes sent and received on all control sockets of the fleet, those of agents included."""
         connections = [member.connection for member in self.members]
-        connections += [watch.agent for watch in self._watches]
+        connections += [node.agent for node in self._nodes]
         return sum(c.bytes_sent + c.bytes_received for c in connections)
 
-    async def launch(self, requests: Sequence[LaunchRequest]) -> None:
+    async def launch(self, orders: Sequence[WorkerOrder]) -> None:
         """Starts all workers, those of a node by one call, and watches each from then on.
 
         Raises: WorkerStartError: one did not come up; the others are stopped. ConfigError: there
             are not enough devices.
         """
         nodes = await self._scheduler.nodes()
+        orders = [replace(order, incarnation=self._runtime.new_id()) for order in orders]
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            watches = [self._watch(*part) for part in placed(requests, nodes).items() if part[1]]
-            for number, watch in enumerate(watches, start=1):
-                hold_s = self.config.heartbeat_interval_s * number / len(watches)
-                self._watches[watch] = asyncio.create_task(watch.run(hold_s))
-            launches = [asyncio.create_task(self._launch(watch)) for watch in watches]
+            used = [
+                NodeWorkers(node, part, self._scheduler, self._runtime, self._on_lost)
+                for node, part in placed(orders, nodes).items()
+                if part
+            ]
+            for number, node in enumerate(used, start=1):
+                hold_s = self.config.heartbeat_interval_s * number / len(used)
+                self._nodes[node] = asyncio.create_task(node.run(hold_s))
+            launches = [asyncio.create_task(node.launch()) for node in used]
             undo.push_async_callback(_cancel_all, launches)
             await asyncio.gather(*launches)
             undo.pop_all()
-        self.members.sort(key=lambda member: member.index)
-
-    def _watch(self, node: Node, workers: Sequence[tuple[LaunchRequest, list[int]]]) -> NodeWatch:
-        orders = [
-            WorkerOrder(
-                role=request.role,
-                index=request.index,
-                incarnation=self._runtime.new_id(),
-                engine=request.engine,
-                engine_config=request.engine_config,
-                store_bytes=request.store_bytes,
-                devices=devices,
-            )
-            for request, devices in workers
-        ]
-        agent = self._runtime.transport.connect(node.address, "agent", node.incarnation)
-        return NodeWatch(node, orders, agent, self._scheduler, self._lose)
-
-    async def _launch(self, watch: NodeWatch) -> None:
-        timeout_s = self.config.startup_timeout_s
-        try:
-            launched = await watch.agent.call(
-                LAUNCH, Launch(watch.orders, timeout_s), timeout_s=timeout_s + RPC_MARGIN_S
-            )
-        except TransportError as error:
-            path = watch.node.log_path
-            raise WorkerStartError(
-                f"the agent of node {watch.node.name} started no workers: {error}; "
-                f"its log is {path}",
-                log_path=str(path),
-                log_tail=log_tail(path),
-            ) from error
-        if launched.failure:
-            raise WorkerStartError(
-                launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
-            )
-        folder = RunFolder(self.config.run_dir)
-        for order, worker in zip(watch.orders, launched.workers, strict=True):
-            connection = self._runtime.transport.connect(
-                worker.address, worker.name, worker.incarnation, keeps_trying=True
-            )
-            member = Member(worker, order.index, connection)
-            self._by_name[worker.name] = member
-            self.members.append(member)
-            watch.add(worker, folder.log_path(order.role, order.index))
-            logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
+        launched = [member for node in used for member in node.members]
+        self.members = sorted(launched, key=lambda member: member.index)
 
     async def call(
         self, member: Member, method: Method[A, R], args: A, *, timeout_s: float | None = None
@@ -200,38 +127,15 @@ class Fleet:
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections."""
-        await _cancel_all(list(self._watches.values()))
-        alive = [member for member in self.members if not member.failure]
+        await _cancel_all(list(self._nodes.values()))
+        alive = [m for node in self._nodes for m in node.members if not m.failure]
         await asyncio.gather(
             *(self.call(member, SHUTDOWN, None) for member in alive),
             return_exceptions=True,  # a worker that does not answer is ended below
         )
-        await asyncio.gather(*(self._stop(watch) for watch in self._watches))
-        for member in self.members:
-            await member.connection.close()
-        self._watches.clear()
+        await asyncio.gather(*(node.close() for node in self._nodes))
+        self._nodes.clear()
         self.members.clear()
-        self._by_name.clear()
-
-    async def _stop(self, watch: NodeWatch) -> None:
-        grace_s = self.config.shutdown_timeout_s / 2
-        incarnations = [order.incarnation for order in watch.orders]
-        try:
-            await watch.agent.call(
-                STOP, Stop(incarnations, grace_s), timeout_s=grace_s + RPC_MARGIN_S
-            )
-        except TransportError as error:  # its workers die with it, or of their orphan timeout
-            logger.warning("node=%s its agent stopped no workers: %s", watch.node.name, error)
-        await watch.agent.close()
-        for order in watch.orders:
-            watch.node.placement.release(order.name)
-
-    def _lose(self, name: str, failure: WorkerLost) -> None:
-        member = self._by_name[name]
-        assert member.failure is None, failure
-        member.failure = failure
-        member.connection.fail_pending(failure)
-        self._on_lost(failure)
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:

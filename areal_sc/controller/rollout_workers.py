@@ -23,8 +23,9 @@ from typing import Final
 from areal_sc.config.schema import OnWeightUpdate, WeightUpdateMethod
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.controller.background import Background
-from areal_sc.controller.fleet import Fleet, Member
+from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.group import Group, RolloutSource
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.worker_choice import WorkerLoads, WorkerQueue
 from areal_sc.controller.worker_store import Needs, WorkerStore
 from areal_sc.engines.handle_base import GeneratorHandle

@@ -1,7 +1,7 @@
 """LocalScheduler: one node, this machine, with an agent that it starts itself.
 
     make_scheduler      the agent starts at once, and its fork server imports in the background
-    nodes               the agent has said where it listens, and told what this machine offers
+    nodes               the agent has told where it listens, and what this machine offers
     close               SIGTERM: the agent ends what is left, and cleans up
 
 Where there are CUDA devices, the fork server imports nothing beforehand. Agent and workers outlive
@@ -19,27 +19,26 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from msgspec import json
 
-from areal_sc import interrupts, open_files
+from areal_sc import interrupts
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import WorkerStartError
+from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail
+from areal_sc.process import allow_open_files, exit_text
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
-from areal_sc.transport.arena.folder import clean_leftovers
-from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.arena.folder import clean_leftovers, user_folder
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.workers.fork_client import exit_text
-from areal_sc.workers.spec import DESCRIBE, AgentSpec
+from areal_sc.workers.spec import NodeFacts
 
 AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.workers.agent")
 """-P: the working directory must not shadow installed modules."""
@@ -51,7 +50,7 @@ class LocalScheduler:
     Args:
         config: the `scheduler` section.
         folder: as in `make_scheduler`.
-        command: starts an agent, with its `AgentSpec` behind it.
+        command: starts an agent; its arguments follow.
     Raises: RunFolderError: another process runs in the folder, or it cannot be used.
     """
 
@@ -65,9 +64,9 @@ class LocalScheduler:
         self.config = config
         self.keys = RunKeys.create()
         self._node: Node | None = None
-        self._announcement = ""
-        self._announcing = threading.Lock()
-        open_files.raise_limit()
+        self._run_id = random_id()
+        self._one_waits = threading.Lock()
+        allow_open_files()
         with interrupts.deferred(), ExitStack() as undo:
             if folder is None:
                 folder = RunFolder(config.run_dir)
@@ -76,7 +75,7 @@ class LocalScheduler:
             folder.remove_keys()  # of a run that was killed
             undo.callback(folder.remove_keys)
             self.keys.write(folder.keys_path)
-            self._log_path = folder.log_path("agent", 0)
+            self._log_path = folder.log_path("agent/0")
             self._agent = self._start_agent(folder, command)
             undo.callback(self._end_agent)
             self._undo = undo.pop_all()
@@ -84,17 +83,7 @@ class LocalScheduler:
         atexit.register(self._close_at_exit)
 
     async def nodes(self) -> list[Node]:
-        if self._node is None:
-            address, incarnation = (await asyncio.to_thread(self._announced)).split()
-            transport = ZmqTransport(authenticator=CurveAuthenticator(self.keys, "scheduler"))
-            try:
-                agent = transport.connect(address, "agent", incarnation)
-                facts = await agent.call(DESCRIBE, None, timeout_s=self.config.startup_timeout_s)
-            finally:
-                await transport.close()
-            if self._node is None:  # else another controller was faster
-                self._node = Node(facts, address, incarnation, self._log_path)
-        return [self._node]
+        return [await asyncio.to_thread(self._wait_for_node)]
 
     async def ended_nodes(self) -> dict[Node, str]:
         code = self._agent.poll()
@@ -111,17 +100,11 @@ class LocalScheduler:
             self.close()
 
     def _start_agent(self, folder: RunFolder, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        spec = AgentSpec(
-            run_dir=str(folder.path),
-            run_id=random_id(),
-            transport=asdict(self.config.transport),
-            heartbeat_interval_s=self.config.heartbeat_interval_s,
-            orphan_timeout_s=self.config.orphan_timeout_s,
-        )
+        config = replace(self.config, run_dir=str(folder.path))
         defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with self._log_path.open("ab") as log:
             return subprocess.Popen(
-                [*command, json.encode(spec).decode()],
+                [*command, self._run_id, json.encode(config).decode()],
                 stdin=subprocess.PIPE,  # open as long as this process lives
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -129,25 +112,25 @@ class LocalScheduler:
                 start_new_session=True,
             )
 
-    def _announced(self) -> str:
-        """What the agent says when it listens. Blocks, but not for ever."""
+    def _wait_for_node(self) -> Node:
+        """What the agent tells when it listens. Blocks, but not for ever."""
         timeout_s, output = self.config.startup_timeout_s, self._agent.stdout
         assert output
-        with self._announcing, selectors.DefaultSelector() as selector:
-            if not self._announcement:
+        with self._one_waits, selectors.DefaultSelector() as selector:
+            if self._node is None:
                 selector.register(output, selectors.EVENT_READ)
-                if selector.select(timeout_s):
-                    self._announcement = output.readline().decode()
-            if not self._announcement:
-                code = self._agent.poll()
-                what = "has ended" if code is None else f"ended with {exit_text(code)}"
-                raise WorkerStartError(
-                    f"the agent of this machine {what}, or did not serve within {timeout_s:g} s; "
-                    f"its log is {self._log_path}",
-                    log_path=str(self._log_path),
-                    log_tail=log_tail(self._log_path),
-                )
-            return self._announcement
+                told = output.readline() if selector.select(timeout_s) else b""
+                facts = json.decode(told or b"null", type=NodeFacts | str | None)
+                if isinstance(facts, str):
+                    raise ConfigError(facts)
+                if facts is None:
+                    code = self._agent.poll()
+                    what = "has ended" if code is None else f"ended with {exit_text(code)}"
+                    what = f"the agent of this machine {what}, or did not serve in {timeout_s:g} s"
+                    log = self._log_path
+                    raise WorkerStartError.with_log(what, log, log_tail(log))
+                self._node = Node(facts, self._log_path)
+            return self._node
 
     def _end_agent(self) -> None:
         self._agent.terminate()
@@ -160,7 +143,16 @@ class LocalScheduler:
             assert pipe
             pipe.close()
         if self._node is not None and self._agent.returncode:
-            clean_leftovers(Path(self._node.facts.memory_root))
+            self._clean_up_after(Path(self._node.facts.memory_root))
+
+    def _clean_up_after(self, memory_root: Path) -> None:
+        """Deletes what a killed agent leaves, once its workers have died, too."""
+        give_up_s = time.monotonic() + self.config.shutdown_timeout_s
+        while (user_folder(memory_root) / self._run_id).exists():
+            clean_leftovers(memory_root)
+            if time.monotonic() > give_up_s:
+                return
+            time.sleep(0.05)
 
 
 def _with_package(env: dict[str, str]) -> dict[str, str]:

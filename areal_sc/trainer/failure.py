@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -17,19 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from areal_sc import interrupts, open_files
-from areal_sc.errors import (
-    ArealError,
-    CheckpointError,
-    ConfigError,
-    MetadataError,
-    ModelError,
-    RemoteError,
-    RunFolderError,
-    TransportError,
-    WorkerError,
-    WorkflowError,
-)
+from areal_sc import interrupts
+from areal_sc.errors import ArealError, ConfigError, RemoteError, RunFolderError
+from areal_sc.process import open_files_advice
 
 EXIT_UNEXPECTED = 1
 
@@ -39,19 +30,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _NUM_FRAMES = 3
 _NUM_NOTE_LINES = 6
 _NUM_LOG_LINES = 15
-
-_TITLES: tuple[tuple[type[ArealError], str], ...] = (
-    (ConfigError, "The configuration cannot be used"),
-    (RunFolderError, "The run folder cannot be used"),
-    (RemoteError, "A worker reported an error"),
-    (WorkerError, "A worker failed"),
-    (ModelError, "The model cannot be used"),
-    (WorkflowError, "The workflow, the reward or the dataset cannot be used"),
-    (CheckpointError, "A checkpoint failed"),
-    (TransportError, "Talking to a worker failed"),
-    (MetadataError, "Metadata do not fit together"),
-    (ArealError, "The run failed"),
-)
 
 
 class Terminated(KeyboardInterrupt):
@@ -104,7 +82,7 @@ def report_failure(
     folder. Without one, that of an unexpected error is shown whole.
 
     Args:
-        error: what ended the run; of an exception group the first error of the engine counts.
+        error: what ended the run; of an exception group the first one counts.
         console: None is standard error.
         run_dir: the run's folder, if it has come to that.
     Returns: the exit code that the process should end with.
@@ -116,67 +94,47 @@ def report_failure(
         if run_dir is not None:
             _append_to_log(run_dir, "INFO", f"stopped by {by}\n")
         with suppress(OSError):  # there may be no terminal any more
-            block.line(f"stopped by {by}", style="yellow")
+            block.text(f"stopped by {by}", style="yellow")
         return 128 + stopped_by
-    cause, num_others = _first_cause(error)
-    if isinstance(cause, ConfigError):
-        block.title(_title(cause))
-        block.text(str(cause))
-        return cause.exit_code
-
-    is_ours = not isinstance(cause, RunFolderError)  # the folder may be another run's
-    log_path = None
-    if run_dir is not None and is_ours:
-        text = "".join(traceback.format_exception(error))
-        log_path = _append_to_log(run_dir, "ERROR", f"the run ended with\n{text}")
-    block.title(_title(cause))
+    cause = error
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    title, text, exit_code = "The run ended with an unexpected error", "", EXIT_UNEXPECTED
     if isinstance(cause, ArealError):
-        block.text(str(cause) or type(cause).__name__)
-    else:
-        block.text(f"{type(cause).__name__}: {cause}")
+        title, text, exit_code = cause.title, str(cause), cause.exit_code
+    block.text(f"ERROR {title}", style="bold red")
+    block.text(text or f"{type(cause).__name__}: {cause}", "  ")
+    if isinstance(cause, ConfigError):
+        return exit_code
+
+    log_path, trace = None, "".join(traceback.format_exception(error))
+    if run_dir is not None and not isinstance(cause, RunFolderError):  # it may be another run's
+        log_path = _append_to_log(run_dir, "ERROR", f"the run ended with\n{trace}")
     for reason in _reasons(cause):
-        block.text(f"because of {reason}")
-    if advice := open_files.advice_on(cause):
-        block.text(advice)
-    if num_others:
-        block.text(f"({num_others} more errors came with it)")
+        block.text(f"because of {reason}", "  ")
+    if os.strerror(errno.EMFILE) in f"{trace} {getattr(cause, 'log_tail', '')}":
+        block.text(open_files_advice(), "  ")
     _show_place(block, cause, has_log=log_path is not None)
     if log_path is not None:
-        block.path("full traceback", log_path)
-        block.path("logs of the workers", log_path.parent)
-    return cause.exit_code if isinstance(cause, ArealError) else EXIT_UNEXPECTED
+        block.text(f"full traceback: {log_path}", style="bold")
+        block.text(f"logs of the workers: {log_path.parent}", style="bold")
+    return exit_code
 
 
 class _Block:
-    """Lines that wrap on a terminal only: elsewhere they stay whole, for grep."""
+    """Lines that stay whole on every width: for grep, and so that a path can be copied."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def title(self, text: str) -> None:
-        self.line(f"ERROR {text}", style="bold red")
-
-    def text(self, text: str) -> None:
+    def text(self, text: str, prefix: str = "", *, style: str = "") -> None:
         for line in text.splitlines():
-            self.line(line, prefix="  ")
+            plain = Text(Text.from_ansi(line.rstrip()).plain, style=style)
+            self._console.print(Text(prefix) + plain, soft_wrap=True)
 
     def quote(self, heading: str, lines: Sequence[str]) -> None:
-        self.line(f"{heading}:", style="bold")
-        for line in lines:
-            self.line(line.rstrip(), prefix="  | ", style="dim")
-
-    def path(self, label: str, path: Path) -> None:
-        """A path stays one piece on every width, so that it can be copied."""
-        self._console.print(Text(f"{label}: {path}", style="bold"), soft_wrap=True)
-
-    def line(self, text: str, *, prefix: str = "", style: str = "") -> None:
-        plain = Text(Text.from_ansi(text).plain, style=style)
-        if not self._console.is_terminal:
-            self._console.print(Text(prefix) + plain, soft_wrap=True)
-            return
-        wrapped = plain.wrap(self._console, max(self._console.width - len(prefix), 1))
-        for part in wrapped or [plain]:
-            self._console.print(Text(prefix) + part, no_wrap=True, overflow="ignore")
+        self.text(f"{heading}:", style="bold")
+        self.text("\n".join(lines), "  | ", style="dim")
 
 
 def _show_place(block: _Block, cause: BaseException, *, has_log: bool) -> None:
@@ -186,23 +144,16 @@ def _show_place(block: _Block, cause: BaseException, *, has_log: bool) -> None:
     among them) are cut to the first line where the log has the rest.
     """
     is_foreseen = isinstance(cause, ArealError) and not isinstance(cause, RemoteError)
-    notes = list(getattr(cause, "__notes__", ()))
-    if isinstance(cause, RemoteError) and not any(
-        cause.remote_traceback.strip() in n for n in notes
-    ):
-        notes.append(f"remote traceback:\n{cause.remote_traceback.strip()}")
-    for note in notes:
+    for note in getattr(cause, "__notes__", ()):
         heading, _, rest = note.partition("\n")
         if rest and not (is_foreseen and has_log):
             block.quote(heading.rstrip(":"), rest.splitlines()[-_NUM_NOTE_LINES:])
         else:
-            block.text(heading.rstrip(":"))
-    log_tail = getattr(cause, "log_tail", None)
+            block.text(heading.rstrip(":"), "  ")
+    log_tail = getattr(cause, "log_tail", ())
     if log_tail:
-        lines = log_tail.splitlines() if isinstance(log_tail, str) else list(log_tail)
         log_path = getattr(cause, "log_path", None)
-        heading = "last lines of its log" if log_path is None else f"last lines of {log_path}"
-        block.quote(heading, lines[-_NUM_LOG_LINES:])
+        block.quote(f"last lines of {log_path or 'its log'}", log_tail[-_NUM_LOG_LINES:])
     if isinstance(cause, ArealError):
         return
     if has_log:
@@ -213,32 +164,7 @@ def _show_place(block: _Block, cause: BaseException, *, has_log: bool) -> None:
             [f"{f.filename}:{f.lineno} in {f.name}: {f.line or '(no source)'}" for f in innermost],
         )
     else:
-        text = "".join(traceback.format_exception(cause))
-        block.quote("traceback", text.rstrip().splitlines())
-
-
-def _title(cause: BaseException) -> str:
-    return next(
-        (title for error_type, title in _TITLES if isinstance(cause, error_type)),
-        "The run ended with an unexpected error",
-    )
-
-
-def _first_cause(error: BaseException) -> tuple[BaseException, int]:
-    """The error to show, and the number of others that came in the same exception group."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error, 0
-    leaves = list(_leaves(error))
-    chosen = next((leaf for leaf in leaves if isinstance(leaf, ArealError)), leaves[0])
-    return chosen, len(leaves) - 1
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for member in error.exceptions:
-            yield from _leaves(member)
-    else:
-        yield error
+        block.quote("traceback", "".join(traceback.format_exception(cause)).splitlines())
 
 
 def _reasons(error: BaseException) -> Iterator[str]:

@@ -1,15 +1,15 @@
 """The agent of a node: starts, watches and ends the workers there, and owns their shared memory.
 
     script ── RPC, CURVE with the run's keys ──► agent ══ socket pair ══► fork server ──► workers
-      controllers: LAUNCH, WATCH, STOP,            ▲                                        │
-                   LOG_TAIL, DESCRIBE              └────────── one socket pair each ────────┘
+      controllers: LAUNCH, WATCH,                  ▲                                        │
+                   STOP, LOG_TAIL                  └────────── one socket pair each ────────┘
                                                           WorkerReport once, then beats
 
     WorkerOrder ─► WorkerSpec ─► process ─► WorkerReport ─► Beat, Beat, … ─► EndedWorker
 
-One process a node, started as `python -m areal_sc.workers.agent <AgentSpec as JSON>` on this
-machine or any other. On its standard output it says where it listens: one line,
-`<address> <incarnation>`. Its memory folder, devices and addresses are those of its own node.
+One process a node, started as `python -m areal_sc.workers.agent <run id> <SchedulerConfig as JSON>`
+on this machine or any other. When it listens, it writes its `NodeFacts` to its standard output, one
+line of JSON, or a string that says why the node cannot be used.
 
     consumes     calls of the controllers, reports and beats of workers, the ends of processes
     waits for    a call, a worker, or the end
@@ -17,8 +17,9 @@ machine or any other. On its standard output it says where it listens: one line,
                  `orphan_timeout_s`. Until workers run, it is enough that the standard input is open
 
 The fork server must be single-threaded, and ZMQ has threads: so it is a process of its own, forked
-before anything else happens. Processes die with whoever forked them, so whatever becomes of the
-agent, no worker is left. An agent that can still act deletes the run's shared memory and its keys.
+before anything else happens. Processes die with whoever forked them, and a fork server whose agent
+is stopped ends by itself. So whatever becomes of the agent, no worker is left. An agent that can
+still act deletes the run's shared memory and its keys.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,28 +40,26 @@ from typing import Any, Final
 
 from msgspec import MsgspecError, json, msgpack
 
-from areal_sc import open_files
 from areal_sc.config.machine import count_cuda_devices
-from areal_sc.config.schema import TransportConfig
-from areal_sc.errors import ArealError, WorkerError, WorkerStartError
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import ArealError, ConfigError, WorkerError, WorkerStartError
+from areal_sc.fork_server import Child, ForkServer
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail, setup_logging
+from areal_sc.process import allow_open_files, name_process
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers, memory_root
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.interface import Interface
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.workers.fork_client import Child, ForkServer
-from areal_sc.workers.fork_server import ENTRIES, PRELOAD
+from areal_sc.workers.entry import PRELOAD
 from areal_sc.workers.left_files import delete_left_files
 from areal_sc.workers.spec import (
-    DESCRIBE,
     LAUNCH,
     LOG_TAIL,
     STOP,
     WATCH,
-    AgentSpec,
     Beat,
     EndedWorker,
     Launch,
@@ -95,9 +95,7 @@ class _Worker:
     """
 
     order: WorkerOrder
-    log_path: Path
     child: Child
-    connection: socket.socket
     reported: asyncio.Future[WorkerReport]
     beat_ns: int
     turn_ns: int
@@ -107,27 +105,32 @@ class Agent:
     """Serves until the end.
 
     Args:
-        spec: from the command line.
+        run_id: names this start of the script.
+        config: the run's; `run_dir` is absolute.
         keys: of the run.
         fork_server: of this process.
         num_devices: CUDA devices of this node.
     """
 
     def __init__(
-        self, spec: AgentSpec, keys: RunKeys, fork_server: ForkServer, num_devices: int
+        self,
+        run_id: str,
+        config: SchedulerConfig,
+        keys: RunKeys,
+        fork_server: ForkServer,
+        num_devices: int,
     ) -> None:
-        self._spec = spec
+        self._run_id = run_id
+        self._config = config
         self._fork_server = fork_server
         self._num_devices = num_devices
-        self._folder = RunFolder(spec.run_dir)
-        transport = TransportConfig(**spec.transport)
-        self._memory_root = memory_root(transport.shared_memory, self._folder.path)
+        self._folder = RunFolder(config.run_dir)
+        self._memory_root = memory_root(config.transport.shared_memory, self._folder.path)
+        self._interface = Interface.of(config.transport.bind)
         self._memory: ArenaFolder | None = None
-        self._interface = Interface.of(transport.bind)
         self._incarnation = random_id()
         self._server = RpcServer(
             [
-                DESCRIBE.served_by(self.describe),
                 LAUNCH.served_by(self.launch),
                 WATCH.served_by(self.watch),
                 STOP.served_by(self.stop),
@@ -143,50 +146,28 @@ class Agent:
         self._end_noted = asyncio.Event()
         self._heard_s = time.monotonic()
         self._started_s = time.time()
-        self._is_input_open = True
 
     async def serve(self) -> None:
-        """Announces the address, and returns when all is ended and cleaned up.
+        """Tells of the node, and returns when all is ended and cleaned up.
 
-        Raises: WorkerStartError: the fork server has died.
+        Raises: WorkerStartError: the fork server has died. ConfigError: the node's shared memory
+            cannot be used.
         """
         terminated = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
-        ends: list[asyncio.Task[Any]] = [
-            asyncio.create_task(end)
-            for end in (terminated.wait(), self._orphaned(), self._fork_server.is_gone.wait())
-        ]
+        limit_s = self._config.orphan_timeout_s
         try:
-            address = self._interface.reachable(await self._server.start())
-            os.write(sys.stdout.fileno(), f"{address} {self._incarnation}\n".encode())
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in done:
-                end.result()
+            await self._tell_of_node()
+            while not terminated.is_set() and self._is_wanted():
+                self._fork_server.go_on(limit_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(terminated.wait(), min(1.0, limit_s / 10))
             if self._fork_server.is_gone.is_set():
                 raise WorkerStartError("the fork server is gone, and all workers with it")
         finally:
-            for end in ends:
-                end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
             await self._server.close()
             await self._fork_server.close()
             self._clean_up()
-
-    async def describe(self, _: None) -> NodeFacts:
-        """Opens the node's shared memory, and deletes what killed runs have left there.
-
-        Raises: ConfigError: it cannot be used.
-        """
-        self._heard()
-        if self._memory is None:
-            clean_leftovers(self._memory_root)
-            self._memory = ArenaFolder(self._memory_root, self._spec.run_id)
-        return NodeFacts(
-            host=socket.gethostname(),
-            token=self._memory.node_token(),
-            num_devices=self._num_devices,
-            memory_root=str(self._memory_root),
-        )
 
     async def launch(self, launch: Launch) -> Launched:
         """Starts workers; they all serve when it returns, or none is left.
@@ -201,11 +182,13 @@ class Agent:
         try:
             workers = await asyncio.gather(*starts)
         except BaseException as error:
-            await self._give_up(starts, launch.orders)
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self._kill([w for w in self._workers.values() if w.order in launch.orders])
             if not isinstance(error, WorkerError):
                 raise
-            tail = log_tail(Path(error.log_path)) if error.log_path else []
-            return Launched([], str(error), error.log_path or "", tail)
+            return Launched([], str(error), error.log_path or "", list(error.log_tail))
         logger.info("workers=%d start_s=%.2f", len(workers), time.monotonic() - started)
         return Launched(workers)
 
@@ -245,12 +228,26 @@ class Agent:
     async def log_tail(self, name: str) -> list[str]:
         """The last lines of a worker's log; none of a name that is no worker's."""
         self._heard()
-        paths = [w.log_path for w in self._workers.values() if w.order.name == name]
-        return log_tail(paths[0]) if paths else []
+        is_known = any(worker.order.name == name for worker in self._workers.values())
+        return log_tail(self._folder.log_path(name)) if is_known else []
+
+    async def _tell_of_node(self) -> None:
+        """Opens the node's shared memory, and deletes what killed runs have left there."""
+        clean_leftovers(self._memory_root)
+        self._memory = ArenaFolder(self._memory_root, self._run_id)
+        facts = NodeFacts(
+            host=socket.gethostname(),
+            token=self._memory.node_token(),
+            num_devices=self._num_devices,
+            memory_root=str(self._memory_root),
+            address=self._interface.reachable(await self._server.start()),
+            incarnation=self._incarnation,
+        )
+        _announce(facts)
 
     async def _start(self, order: WorkerOrder, timeout_s: float) -> WorkerReport:
         """Raises: WorkerStartError: it did not come up; WorkerLost: the fork server is gone."""
-        path = self._folder.log_path(order.role, order.index)
+        path = self._folder.log_path(order.name)
         try:
             async with asyncio.timeout(timeout_s):
                 worker = await self._fork(order, path, timeout_s)
@@ -262,28 +259,20 @@ class Agent:
             if worker.reported.done():
                 return worker.reported.result()
             what = f"ended with {worker.child.how} before it served"
-        raise WorkerStartError(f"worker {order.name} {what}; its log is {path}", log_path=str(path))
+        raise WorkerStartError.with_log(f"worker {order.name} {what}", path, log_tail(path))
 
     async def _fork(self, order: WorkerOrder, log_path: Path, timeout_s: float) -> _Worker:
         await self._kill([w for w in self._workers.values() if w.order.name == order.name])
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mine.setblocking(False)
-        try:
-            with theirs:
-                child = await self._fork_server.spawn(
-                    "worker",
-                    asdict(self._worker_spec(order)),
-                    log_path,
-                    fds=[theirs.fileno()],
-                    timeout_s=timeout_s,
-                )
-        except BaseException:
-            mine.close()
-            raise
+        child = await self._fork_server.spawn(
+            asdict(self._worker_spec(order)),
+            log_path,
+            kind=socket.SOCK_SEQPACKET,
+            timeout_s=timeout_s,
+        )
         loop, now_ns = asyncio.get_running_loop(), time.monotonic_ns()
-        worker = _Worker(order, log_path, child, mine, loop.create_future(), now_ns, now_ns)
+        worker = _Worker(order, child, loop.create_future(), now_ns, now_ns)
         self._workers[order.incarnation] = worker
-        loop.add_reader(mine, self._on_word, worker)
+        loop.add_reader(child.connection, self._on_word, worker)
         child.ended.add_done_callback(lambda _: self._on_end(worker))
         return worker
 
@@ -291,14 +280,12 @@ class Agent:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
         devices = ",".join(names[device].strip() for device in order.devices)
-        return WorkerSpec(
-            order, self._spec, str(self._memory_root), {"CUDA_VISIBLE_DEVICES": devices}
-        )
+        return WorkerSpec(order, self._config, self._run_id, str(self._memory_root), devices)
 
     def _on_word(self, worker: _Worker) -> None:
         """A worker reports, or beats. It runs its user's code, so it may say anything."""
         try:
-            while received := worker.connection.recv(_MESSAGE_BYTES):
+            while received := worker.child.connection.recv(_MESSAGE_BYTES):
                 match _from_worker.decode(received):
                     case WorkerReport() as report if not worker.reported.done():
                         worker.reported.set_result(report)
@@ -308,31 +295,22 @@ class Agent:
             return
         except (OSError, MsgspecError, UnicodeDecodeError) as error:
             logger.warning("worker=%s is not understood: %s", worker.order.name, error)
-        asyncio.get_running_loop().remove_reader(worker.connection)
-        worker.connection.close()
+        asyncio.get_running_loop().remove_reader(worker.child.connection)
+        worker.child.connection.close()
 
     def _on_end(self, worker: _Worker) -> None:
-        order, how = worker.order, worker.child.how
+        order, how, path = worker.order, worker.child.how, self._folder.log_path(worker.order.name)
         if self._fork_server.is_gone.is_set():
             how += ", since the fork server is gone"
         logger.info("worker=%s pid=%d ended with %s", order.name, worker.child.pid, how)
         del self._workers[order.incarnation]
         loop = asyncio.get_running_loop()
         loop.call_later(SERVERS_END_S, delete_left_files, self._started_s)
-        tail, path = log_tail(worker.log_path), str(worker.log_path)
-        self._ended.append(EndedWorker(order.name, order.incarnation, how, path, tail))
+        self._ended.append(
+            EndedWorker(order.name, order.incarnation, how, str(path), log_tail(path))
+        )
         self._end_noted.set()
         self._end_noted = asyncio.Event()
-
-    async def _give_up(
-        self, starts: Sequence[asyncio.Task[WorkerReport]], orders: Sequence[WorkerOrder]
-    ) -> None:
-        """Ends what a launch has started, also what is being forked."""
-        for start in starts:
-            start.cancel()
-        await asyncio.gather(*starts, return_exceptions=True)
-        incarnations = [order.incarnation for order in orders]
-        await self._kill([self._workers[i] for i in incarnations if i in self._workers])
 
     async def _kill(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
@@ -342,24 +320,20 @@ class Agent:
     def _heard(self) -> None:
         self._heard_s = time.monotonic()
 
-    async def _orphaned(self) -> None:
-        """Returns when no controller is there any more."""
-        try:
-            asyncio.get_running_loop().add_reader(sys.stdin, self._on_input)
-        except PermissionError:  # a file, or /dev/null, as batch systems give it
-            self._is_input_open = False
-        limit_s = self._spec.orphan_timeout_s
-        while True:
-            left_s = self._heard_s + limit_s - time.monotonic()
-            if left_s <= 0 and (self._workers or not self._is_input_open):
-                break
-            await asyncio.sleep(max(left_s, 0.5))
-        logger.error("no controller was heard for %g s; ending", limit_s)
+    def _is_wanted(self) -> bool:
+        """Someone may still need workers.
 
-    def _on_input(self) -> None:
-        if not os.read(sys.stdin.fileno(), _MESSAGE_BYTES):
-            self._is_input_open = False
-            asyncio.get_running_loop().remove_reader(sys.stdin)
+        Until any run, the script may be silent: it holds the standard input open, and writes none.
+        """
+        limit_s = self._config.orphan_timeout_s
+        if self._fork_server.is_gone.is_set():
+            return False
+        if time.monotonic() > self._heard_s + limit_s and (
+            self._workers or select.select([sys.stdin], [], [], 0)[0]
+        ):
+            logger.error("no controller was heard for %g s; ending", limit_s)
+            return False
+        return True
 
     def _clean_up(self) -> None:
         """Deletes what the run leaves, unless another script has its folder by now."""
@@ -377,21 +351,37 @@ async def _wait_for_ends(workers: Sequence[_Worker], timeout_s: float) -> None:
         await asyncio.wait([worker.child.ended for worker in workers], timeout=timeout_s)
 
 
-def main(argv: Sequence[str] | None = None, *, entries: Mapping[str, str] = ENTRIES) -> int:
-    """An agent as a process; `entries` are what its workers run."""
-    (spec_json,) = sys.argv[1:] if argv is None else argv
-    spec = json.decode(spec_json, type=AgentSpec)
+def _announce(what: NodeFacts | str) -> None:
+    os.write(sys.stdout.fileno(), json.encode(what) + b"\n")
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    target: str = "areal_sc.workers.entry:run_worker",
+    preload: Sequence[str] = PRELOAD,
+) -> int:
+    """An agent as a process.
+
+    Args:
+        target, preload: of its workers, as in `ForkServer`.
+    """
+    run_id, settings = sys.argv[1:] if argv is None else argv
+    config = json.decode(settings, type=SchedulerConfig)
     setup_logging("agent")
-    open_files.raise_limit()
+    name_process("agent")
+    allow_open_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     num_devices = count_cuda_devices()
-    fork_server = ForkServer(entries, preload=() if num_devices else PRELOAD)
+    fork_server = ForkServer(target, () if num_devices else preload)
     try:
         keys = RunKeys.from_environment(os.environ)
-        keys = keys or RunKeys.read(RunFolder(spec.run_dir).keys_path)
-        asyncio.run(Agent(spec, keys, fork_server, num_devices).serve())
+        keys = keys or RunKeys.read(RunFolder(config.run_dir).keys_path)
+        asyncio.run(Agent(run_id, config, keys, fork_server, num_devices).serve())
     except ArealError as error:
         logger.error("the agent ended: %s", error)
+        if isinstance(error, ConfigError):
+            _announce(str(error))
         return error.exit_code
     return 0
 

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from msgspec import msgpack
 
-from areal_sc.config.schema import TransportConfig
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.arena.folder import OFF, ArenaFolder
@@ -51,7 +50,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         self.spec = spec
         self._agent = agent
-        self.transport_config = TransportConfig(**spec.run.transport)
+        self.transport_config = spec.run.transport
         self.sources = SourceReader(Path(spec.run.run_dir))
         self.handle: Any = handle_from_plain(spec.order.engine, spec.order.engine_config)
         self.keys = RunKeys.from_environment(os.environ) or RunKeys.read(
@@ -59,7 +58,7 @@ class Worker:
         )
         self.transport = ZmqTransport(authenticator=CurveAuthenticator(self.keys, spec.name))
         self._interface = Interface.of(self.transport_config.bind)
-        self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run.run_id)
+        self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)
         self.node = self._run_memory.node_token()
         self.plane = DataPlane(
             spec.name,

@@ -31,6 +31,7 @@ from areal_sc.errors import (
     WorkerError,
     WorkflowError,
 )
+from areal_sc.fork_server import ForkServer
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -45,7 +46,6 @@ from areal_sc.transport.shard_ids import parse_shard_id
 from areal_sc.weights import WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.fork_client import ForkServer
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import Rejection, checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
@@ -69,7 +69,7 @@ class RolloutWorker(Worker):
         super().__init__(spec, agent)
         config = self.handle.config
         # Forked before any thread exists in this process.
-        self._reward_server = ForkServer()
+        self._reward_server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
         self._rewards = RewardPool(
             self._reward_server,
             num_processes=config.num_reward_processes,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.rpc.method import Method
 
@@ -17,40 +18,23 @@ Role = Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,31}$")]
 
 
 @dataclass(frozen=True)
-class AgentSpec:
-    """What an agent needs to know when it is started; nothing of it is secret.
-
-    Attributes:
-        run_dir: absolute path of the run folder. The run's keys are there, if not in the
-            environment.
-        run_id: names this start of the script; the run's folder in shared memory has this name.
-        transport: the `transport` section as a plain dict.
-        heartbeat_interval_s: between two beats of a worker.
-        orphan_timeout_s: an agent that hears no controller for so long ends, and its workers too.
-    """
-
-    run_dir: str
-    run_id: str
-    transport: dict[str, Any]
-    heartbeat_interval_s: float
-    orphan_timeout_s: float
-
-
-@dataclass(frozen=True)
 class NodeFacts:
-    """What an agent tells of its node.
+    """What an agent tells when it listens: as JSON, in one line on its standard output.
 
     Attributes:
         host: the node's name, for messages.
         token: random, kept in the node's shared memory. Agents with the same token share it.
         num_devices: CUDA devices that workers can use.
         memory_root: folder below which shared memory is kept.
+        address, incarnation: of the agent.
     """
 
     host: str
     token: str
     num_devices: int
     memory_root: str
+    address: str
+    incarnation: str
 
 
 @dataclass(frozen=True)
@@ -58,21 +42,25 @@ class WorkerOrder:
     """A worker that a controller wants of an agent.
 
     Attributes:
-        role: what it is for, and part of its name.
+        role: part of its name: `rollout`, or what its TrainController is called.
         index: number of the worker within its role.
-        incarnation: names this life of the worker; calls meant for an earlier one are refused.
         engine: name of the engine's handle.
         engine_config: the handle's config as a plain dict.
+        device: `cuda` takes devices of the node for the worker.
         store_bytes: limit of the tensor store.
-        devices: numbers of the node's CUDA devices that the worker gets.
+        num_devices: how many it takes; on a CPU none, whatever is said here.
+        incarnation: names this life of the worker; calls meant for an earlier one are refused.
+        devices: numbers of the node's CUDA devices that it gets.
     """
 
     role: Role
     index: int
-    incarnation: str
     engine: str
     engine_config: dict[str, Any]
+    device: Device
     store_bytes: int
+    num_devices: int = 1
+    incarnation: str = ""
     devices: list[int] = field(default_factory=list)
 
     @property
@@ -87,18 +75,21 @@ TRAIN_ROLE = "train"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker process needs to know before its first call.
+    """Everything a worker process needs to know before its first call; nothing of it is secret.
 
     Attributes:
-        run: what its agent was told.
+        run: settings, as its agent got them; `run_dir` is absolute, and has the run's keys in it
+            if they are not in the environment.
+        run_id: names this start of the script, and the run's folder in shared memory.
         memory_root: folder below which the node keeps shared memory.
-        environment: variables set before the engine is built, e.g. CUDA_VISIBLE_DEVICES.
+        visible_devices: the value of CUDA_VISIBLE_DEVICES.
     """
 
     order: WorkerOrder
-    run: AgentSpec
+    run: SchedulerConfig
+    run_id: str
     memory_root: str
-    environment: dict[str, str]
+    visible_devices: str
 
     @property
     def name(self) -> str:
@@ -106,7 +97,7 @@ class WorkerSpec:
 
     @property
     def log_path(self) -> Path:
-        return RunFolder(self.run.run_dir).log_path(self.order.role, self.order.index)
+        return RunFolder(self.run.run_dir).log_path(self.name)
 
 
 @dataclass(frozen=True)
@@ -221,7 +212,6 @@ class Stop:
     grace_s: float
 
 
-DESCRIBE = Method("describe", NoneType, NodeFacts)
 LAUNCH = Method("launch", Launch, Launched)
 WATCH = Method("watch", Watch, News)
 STOP = Method("stop", Stop, NoneType)

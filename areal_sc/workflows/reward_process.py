@@ -79,9 +79,9 @@ def describe(error: BaseException) -> str:
 
 
 def run_reward_process(spec: dict[str, Any]) -> int:
-    """Entry point; `spec["fds"][0]` is the socket to the pool. Returns at its end of file."""
+    """Entry point; `spec["fd"]` is the socket to the pool. Returns at its end of file."""
     rewards: dict[int, Callable[..., Any]] = {}
-    with socket.socket(fileno=spec["fds"][0]) as connection:
+    with socket.socket(fileno=spec["fd"]) as connection:
         connection.setblocking(True)
         connection.sendall(pack(["ready"]))
         for request in _requests(connection):

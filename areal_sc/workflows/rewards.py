@@ -4,7 +4,7 @@ A thread cannot be stopped, so a reward that hangs, in a regular expression for 
 hang its worker. Here it runs in a process of its own, and passing its time limit means SIGKILL.
 
     consumes     calls of `score`
-    waits for    an idle process; then its reply, its end, or the time limit of the running call
+    waits for    a process's start; then its reply, its end, or the time limit of the running call
     unblocked by the reward process, the kernel (end of file), or the event loop's clock
 
 Each process runs one call at a time, so a call's time starts when it begins to execute. A process
@@ -18,27 +18,96 @@ CPU seconds, and passing it is a verdict.
 from __future__ import annotations
 
 import asyncio
-import collections
 import inspect
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkflowError
-from areal_sc.workflows.base import DECLARATION, RewardFunction
+from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowError
+from areal_sc.fork_server import Child, ForkServer
+from areal_sc.workflows.base import DECLARATION, RewardDeclaration, RewardFunction
 from areal_sc.workflows.reference import reference_of
-from areal_sc.workflows.reward_process import describe, finite_reward, pack, short_traceback
-from areal_sc.workflows.running_process import (
-    ProcessSource,
-    RewardCall,
-    RunningProcess,
-    took_too_long,
+from areal_sc.workflows.reward_process import (
+    describe,
+    finite_reward,
+    make_unpacker,
+    pack,
+    short_traceback,
 )
 
 log = logging.getLogger(__name__)
 
-_MAX_FAILED_STARTS = 3
+LOAD_TIMEOUT_S: Final = 120.0
+"""Bound of importing the user's module, which is no part of a call's time."""
+
+START_TIMEOUT_S: Final = 60.0
+_MAX_STARTS: Final = 3
+_MAX_ATTEMPTS: Final = 2
+_EXIT_WAIT_S: Final = 2.0
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a sync reward, from `score` until its future is done."""
+
+    key: int
+    name: str
+    request: bytes
+    declaration: RewardDeclaration | None
+    verdict: asyncio.Future[float]
+    num_attempts: int = 0
+
+    def fail(self, error: Exception) -> None:
+        if not self.verdict.done():
+            self.verdict.set_exception(error)
+
+
+class _Process:
+    """A reward process, as its pool sees it.
+
+    Attributes:
+        loaded: keys of the rewards that it has imported.
+    """
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.loaded: set[int] = set()
+        self._unpacker = make_unpacker()
+
+    async def ask(self, request: bytes) -> list[Any]:
+        """Raises: ConnectionError: the process has ended."""
+        await asyncio.get_running_loop().sock_sendall(self.child.connection, request)
+        return await self.reply()
+
+    async def reply(self) -> list[Any]:
+        """Its next message. Raises: ConnectionError: it has ended."""
+        while True:
+            for message in self._unpacker:
+                return list(message)
+            received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
+            if not received:
+                raise ConnectionResetError
+            self._unpacker.feed(received)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used; 0 if it is gone."""
+        try:
+            stat = Path(f"/proc/{self.child.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        ticks = map(int, stat.rpartition(")")[2].split()[11:13])
+        return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+    async def end(self) -> None:
+        """Waits for its end, which is near."""
+        self.child.connection.close()
+        await asyncio.wait([self.child.ended], timeout=_EXIT_WAIT_S)
+        if not self.child.ended.done():
+            log.error("reward_process pid=%d did not die of SIGKILL", self.child.pid)
 
 
 class RewardPool:
@@ -53,7 +122,7 @@ class RewardPool:
 
     def __init__(
         self,
-        processes: ProcessSource,
+        processes: ForkServer,
         *,
         num_processes: int,
         timeout_s: float,
@@ -63,18 +132,19 @@ class RewardPool:
             raise ValueError(
                 f"expected num_processes >= 1 and timeout_s > 0, got {num_processes}, {timeout_s}"
             )
-        self.source = processes
-        self.timeout_s = timeout_s
-        self.log_path = log_path
-        self.references: list[dict[str, Any]] = []
+        self._source = processes
         self._num_processes = num_processes
-        self._processes: list[RunningProcess] = []
-        self._waiting: collections.deque[RewardCall] = collections.deque()
+        self._timeout_s = timeout_s
+        self._log_path = log_path
+        self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._num_failed_starts = 0
-        self._broken: WorkerError | None = None
+        self._waiting: asyncio.Queue[_Call | None] = asyncio.Queue()
+        self._calls: set[_Call] = set()  # without a verdict
+        self._lanes: list[asyncio.Task[None]] = []
+        self._num_idle = 0
+        self._processes: set[_Process] = set()
+        self._broken: Exception | None = None
 
     async def score(
         self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str, **extra: Any
@@ -91,81 +161,170 @@ class RewardPool:
             return await self._score_on_loop(reward, prompt, completion, extra)
         if self._broken is not None:
             raise self._broken
-        key = self._key_of(reward)
+        key, name = self._key_of(reward), _name_of(reward)
         try:
             request = pack(["call", key, dict(prompt), completion, extra])
         except (TypeError, ValueError, OverflowError) as error:
             raise WorkflowError(
-                f"reward {_name_of(reward)}: its prompt or arguments cannot be given to a reward "
+                f"reward {name}: its prompt or arguments cannot be given to a reward "
                 f"process: {error}; use numbers, strings, lists and dicts"
             ) from error
-        future = asyncio.get_running_loop().create_future()
-        call = RewardCall(
-            key, _name_of(reward), request, future, getattr(reward, DECLARATION, None)
-        )
-        self._waiting.append(call)
-        self.dispatch()
-        return await call.future
+        verdict: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        call = _Call(key, name, request, getattr(reward, DECLARATION, None), verdict)
+        self._calls.add(call)
+        self._waiting.put_nowait(call)
+        if self._waiting.qsize() > self._num_idle and len(self._lanes) < self._num_processes:
+            self._lanes.append(asyncio.create_task(self._run_calls()))
+        try:
+            return await verdict
+        finally:
+            self._calls.discard(call)
 
     async def close(self) -> None:
         """Kills all processes; calls that still run end with WorkerLost. Bounded."""
         self._give_up(WorkerLost("the reward pool was closed"))
-        for process in list(self._processes):
-            process.abandon(self._broken)
-        while self._tasks:  # each is bounded, and only a start that still runs adds another
-            await asyncio.wait(self._tasks)
+        await asyncio.gather(*self._lanes)
 
-    def dispatch(self) -> None:
-        """Gives waiting calls to idle processes, and starts processes for the others."""
-        for process in self._processes:
-            while self._waiting and self._waiting[0].future.done():
-                self._waiting.popleft()  # the task that asked was cancelled
-            if self._waiting and process.is_idle:
-                process.run(self._waiting.popleft())
-        num_starting = sum(not process.is_ready for process in self._processes)
-        while len(self._processes) < self._num_processes and len(self._waiting) > num_starting:
-            process = RunningProcess(self)
-            self._processes.append(process)
-            self.create_task(process.start())
-            num_starting += 1
-
-    def create_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def note_started(self) -> None:
-        self._num_failed_starts = 0
-        self.dispatch()
-
-    def note_failed_start(self, process: RunningProcess, error: WorkerError) -> None:
-        """Gives up after several in a row, or at once where the fork server is gone."""
-        self._processes.remove(process)
-        self._num_failed_starts += 1
-        log.warning("reward_process_failed_starts=%d: %s", self._num_failed_starts, error)
-        if isinstance(error, WorkerLost) or self._num_failed_starts >= _MAX_FAILED_STARTS:
+    async def _run_calls(self) -> None:
+        """Runs one call after the other, on one process as long as that lives."""
+        process: _Process | None = None
+        try:
+            while self._broken is None:
+                self._num_idle += 1
+                call = await self._waiting.get()
+                self._num_idle -= 1
+                while call is not None and not call.verdict.done():  # else its asker is gone
+                    if process is not None and process.child.ended.done():
+                        await self._kill(process)
+                        process = None
+                    process = process or await self._start_process()
+                    if not await self._attempt(process, call):
+                        process = None
+        except Exception as error:  # nobody awaits this task: those who ask for verdicts hear
             self._give_up(error)
-        self.dispatch()
+        finally:
+            if process is not None:
+                await self._kill(process)
 
-    def note_ended(self, process: RunningProcess, interrupted: RewardCall | None) -> None:
-        """A process is gone; the call that it ran, if any, goes first to the next one."""
-        self._processes.remove(process)
-        if interrupted is not None:
-            self._waiting.appendleft(interrupted)
-        if self._broken is not None:
-            self._give_up(self._broken)
-        self.dispatch()
+    async def _start_process(self) -> _Process:
+        """Raises: WorkerError: several in a row did not start, or the fork server is gone."""
+        num_failed = 0
+        while True:
+            try:
+                return await self._start_one()
+            except WorkerStartError as error:
+                num_failed += 1
+                log.warning("reward_process_failed_starts=%d: %s", num_failed, error)
+                if num_failed == _MAX_STARTS or self._broken:
+                    raise
 
-    def _give_up(self, error: WorkerError) -> None:
+    async def _start_one(self) -> _Process:
+        process = _Process(await self._source.spawn({}, self._log_path))
+        self._processes.add(process)
+        if self._broken is not None:  # meanwhile
+            self._source.kill(process.child)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await process.reply()
+        except (ConnectionError, TimeoutError) as error:
+            await self._kill(process)
+            what = "ended at once" if isinstance(error, ConnectionError) else "was not ready"
+            raise WorkerStartError(f"a reward process {what}; see {self._log_path}") from error
+        return process
+
+    async def _attempt(self, process: _Process, call: _Call) -> bool:
+        """Runs a call; False when the process has ended."""
+        call.num_attempts += 1
+        try:
+            if call.key not in process.loaded:
+                load = pack(["load", call.key, self._references[call.key]])
+                async with asyncio.timeout(LOAD_TIMEOUT_S):
+                    kind, *rest = await process.ask(load)
+                if kind == "loaded":
+                    process.loaded.add(call.key)
+                else:
+                    self._settle(call, kind, rest)
+                    return True
+            return await self._limited(process, call)
+        except TimeoutError:
+            await self._kill(process)
+            call.fail(_took_too_long(call.name, LOAD_TIMEOUT_S, "importing its module "))
+        except ConnectionError:
+            await self._mourn(process, call)
+        return False
+
+    async def _limited(self, process: _Process, call: _Call) -> bool:
+        """Runs a call of a loaded reward under its limits; False when they have cost the process.
+
+        A declared limit counts CPU seconds, because on a busy machine anything takes long.
+        """
+        loop, declared = asyncio.get_running_loop(), call.declaration
+        end_s, end_cpu_s = loop.time() + self._timeout_s, math.inf
+        if declared is not None:
+            end_cpu_s = process.cpu_s() + min(declared.late_after_s, self._timeout_s / 2)
+        asking = asyncio.create_task(process.ask(call.request))
+        try:
+            while not asking.done():
+                cpu_left_s = end_cpu_s - process.cpu_s() if declared else math.inf
+                left_s = min(end_s - loop.time(), cpu_left_s)
+                if left_s <= 0:
+                    break
+                await asyncio.wait([asking], timeout=left_s)
+            else:
+                kind, *rest = asking.result()
+                self._settle(call, kind, rest)
+                return True
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+        await self._kill(process)
+        if declared is not None and cpu_left_s <= 0:
+            self._settle(call, "value", [declared.late_reward])
+        else:
+            call.fail(_took_too_long(call.name, self._timeout_s))
+        return False
+
+    def _settle(self, call: _Call, kind: str, rest: Sequence[Any]) -> None:
+        if kind == "failed":
+            what, remote_traceback = rest
+            call.fail(RewardError(f"reward {call.name}: {what}\n{remote_traceback}"))
+        elif not call.verdict.done():
+            call.verdict.set_result(rest[0])
+
+    async def _mourn(self, process: _Process, call: _Call) -> None:
+        """A process has ended that nobody asked to end; its second call is to blame."""
+        await process.end()
+        self._processes.discard(process)
+        how = process.child.how
+        log.warning("reward_process pid=%d ended by itself: %s", process.child.pid, how)
+        if call.num_attempts >= _MAX_ATTEMPTS:
+            call.fail(
+                RewardError(
+                    f"reward {call.name}: its process ended {call.num_attempts} times while it "
+                    f"ran ({how}); see {self._log_path}"
+                )
+            )
+
+    async def _kill(self, process: _Process) -> None:
+        self._processes.discard(process)
+        self._source.kill(process.child)
+        await process.end()
+
+    def _give_up(self, error: Exception) -> None:
+        """No call gets a verdict any more, and every process ends."""
         self._broken = self._broken or error
-        while self._waiting:
-            self._waiting.popleft().fail(error)
+        for call in self._calls:
+            call.fail(self._broken)
+        for process in self._processes:
+            self._source.kill(process.child)
+        for _ in self._lanes:
+            self._waiting.put_nowait(None)
 
     def _key_of(self, reward: RewardFunction) -> int:
         if id(reward) not in self._keys:
-            self.references.append(reference_of(reward).to_wire())
+            self._references.append(reference_of(reward).to_wire())
             self._rewards.append(reward)
-            self._keys[id(reward)] = len(self.references) - 1
+            self._keys[id(reward)] = len(self._references) - 1
         return self._keys[id(reward)]
 
     async def _score_on_loop(
@@ -177,14 +336,21 @@ class RewardPool:
     ) -> float:
         name = _name_of(reward)
         try:
-            async with asyncio.timeout(self.timeout_s) as limit:
+            async with asyncio.timeout(self._timeout_s) as limit:
                 value = await reward(dict(prompt), completion, **extra)
             return finite_reward(value)
         except Exception as error:  # the user's code: whatever it raises is its answer
             if isinstance(error, TimeoutError) and limit.expired():
-                raise took_too_long(name, self.timeout_s) from error
+                raise _took_too_long(name, self._timeout_s) from error
             text = f"reward {name}: {describe(error)}\n{short_traceback(error)}"
             raise RewardError(text) from error
+
+
+def _took_too_long(name: str, limit_s: float, doing: str = "") -> RewardError:
+    return RewardError(
+        f"reward {name}: {doing}took longer than {limit_s:g} s; make it faster, "
+        "or raise rollout.reward_timeout_s"
+    )
 
 
 def _is_async(reward: Any) -> bool:

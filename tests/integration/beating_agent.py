@@ -1,6 +1,6 @@
 """An agent whose workers have no engine: the sockets of real ones, and an event loop to block.
 
-python beating_agent.py <AgentSpec as JSON>
+python beating_agent.py <run id> <SchedulerConfig as JSON>
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FAIL = Method("fail", float, NoneType)
 
 
 def run_worker(spec_dict: dict[str, Any]) -> int:
-    (agent_fd,) = spec_dict.pop("fds")
+    agent_fd = spec_dict.pop("fd")
     spec = msgspec.convert(spec_dict, WorkerSpec)
     setup_logging(spec.name)
     if spec.order.engine == "broken":
@@ -98,5 +98,4 @@ async def serve(spec: WorkerSpec, agent_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    agent.PRELOAD = ()  # type: ignore[misc]
-    sys.exit(agent.main(entries={"worker": "integration.beating_agent:run_worker"}))
+    sys.exit(agent.main(target="integration.beating_agent:run_worker", preload=()))

@@ -20,7 +20,7 @@ import zmq
 from integration.rpc_methods import named
 
 from areal_sc.config.plain import to_plain
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import ProtocolError, TransportError, WorkerStartError
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.factory import make_scheduler
@@ -30,7 +30,6 @@ from areal_sc.transport.keys import KEYS_VARIABLE, RunKeys
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import Authenticator, Method, RpcServer, ZmqTransport
 from areal_sc.workers.spec import (
-    DESCRIBE,
     LAUNCH,
     LOG_TAIL,
     Launch,
@@ -232,20 +231,23 @@ def scheduler(config: GRPOConfig, tmp_path: Path) -> Any:
 
 async def launch(config: GRPOConfig, node: Node, keys: RunKeys) -> WorkerReport:
     """Has the agent start a train worker."""
-    order = WorkerOrder("train", 0, "i0", "FSDPPPOActor", to_plain(config.actor), 1 << 20)
+    actor = to_plain(config.actor)
+    order = WorkerOrder("train", 0, "FSDPPPOActor", actor, Device.cpu, 1 << 20, incarnation="i0")
     async with transport(CurveAuthenticator(keys, "controller")) as made:
-        agent = made.connect(node.address, "agent", node.incarnation)
+        agent = made.connect(node.facts.address, "agent", node.facts.incarnation)
         launched = await agent.call(LAUNCH, Launch([order], 120.0), timeout_s=150.0)
     assert not launched.failure
     return launched.workers[0]
 
 
-async def ping(keys: RunKeys | None, method: Method[None, Any], address: str, name: str) -> Any:
+async def call_worker(
+    keys: RunKeys | None, method: Method[Any, Any], args: Any, address: str, name: str
+) -> Any:
     """Calls with these keys."""
     authenticator = CurveAuthenticator(keys, "caller") if keys else None
     async with transport(authenticator) as made:
         connection = made.connect(address, name, ANY_INCARNATION)
-        return await connection.call(method, None, timeout_s=NO_SERVICE_S)
+        return await connection.call(method, args, timeout_s=NO_SERVICE_S)
 
 
 async def test_a_real_agent_and_worker_serve_their_run_alone(
@@ -257,16 +259,16 @@ async def test_a_real_agent_and_worker_serve_their_run_alone(
     (node,) = await scheduler.nodes()
     worker = await launch(config, node, scheduler.keys)
     stats = Method("stats", NoneType, Any)  # type: ignore[arg-type]
-    for name, address, method, log in (
-        ("agent", node.address, DESCRIBE, "agent-0.log"),
-        ("train/0", worker.address, stats, "train-0.log"),
+    for name, address, method, args, log in (
+        ("agent", node.facts.address, LOG_TAIL, "train/0", "agent-0.log"),
+        ("train/0", worker.address, stats, None, "train-0.log"),
     ):
         assert address.startswith("tcp://127.0.0.1:"), "a local run listens on loopback only"
         with pytest.raises(TransportError):
-            await ping(None, method, address, name)
+            await call_worker(None, method, args, address, name)
         with pytest.raises(TransportError):
-            await ping(RunKeys.create(), method, address, name)
-        assert await ping(scheduler.keys, method, address, name)
+            await call_worker(RunKeys.create(), method, args, address, name)
+        assert await call_worker(scheduler.keys, method, args, address, name)
         assert f"refused_connection node={name}" in (tmp_path / "logs" / log).read_text()
     pids = [worker.pid, os.getpid(), scheduler._agent.pid]
     for secret in (scheduler.keys.server_secret, scheduler.keys.client_secret):
@@ -280,9 +282,9 @@ async def test_what_comes_over_a_socket_names_no_file(
 ) -> None:
     (node,) = await scheduler.nodes()
     async with transport(CurveAuthenticator(scheduler.keys, "controller")) as made:
-        agent = made.connect(node.address, "agent", node.incarnation)
+        agent = made.connect(node.facts.address, "agent", node.facts.incarnation)
         for role in ("../../train", "train/0", "", "a" * 100):
-            order = WorkerOrder(role, 0, "i0", "FSDPPPOActor", {}, 1)
+            order = WorkerOrder(role, 0, "FSDPPPOActor", {}, Device.cpu, 1)
             with pytest.raises(ProtocolError, match="not of the declared type"):
                 await agent.call(LAUNCH, Launch([order], LIMIT_S), timeout_s=LIMIT_S)
         assert await agent.call(LOG_TAIL, "../../../etc/passwd", timeout_s=LIMIT_S) == []

@@ -18,10 +18,10 @@ from integration.beating_agent import BLOCK, FAIL, WAIT
 from integration.cutting_proxy import cutting_proxy
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.controller.fleet import Fleet, Member
+from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ModelError, WorkerLost
-from areal_sc.schedulers.base import LaunchRequest
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.rpc.transport import RpcClient, ZmqTransport
@@ -61,9 +61,9 @@ async def until(is_so: Callable[[], Any]) -> None:
         await asyncio.sleep(0.02)
 
 
-def requests(num_workers: int) -> list[LaunchRequest]:
+def orders(num_workers: int) -> list[WorkerOrder]:
     return [
-        LaunchRequest("rollout", index, "none", {}, Device.cpu, 1) for index in range(num_workers)
+        WorkerOrder("rollout", index, "none", {}, Device.cpu, 1) for index in range(num_workers)
     ]
 
 
@@ -73,7 +73,7 @@ async def fleet_of(num_workers: int, run_dir: Path, **changes: Any) -> AsyncIter
     runtime = Runtime.create(scheduler.keys)
     fleet = Fleet(scheduler, runtime, on_lost=lambda error: None)
     try:
-        await fleet.launch(requests(num_workers))
+        await fleet.launch(orders(num_workers))
         yield fleet
     finally:
         await fleet.close()
@@ -207,6 +207,36 @@ def start_controller(run_dir: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", CONTROLLER, *arguments])
 
 
+async def test_workers_of_a_killed_controller_end_also_while_their_agent_is_stopped(
+    tmp_path: Path,
+) -> None:
+    """The fork server misses its agent, and wakes it so that it cleans up."""
+    controller = start_controller(tmp_path)
+    pids_file = tmp_path / "pids"
+    agent = 0
+    try:
+        await until(lambda: pids_file.exists() and pids_file.read_text())
+        pids = list(map(int, pids_file.read_text().split()))
+        (agent,) = children_of(controller.pid)
+        assert list((tmp_path / "memory").iterdir())
+        os.kill(agent, signal.SIGSTOP)
+        controller.kill()
+        controller.wait()
+        await until(lambda: not any(map(is_alive, [*pids, agent])))
+        assert not list((tmp_path / "memory").iterdir())
+        assert not (tmp_path / "keys.json").exists()
+        assert "silent for 3 s; the fork server ends" in log_of(tmp_path, "agent/0")
+    finally:
+        controller.kill()
+        controller.wait()
+        if agent and is_alive(agent):
+            os.kill(agent, signal.SIGKILL)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 async def test_workers_of_a_killed_controller_end_also_while_they_are_blocked(
     tmp_path: Path,
 ) -> None:
@@ -243,8 +273,8 @@ async def test_workers_that_no_controller_asks_for_end_and_the_agent_too(tmp_pat
         await asyncio.sleep(3.0)
         assert await scheduler.ended_nodes() == {}, "no worker runs, and the script is there"
         transport = ZmqTransport(authenticator=CurveAuthenticator(scheduler.keys, "controller"))
-        agent = transport.connect(node.address, "agent", node.incarnation)
-        order = WorkerOrder("rollout", 0, "i0", "none", {}, 1)
+        agent = transport.connect(node.facts.address, "agent", node.facts.incarnation)
+        order = WorkerOrder("rollout", 0, "none", {}, Device.cpu, 1, incarnation="i0")
         launched = await agent.call(LAUNCH, Launch([order], LIMIT_S), timeout_s=LIMIT_S)
         await transport.close()
         (worker,) = launched.workers

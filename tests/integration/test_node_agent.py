@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import SchedulerConfig, TransportConfig
+from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.local import LocalScheduler
@@ -53,14 +53,14 @@ async def agent_of(run_dir: Path) -> AsyncIterator[Connection]:
     transport = ZmqTransport(authenticator=CurveAuthenticator(scheduler.keys, "controller"))
     try:
         (node,) = await scheduler.nodes()
-        yield transport.connect(node.address, "agent", node.incarnation)
+        yield transport.connect(node.facts.address, "agent", node.facts.incarnation)
     finally:
         await transport.close()
         scheduler.close()
 
 
 def order(index: int, engine: str = "none", life: int = 0) -> WorkerOrder:
-    return WorkerOrder("rollout", index, f"i{index}-{life}", engine, {}, 1)
+    return WorkerOrder("rollout", index, engine, {}, Device.cpu, 1, incarnation=f"i{index}-{life}")
 
 
 async def launch(agent: Connection, *orders: WorkerOrder, timeout_s: float = LIMIT_S) -> Launched:

@@ -12,7 +12,7 @@ from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 from small_disk import small_disk
 
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
-from areal_sc.controller.fleet import Member
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import CheckpointError, StaleCall
 from areal_sc.metadata import BatchMetadata

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
-from areal_sc.workers.fork_client import Child, ForkServer
+from areal_sc.fork_server import ForkServer
 from areal_sc.workflows.base import DECLARATION
 from areal_sc.workflows.math_reward import numeric_match
 from areal_sc.workflows.reference import Referable
@@ -115,14 +115,14 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 @pytest.fixture
 async def server() -> AsyncIterator[ForkServer]:
     """Whatever a test does, no process is left of it."""
-    server = ForkServer()
+    server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
     yield server
     await server.close()
     assert not is_running(server.pid)
 
 
-def child(server: ForkServer, pid: int) -> Child:
-    return server._children[pid]
+def end_of(server: ForkServer, pid: int) -> asyncio.Future[int]:
+    return server._ends[pid]
 
 
 def make_pool(server: ForkServer, tmp_path: Path, **settings: Any) -> RewardPool:
@@ -217,7 +217,7 @@ async def test_a_reward_that_hangs_in_c_code_is_killed(
 ) -> None:
     pool = make_pool(server, tmp_path, timeout_s=0.5)
     before = int(await pool.score(user.process_id, {}, ""))
-    ended = child(server, before).ended
+    ended = end_of(server, before)
     hung = asyncio.create_task(pool.score(getattr(user, name), {}, ""))
     waiting = asyncio.create_task(pool.score(user.same, {"answer": "x"}, "x"))
     with pytest.raises(RewardError, match=rf"reward {name}: took longer than 0\.5 s"):
@@ -249,7 +249,7 @@ async def test_a_declared_limit_is_a_verdict_on_cpu_seconds(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     waits = importlib.import_module("user_declared").waits
-    ended = child(server, pid).ended
+    ended = end_of(server, pid)
     await pool.close()
     await ended
     pool = make_pool(server, tmp_path, timeout_s=1.0)
@@ -312,7 +312,7 @@ async def test_a_killed_process_is_no_verdict(
     assert await pool.score(user.is_killed_once, {"marker": str(marker)}, "") == 0.75
     assert marker.exists()
     idle = int(await pool.score(user.process_id, {}, ""))
-    ended = child(server, idle).ended
+    ended = end_of(server, idle)
     os.kill(idle, signal.SIGKILL)
     assert await ended == -signal.SIGKILL
     assert await pool.score(user.process_id, {}, "") != idle
@@ -409,7 +409,7 @@ async def test_without_a_fork_server_there_is_no_verdict(
 
 
 async def test_processes_that_cannot_start_are_given_up(user: ModuleType, tmp_path: Path) -> None:
-    server = ForkServer({"reward": "no_such_module_anywhere:f"})
+    server = ForkServer("no_such_module_anywhere:f")
     pool = make_pool(server, tmp_path)
     with pytest.raises(
         WorkerStartError, match=r"a reward process ended at once; see .*reward\.log"

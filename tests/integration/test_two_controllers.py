@@ -41,7 +41,7 @@ def test_each_controller_has_what_is_its_own(
         reference.sft_update(Demonstrations(), [0, 1])
         reference.load_snapshot(1)
         reference.save_hf(tmp_path / "again")
-        assert (run.log_path("train", 0).is_file(), run.log_path("ref", 0).is_file()) == (
+        assert (run.log_path("train/0").is_file(), run.log_path("ref/0").is_file()) == (
             True,
             True,
         )

@@ -104,8 +104,7 @@ class SimulatedAgent:
 
     def note_end(self, name: str, incarnation: str, how: str) -> None:
         """The process of one of its workers has ended."""
-        role, _, index = name.partition("/")
-        path = RunFolder(self.cluster.config.run_dir).log_path(role, int(index))
+        path = RunFolder(self.cluster.config.run_dir).log_path(name)
         self._ended.append(EndedWorker(name, incarnation, how, str(path), log_tail(path)))
         self._end_noted.set()
         self._end_noted = asyncio.Event()

@@ -101,8 +101,9 @@ class SimulatedCluster:
             for number in range(self.num_nodes):
                 agent = SimulatedAgent(self, f"node-{number}")
                 self.agents[agent.node] = agent
-                facts = NodeFacts(agent.node, agent.node, 0, self.config.run_dir)
-                self._nodes.append(Node(facts, agent.address, "", self.run_dir / "agent.log"))
+                root = self.config.run_dir
+                facts = NodeFacts(agent.node, agent.node, 0, root, agent.address, "")
+                self._nodes.append(Node(facts, self.run_dir / "agent.log"))
         return self._nodes
 
     async def ended_nodes(self) -> dict[Node, str]:

@@ -24,7 +24,8 @@ FLOORS = {
     "interrupts": 0,
     "log": 0,
     "metadata": 0,
-    "open_files": 0,
+    "fork_server": 0,
+    "process": 0,
     "run_folder": 0,
     "weights": 0,
     "config": 0,
@@ -90,8 +91,7 @@ TORCH_FREE = (
     "areal_sc.workers.operations",
     "areal_sc.workers.agent",
     "areal_sc.workers.beats",
-    "areal_sc.workers.fork_client",
-    "areal_sc.workers.fork_server",
+    "areal_sc.workers.entry",
     "areal_sc.workers.spec",
 )
 """Modules, and folders of modules (with a dot at the end), that scripts import."""

@@ -77,7 +77,7 @@ def test_new_folder(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o700
     for subfolder in ("logs", "checkpoints", "sources"):
         assert (path / subfolder).stat().st_mode & 0o777 == 0o700
-    assert folder.log_path("rollout", 3) == path / "logs" / "rollout-3.log"
+    assert folder.log_path("rollout/3") == path / "logs" / "rollout-3.log"
     folder.close()
     folder.close()
 
@@ -209,7 +209,7 @@ def test_foreign_folder_is_left_alone(path: Path, name: str, overwrite: bool) ->
 def test_path_is_a_file(path: Path) -> None:
     path.parent.mkdir()
     path.touch()
-    with pytest.raises(RunFolderError, match="it is a file, not a folder"):
+    with pytest.raises(RunFolderError, match="one is a file, not a folder"):
         RunFolder(path).open(config_text=CONFIG)
 
 

@@ -19,10 +19,9 @@ from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_watch import NodeWatch
+from areal_sc.controller.node_workers import NodeWorkers
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.schedulers.base import LaunchRequest
 from areal_sc.workers.calls import PING, STATS
 from areal_sc.workers.spec import WATCH, News, Watch, WorkerOrder
 
@@ -43,17 +42,18 @@ class WatchedFleet:
         self._num_workers = num_workers
 
     def _note_lost(self, error: WorkerLost) -> None:
-        (name,) = (m.name for m in self.fleet.members if m.failure is error)
+        members = [member for node in self.fleet._nodes for member in node.members]
+        (name,) = (member.name for member in members if member.failure is error)
         assert name not in self.lost, "told twice"
         self.lost[name] = (self.cluster.now_s, error)
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[WatchedFleet]:
-        requests = [
-            LaunchRequest("rollout", index, "LocalGenerator", {}, Device.cpu, 1)
+        orders = [
+            WorkerOrder("rollout", index, "LocalGenerator", {}, Device.cpu, 1)
             for index in range(self._num_workers)
         ]
-        await self.fleet.launch(requests)
+        await self.fleet.launch(orders)
         try:
             yield self
         finally:
@@ -276,9 +276,9 @@ def test_a_watch_that_fails_loses_the_workers_with_its_cause(
     async def scenario() -> None:
         watched = WatchedFleet(tmp_path, 2)
         if when == "launching":
-            monkeypatch.setattr(NodeWatch, "_note", fail)
+            monkeypatch.setattr(NodeWorkers, "_note", fail)
         async with watched.started():
-            monkeypatch.setattr(NodeWatch, "_note", fail)
+            monkeypatch.setattr(NodeWorkers, "_note", fail)
             watched.cluster.workers["rollout/0"].is_blocked = True
             with pytest.raises(WorkerLost, match="cannot be watched any more: LookupError") as lost:
                 await watched.fleet.call(watched.fleet.members[0], PING, None, timeout_s=1000.0)

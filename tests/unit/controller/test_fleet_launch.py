@@ -15,7 +15,6 @@ from areal_sc.config.schema import Device
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerStartError
-from areal_sc.schedulers.base import LaunchRequest
 from areal_sc.workers.spec import WorkerOrder
 
 
@@ -46,11 +45,10 @@ def test_nothing_is_left_of_a_launch_that_fails(
         cluster.num_nodes = num_nodes
         runtime = Runtime(transport=SimulatedTransport(cluster))
         fleet = Fleet(cluster, runtime, on_lost=lambda _: None)
-        requests = [
-            LaunchRequest("rollout", index, "LocalGenerator", {}, Device.cpu, 1)
-            for index in range(3)
+        orders = [
+            WorkerOrder("rollout", index, "LocalGenerator", {}, Device.cpu, 1) for index in range(3)
         ]
-        launching = asyncio.create_task(fleet.launch(requests))
+        launching = asyncio.create_task(fleet.launch(orders))
         if is_cancelled:
             await asyncio.sleep(5.0)
             launching.cancel()

@@ -8,82 +8,81 @@ import pytest
 
 from areal_sc.config.schema import Device
 from areal_sc.errors import ConfigError
-from areal_sc.schedulers.base import LaunchRequest, Node, placed
-from areal_sc.workers.spec import NodeFacts
+from areal_sc.schedulers.base import Node, placed
+from areal_sc.workers.spec import NodeFacts, WorkerOrder
 
 
 def node(num_devices: int, name: str = "a") -> Node:
-    return Node(NodeFacts(name, name, num_devices, "/dev/shm"), "tcp://a:1", "i", Path("a.log"))
+    facts = NodeFacts(name, name, num_devices, "/dev/shm", "tcp://a:1", "i")
+    return Node(facts, Path("a.log"))
 
 
-def request(
-    role: str, index: int, num_devices: int = 1, device: Device = Device.auto
-) -> LaunchRequest:
-    return LaunchRequest(role, index, "none", {}, device, 1, num_devices)
+def order(role: str, index: int, num_devices: int = 1, device: Device = Device.auto) -> WorkerOrder:
+    return WorkerOrder(role, index, "none", {}, device, 1, num_devices)
 
 
-def devices(where: Node, *workers: LaunchRequest) -> list[list[int]]:
+def devices(where: Node, *workers: WorkerOrder) -> list[list[int]]:
     """Those of each worker on one node."""
-    return [devices for _, devices in placed(workers, [where])[where]]
+    return [order.devices for order in placed(workers, [where])[where]]
 
 
 def test_free_devices_first_then_those_of_other_roles() -> None:
     machine = node(4)
-    assert devices(machine, request("train", 0), request("train", 1)) == [[0], [1]]
-    pairs = [request("rollout", 0, 2), request("rollout", 1, 2)]
+    assert devices(machine, order("train", 0), order("train", 1)) == [[0], [1]]
+    pairs = [order("rollout", 0, 2), order("rollout", 1, 2)]
     assert devices(machine, *pairs) == [[2, 3], [0, 1]], "the second shares with training"
-    assert devices(machine, request("train", 2)) == [[2]], "not with its own role"
+    assert devices(machine, order("train", 2)) == [[2]], "not with its own role"
 
 
 def test_a_worker_that_needs_all_gets_them_in_order() -> None:
     machine = node(3)
-    assert devices(machine, request("train", 0)) == [[0]]
-    assert devices(machine, request("rollout", 0, 3)) == [[0, 1, 2]], "the free ones are 1 and 2"
+    assert devices(machine, order("train", 0)) == [[0]]
+    assert devices(machine, order("rollout", 0, 3)) == [[0, 1, 2]], "the free ones are 1 and 2"
 
 
 def test_one_device_is_shared_by_all() -> None:
     machine = node(1)
-    assert devices(machine, request("train", 0)) == [[0]]
-    assert devices(machine, request("rollout", 0)) == [[0]]
+    assert devices(machine, order("train", 0)) == [[0]]
+    assert devices(machine, order("rollout", 0)) == [[0]]
 
 
 def test_workers_without_a_device_take_none() -> None:
     machine = node(2)
-    without = [request("rollout", 0, 2, Device.cpu), request("rollout", 1, 0)]
+    without = [order("rollout", 0, 2, Device.cpu), order("rollout", 1, 0)]
     assert devices(machine, *without) == [[], []]
-    assert devices(machine, request("train", 0)) == [[0]]
+    assert devices(machine, order("train", 0)) == [[0]]
 
 
 def test_a_machine_without_devices() -> None:
     machine = node(0)
-    assert devices(machine, request("rollout", 0, 2)) == [[]]
+    assert devices(machine, order("rollout", 0, 2)) == [[]]
     with pytest.raises(ConfigError, match="needs 1 CUDA devices, and this machine has 0"):
-        devices(machine, request("rollout", 0, 1, Device.cuda))
+        devices(machine, order("rollout", 0, 1, Device.cuda))
 
 
 def test_more_devices_than_there_are() -> None:
     machine = node(2)
     with pytest.raises(ConfigError, match=r"rollout/0 needs 3 CUDA devices.*has 2.*tp_size"):
-        devices(machine, request("rollout", 0, 3))
-    assert devices(machine, request("rollout", 0, 2)) == [[0, 1]], "the refused one has taken none"
+        devices(machine, order("rollout", 0, 3))
+    assert devices(machine, order("rollout", 0, 2)) == [[0, 1]], "the refused one has taken none"
 
 
 def test_devices_come_back_when_a_worker_stops_or_is_replaced() -> None:
     machine = node(2)
-    assert devices(machine, request("train", 0), request("train", 1)) == [[0], [1]]
+    assert devices(machine, order("train", 0), order("train", 1)) == [[0], [1]]
     machine.placement.release("train/0")
-    assert devices(machine, request("rollout", 0)) == [[0]]
-    assert devices(machine, request("rollout", 0)) == [[0]], "its successor is placed as it was"
+    assert devices(machine, order("rollout", 0)) == [[0]]
+    assert devices(machine, order("rollout", 0)) == [[0]], "its successor is placed as it was"
 
 
 def test_workers_are_spread_evenly_and_neighbours_stay_together() -> None:
     nodes = [node(0, name) for name in "abc"]
-    where = placed([request("rollout", index) for index in range(7)], nodes)
-    assert [[r.index for r, _ in where[n]] for n in nodes] == [[0, 1, 2], [3, 4, 5], [6]]
+    where = placed([order("rollout", index) for index in range(7)], nodes)
+    assert [[worker.index for worker in where[n]] for n in nodes] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_a_worker_goes_where_there_are_devices_enough() -> None:
     small, large = node(1, "small"), node(4, "large")
-    where = placed([request("rollout", index, 2) for index in range(2)], [small, large])
-    assert [(r.index, d) for r, d in where[large]] == [(0, [0, 1]), (1, [2, 3])]
+    where = placed([order("rollout", index, 2) for index in range(2)], [small, large])
+    assert [(worker.index, worker.devices) for worker in where[large]] == [(0, [0, 1]), (1, [2, 3])]
     assert where[small] == []

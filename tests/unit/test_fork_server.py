@@ -11,17 +11,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.workers.fork_client import Child, ForkServer
+from areal_sc.fork_server import Child, ForkServer
 
-ENTRIES = {
-    "behave": "fork_entries:behave",
-    "broken": "fork_entries:no_such_function",
-    "exit": "sys:exit",
-}
 LIMIT_S = 20.0
 
 BEHAVE = """
@@ -37,22 +33,24 @@ def behave(spec):
             raise ValueError("from the child")
         case "raise_ours":
             raise ConfigError("from the child")
+        case "exit":
+            sys.exit("any text")
         case "report":
             fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))
             sockets = [fd for fd in fds if _link(fd).startswith(("socket:", "anon_inode", "pipe:"))]
-            os.write(spec["fds"][0], repr((
+            os.write(spec["fd"], repr((
                 os.getsid(0) == os.getpid(), os.readlink("/proc/self/fd/0"),
-                sorted(set(sockets) - {int(fd) for fd in os.environ["OPEN_BEFORE"].split()}) ==
-                spec["fds"],
+                set(sockets) - {int(fd) for fd in os.environ["OPEN_BEFORE"].split()} <=
+                {spec["fd"]},
                 signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "colorsys" in sys.modules,
             )).encode())
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            os.write(spec["fds"][0], b"ready")
+            os.write(spec["fd"], b"ready")
             time.sleep(600)
         case "with_grandchild" | "leave_grandchild" as what:
             grandchild = subprocess.Popen(["sleep", "600"])
-            os.write(spec["fds"][0], str(grandchild.pid).encode())
+            os.write(spec["fd"], str(grandchild.pid).encode())
             time.sleep(600 if what == "with_grandchild" else 0)
         case "sleep":
             time.sleep(600)
@@ -66,15 +64,17 @@ def _link(fd):
 
 
 @pytest.fixture(autouse=True)
-def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Children of this process find `BEHAVE`."""
-    (tmp_path / "fork_entries.py").write_text(BEHAVE)
+    (tmp_path / "fork_targets.py").write_text(BEHAVE)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @asynccontextmanager
-async def started(preload: tuple[str, ...] = ()) -> AsyncIterator[ForkServer]:
-    server = ForkServer(ENTRIES, preload)
+async def started(
+    preload: tuple[str, ...] = (), target: str = "fork_targets:behave"
+) -> AsyncIterator[ForkServer]:
+    server = ForkServer(target, preload)
     try:
         yield server
     finally:
@@ -105,30 +105,35 @@ async def code_of(child: Child) -> int:
     return await asyncio.wait_for(asyncio.shield(child.ended), LIMIT_S)
 
 
-async def spawn_with_pipe(server: ForkServer, what: str, log: Path) -> tuple[Child, bytes]:
+async def spawn_and_hear(server: ForkServer, what: str, log: Path) -> tuple[Child, bytes]:
     """The process and the first thing that it writes."""
-    read_end, write_end = os.pipe()
-    child = await server.spawn("behave", {"do": what}, log, fds=[write_end])
-    os.close(write_end)
-    written = await asyncio.to_thread(os.read, read_end, 4096)
-    os.close(read_end)
-    return child, written
+    child = await server.spawn({"do": what}, log)
+    with child.connection:
+        return child, await asyncio.get_running_loop().sock_recv(child.connection, 4096)
+
+
+async def spawn(server: ForkServer, spec: dict[str, Any], log: Path) -> Child:
+    """A process that writes nothing."""
+    child = await server.spawn(spec, log)
+    child.connection.close()
+    return child
 
 
 async def test_exit_codes_and_output_come_back(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     async with started() as server:
         spawned = [
-            (await server.spawn("behave", {"do": "return", "value": 0}, log), 0),
-            (await server.spawn("behave", {"do": "return", "value": 7}, log), 7),
-            (await server.spawn("behave", {"do": "raise"}, log), 1),
-            (await server.spawn("behave", {"do": "raise_ours"}, log), 2),
-            (await server.spawn("broken", {}, log), 1),
-            (await server.spawn("exit", {"any": "spec"}, log), 1),
+            (await spawn(server, {"do": "return", "value": 0}, log), 0),
+            (await spawn(server, {"do": "return", "value": 7}, log), 7),
+            (await spawn(server, {"do": "raise"}, log), 1),
+            (await spawn(server, {"do": "raise_ours"}, log), 2),
+            (await spawn(server, {"do": "exit"}, log), 1),
         ]
         for child, code in spawned:
             assert await code_of(child) == code
             assert child.how == f"exit code {code}"
+    async with started(target="fork_targets:no_such_function") as server:
+        assert await code_of(await spawn(server, {}, log)) == 1
     text = log.read_text()
     assert "printed 0" in text
     assert "printed 7" in text
@@ -140,7 +145,7 @@ async def test_many_are_started_at_a_time(tmp_path: Path) -> None:
     """Their requests are larger together than what the socket holds."""
     async with started() as server:
         spec = {"do": "return", "value": 3, "padding": "x" * 50_000}
-        spawning = [server.spawn("behave", spec, tmp_path / "child.log") for _ in range(20)]
+        spawning = [spawn(server, spec, tmp_path / "child.log") for _ in range(20)]
         children = await asyncio.gather(*spawning)
         assert len({child.pid for child in children}) == 20
         assert [await code_of(child) for child in children] == [3] * 20
@@ -151,51 +156,51 @@ async def test_a_child_starts_clean_in_a_process_that_has_preloaded(
 ) -> None:
     monkeypatch.setenv("OPEN_BEFORE", " ".join(os.listdir("/proc/self/fd")))
     async with started(preload=("colorsys",)) as server:
-        child, report = await spawn_with_pipe(server, "report", tmp_path / "child.log")
+        child, report = await spawn_and_hear(server, "report", tmp_path / "child.log")
         assert report == b"(True, '/dev/null', True, True, True)"
         assert await code_of(child) == 0
 
 
-async def test_a_signal_reaches_the_child_and_its_children(tmp_path: Path) -> None:
+async def test_a_child_is_killed_with_its_own_children(tmp_path: Path) -> None:
     async with started() as server:
-        child, reply = await spawn_with_pipe(server, "with_grandchild", tmp_path / "child.log")
+        child, reply = await spawn_and_hear(server, "with_grandchild", tmp_path / "rollout-12.log")
         assert is_running(int(reply))
-        server.kill(child, signal.SIGTERM)
-        assert await code_of(child) == -signal.SIGTERM
-        assert child.how == "signal 15 (SIGTERM)"
+        shown = Path(f"/proc/{child.pid}/comm").read_text()  # noqa: ASYNC240
+        assert shown == "real:rollout/12\n", "15 characters at most, and the number among them"
+        server.kill(child)
+        assert await code_of(child) == -signal.SIGKILL
+        assert child.how == "signal 9 (SIGKILL)"
         await wait_until_ended(int(reply))
-        server.kill(child, signal.SIGTERM)  # nothing happens
+        server.kill(child)  # nothing happens
 
 
 async def test_what_a_child_leaves_ends_with_it(tmp_path: Path) -> None:
     async with started() as server:
-        child, reply = await spawn_with_pipe(server, "leave_grandchild", tmp_path / "child.log")
+        child, reply = await spawn_and_hear(server, "leave_grandchild", tmp_path / "child.log")
         assert await code_of(child) == 0
         await wait_until_ended(int(reply))
 
 
-async def test_what_is_not_on_the_list_is_refused(tmp_path: Path) -> None:
+async def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     async with started() as server:
-        with pytest.raises(WorkerStartError, match=r"unknown entry 'os:system': expected one of"):
-            await server.spawn("os:system", {}, log)
         with pytest.raises(WorkerStartError, match="No such file"):
-            await server.spawn("behave", {"do": "sleep"}, tmp_path / "no" / "folder" / "child.log")
+            await spawn(server, {"do": "sleep"}, tmp_path / "no" / "folder" / "child.log")
         with pytest.raises(WorkerStartError, match="a request of 10000"):
-            await server.spawn("behave", {"do": "sleep", "padding": "x" * 10_000_000}, log)
-        child = await server.spawn("behave", {"do": "return", "value": 0}, log)
+            await spawn(server, {"do": "sleep", "padding": "x" * 10_000_000}, log)
+        child = await spawn(server, {"do": "return", "value": 0}, log)
         assert await code_of(child) == 0, "it still serves"
 
 
 async def test_a_child_that_nobody_waits_for_any_more_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     async with started() as server:
-        spawning = asyncio.create_task(server.spawn("behave", {"do": "sleep"}, log))
+        spawning = asyncio.create_task(spawn(server, {"do": "sleep"}, log))
         await asyncio.sleep(0)
         spawning.cancel()
         with pytest.raises(asyncio.CancelledError):
             await spawning
-        child = await server.spawn("behave", {"do": "return", "value": 0}, log)
+        child = await spawn(server, {"do": "return", "value": 0}, log)
         assert await code_of(child) == 0
         await wait_until_ended(*children_of(server.pid))
 
@@ -203,19 +208,17 @@ async def test_a_child_that_nobody_waits_for_any_more_is_killed(tmp_path: Path) 
 async def test_the_end_of_the_server_ends_children_that_ignore_sigterm(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     async with started() as server:
-        gentle = await server.spawn("behave", {"do": "sleep"}, log)
-        stubborn, reply = await spawn_with_pipe(server, "ignore_sigterm", log)
+        stubborn, reply = await spawn_and_hear(server, "ignore_sigterm", log)
         assert reply == b"ready"
         await server.close()
-        assert not any(is_running(pid) for pid in (gentle.pid, stubborn.pid, server.pid))
-        assert (gentle.how, stubborn.how) == ("signal 15 (SIGTERM)", "signal 9 (SIGKILL)")
+        assert not any(is_running(pid) for pid in (stubborn.pid, server.pid))
         with pytest.raises(WorkerLost, match="the fork server is gone"):
-            await server.spawn("behave", {"do": "sleep"}, log)
+            await spawn(server, {"do": "sleep"}, log)
 
 
 async def test_children_die_with_a_killed_server(tmp_path: Path) -> None:
     async with started() as server:
-        child = await server.spawn("behave", {"do": "sleep"}, tmp_path / "child.log")
+        child = await spawn(server, {"do": "sleep"}, tmp_path / "child.log")
         os.kill(server.pid, signal.SIGKILL)
         assert await code_of(child) == -signal.SIGKILL
         assert server.is_gone.is_set()
@@ -227,17 +230,25 @@ async def test_a_failed_preload_ends_the_server(
 ) -> None:
     async with started(preload=("no_such_module_anywhere",)) as server:
         with pytest.raises(WorkerLost, match="the fork server is gone"):
-            await server.spawn("exit", {}, tmp_path / "child.log")
+            await spawn(server, {}, tmp_path / "child.log")
     assert "No module named 'no_such_module_anywhere'" in capfd.readouterr().err
+
+
+async def test_a_server_whose_owner_is_silent_ends_with_its_children(tmp_path: Path) -> None:
+    async with started() as server:
+        server.go_on(0.2)
+        child = await spawn(server, {"do": "sleep"}, tmp_path / "child.log")
+        assert await code_of(child) == -signal.SIGKILL
+        await asyncio.wait_for(server.is_gone.wait(), LIMIT_S)
 
 
 OWNER = """
 import asyncio, os, signal, sys
-from areal_sc.workers.fork_client import ForkServer
+from areal_sc.fork_server import ForkServer
 
 async def main():
-    server = ForkServer({"behave": "fork_entries:behave"})
-    child = await server.spawn("behave", {"do": "sleep"}, sys.argv[1] + "/child.log")
+    server = ForkServer("fork_targets:behave")
+    child = await server.spawn({"do": "sleep"}, sys.argv[1] + "/child.log")
     print(server.pid, child.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -246,7 +257,7 @@ asyncio.run(main())
 
 
 async def test_server_and_children_end_with_their_owner(tmp_path: Path) -> None:
-    paths = [str(tmp_path), str(Path(__file__).parents[3])]
+    paths = [str(tmp_path), str(Path(__file__).parents[2])]
     finished = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-c", OWNER, str(tmp_path)],

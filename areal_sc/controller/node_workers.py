@@ -1,0 +1,293 @@
+"""The workers of one role on one node: launched, watched and ended by the node's agent.
+
+consumes     `News`: the ends of processes, and the beats of the living
+waits for    the next news: an agent answers when a worker has ended, and else after an interval.
+             By asking, a controller also says that it is there itself
+unblocked by the agent, or the deadline of the call
+
+lost         a worker whose process has ended; whose last beat is older than `MAX_MISSED` intervals,
+             which it also is when its agent is silent; whose event loop has not turned for
+             `hung_after_s`; and all workers of a node whose agent has ended, as the scheduler says.
+             A scheduler that cannot answer says nothing of the kind
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from areal_sc.controller.runtime import Runtime
+from areal_sc.errors import ArealError, TransportError, WorkerLost, WorkerStartError
+from areal_sc.log import log_tail
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.base import Node, Scheduler
+from areal_sc.transport.rpc.transport import Connection
+from areal_sc.workers.beats import BLOCKED_WARNING_S
+from areal_sc.workers.spec import (
+    LAUNCH,
+    LOG_TAIL,
+    STOP,
+    WATCH,
+    Beat,
+    EndedWorker,
+    Launch,
+    News,
+    Stop,
+    Watch,
+    WorkerOrder,
+    WorkerReport,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_MISSED: Final = 5
+RETRY_S: Final = 0.25
+"""Between two questions to an agent that cannot be reached."""
+LOG_TAIL_LIMIT_S: Final = 2.0
+RPC_MARGIN_S: Final = 30.0
+"""What a call of an agent may take beyond the time that it says."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker of the fleet.
+
+    Attributes:
+        index: its number within its role.
+        beat_s: loop time at which its process was last seen alive.
+        is_blocked: its event loop had not turned for long at that time.
+        failure: why the worker is lost, once it is.
+    """
+
+    worker: WorkerReport
+    index: int
+    connection: Connection
+    beat_s: float = 0.0
+    is_blocked: bool = False
+    failure: WorkerLost | None = None
+
+    @property
+    def name(self) -> str:
+        return self.worker.name
+
+    @property
+    def node(self) -> tuple[str, str]:
+        """(node_id, node_addr), as shards name their owner."""
+        return self.worker.name, self.worker.address
+
+
+class NodeWorkers:
+    """Launches, watches and ends the workers of a role on a node.
+
+    Args:
+        orders: for the workers, all of one role.
+        on_lost: called once for each worker that is lost.
+
+    Attributes:
+        agent: connection to the node's agent.
+        members: the workers that were launched, also those that are lost.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        orders: Sequence[WorkerOrder],
+        scheduler: Scheduler,
+        runtime: Runtime,
+        on_lost: Callable[[WorkerLost], None],
+    ) -> None:
+        self.agent: Connection = runtime.transport.connect(
+            node.facts.address, "agent", node.facts.incarnation
+        )
+        self.members: list[Member] = []
+        self._node = node
+        self._orders = list(orders)
+        self._role = orders[0].role
+        self._scheduler = scheduler
+        self._config = scheduler.config
+        self._folder = RunFolder(scheduler.config.run_dir)
+        self._runtime = runtime
+        self._on_lost = on_lost
+        self._ended: dict[str, EndedWorker] = {}  # by incarnation
+        self._is_agent_heard = True
+        self._failure: Exception | None = None
+
+    async def launch(self) -> None:
+        """Starts all workers.
+
+        Raises: WorkerStartError: one did not come up; the agent has ended the others.
+        """
+        launch = Launch(self._orders, self._config.startup_timeout_s)
+        try:
+            launched = await self.agent.call(
+                LAUNCH, launch, timeout_s=launch.timeout_s + RPC_MARGIN_S
+            )
+        except TransportError as error:
+            path = self._node.log_path
+            what = f"the agent of node {self._node.name} started no workers: {error}"
+            raise WorkerStartError.with_log(what, path, log_tail(path)) from error
+        if launched.failure:
+            raise WorkerStartError(
+                launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
+            )
+        for order, worker in zip(self._orders, launched.workers, strict=True):
+            connection = self._runtime.transport.connect(
+                worker.address, worker.name, worker.incarnation, keeps_trying=True
+            )
+            self.add(Member(worker, order.index, connection))
+            logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
+
+    def add(self, member: Member) -> None:
+        """The worker serves, and has to beat from now on."""
+        member.beat_s = asyncio.get_running_loop().time()
+        self.members.append(member)
+        if member.worker.incarnation in self._ended:  # the news was faster
+            self._note_end(member, self._ended[member.worker.incarnation])
+        elif self._failure is not None:
+            self._fail(self._failure)
+
+    async def run(self, first_hold_s: float) -> None:
+        """Asks for news, until it is cancelled. If that fails, all workers are lost.
+
+        Args:
+            first_hold_s: of the first question. Where nodes are many, different times for each of
+                them spread their answers over the interval.
+        """
+        try:
+            await self._ask(first_hold_s)
+        except Exception as error:  # the task's end: nobody awaits it, so the workers' callers hear
+            logger.exception("the watch over the workers failed")
+            self._fail(error)
+
+    async def close(self) -> None:
+        """Ends the workers that are still there, and closes all connections."""
+        grace_s = self._config.shutdown_timeout_s / 2
+        stop = Stop([order.incarnation for order in self._orders], grace_s)
+        try:
+            await self.agent.call(STOP, stop, timeout_s=grace_s + RPC_MARGIN_S)
+        except TransportError as error:  # its workers die with it, or of their orphan timeout
+            logger.warning("node=%s its agent stopped no workers: %s", self._node.name, error)
+        for connection in (self.agent, *(member.connection for member in self.members)):
+            await connection.close()
+        for order in self._orders:
+            self._node.placement.release(order.name)
+
+    @property
+    def _living(self) -> list[Member]:
+        return [member for member in self.members if member.failure is None]
+
+    async def _ask(self, first_hold_s: float) -> None:
+        num_ended, hold_s = 0, first_hold_s
+        interval_s = self._config.heartbeat_interval_s
+        while True:
+            try:
+                news = await self.agent.call(
+                    WATCH, Watch(self._role, num_ended, hold_s), timeout_s=hold_s + interval_s
+                )
+            except TransportError as error:
+                self._is_agent_heard = False
+                logger.warning("node=%s its agent gives no news: %s", self._node.name, error)
+                await self._look_after_node()
+            else:
+                self._is_agent_heard = True
+                num_ended, hold_s = news.num_ended, interval_s
+                await self._note(news)
+            await self._judge_silence()
+
+    async def _note(self, news: News) -> None:
+        living = {member.worker.incarnation: member for member in self._living}
+        for end in news.ended:
+            self._ended[end.incarnation] = end
+            if end.incarnation in living:
+                self._note_end(living.pop(end.incarnation), end)
+        now_s = asyncio.get_running_loop().time()
+        for beat in news.beats:
+            member = living.get(beat.incarnation)
+            if member is not None:
+                member.beat_s = max(member.beat_s, now_s - beat.beat_age_s)
+                await self._judge_turn(member, beat)
+
+    def _note_end(self, member: Member, end: EndedWorker) -> None:
+        self._lose(member, f"ended with {end.how}", end.log_path, end.log_tail)
+
+    async def _look_after_node(self) -> None:
+        """Asks the scheduler whether the node is still there."""
+        try:
+            how = (await self._scheduler.ended_nodes()).get(self._node)
+        except ArealError as error:
+            logger.warning("node=%s its state is unknown: %s", self._node.name, error)
+            how = None
+        if how is not None:
+            path = self._node.log_path
+            for member in self._living:
+                cause = f"is lost with node {self._node.name}: its agent ended with {how}"
+                self._lose(member, cause, path, log_tail(path))
+        await asyncio.sleep(RETRY_S)
+
+    async def _judge_turn(self, member: Member, beat: Beat) -> None:
+        blocked_s, limit_s = beat.turn_age_s - beat.beat_age_s, self._config.hung_after_s
+        what = (
+            f"event loop has not turned for {blocked_s:.0f} s, most likely because of a blocking "
+            "call in a workflow"
+        )
+        if blocked_s > limit_s:
+            await self._lose_living(member, f"hangs: its {what} (its log says where)")
+            return
+        is_blocked = blocked_s > BLOCKED_WARNING_S
+        if is_blocked and not member.is_blocked:
+            log = self._folder.log_path(member.name)
+            logger.warning(
+                "worker=%s %s (its log %s says where); it is lost after %g s",
+                *(member.name, what, log, limit_s),
+            )
+        member.is_blocked = is_blocked
+
+    async def _judge_silence(self) -> None:
+        interval_s, living = self._config.heartbeat_interval_s, self._living
+        silent_since_s = asyncio.get_running_loop().time() - MAX_MISSED * interval_s
+        silent = [member for member in living if member.beat_s < silent_since_s]
+        is_any_heard = len(silent) < len(living)
+        # other roles have a watch of their own
+        others = f"other {self._role} workers" if is_any_heard else f"no {self._role} worker"
+        for member in silent:
+            await self._lose_living(
+                member,
+                f"missed {MAX_MISSED} heartbeats of {interval_s:g} s "
+                f"({others} on {self._node.name} can be heard)",
+            )
+
+    async def _lose_living(self, member: Member, cause: str) -> None:
+        tail: list[str] = []
+        if self._is_agent_heard:
+            try:
+                tail = await self.agent.call(LOG_TAIL, member.name, timeout_s=LOG_TAIL_LIMIT_S)
+            except TransportError as error:
+                logger.warning("worker=%s its log cannot be read: %s", member.name, error)
+        self._lose(member, cause, self._folder.log_path(member.name), tail)
+
+    def _fail(self, error: Exception) -> None:
+        """The watch has failed: whom it cannot watch is lost, now and later."""
+        self._failure = error
+        for member in self._living:
+            path = self._folder.log_path(member.name)
+            self._lose(member, f"cannot be watched any more: {error!r}", path, [], error)
+
+    def _lose(
+        self,
+        member: Member,
+        cause: str,
+        log_path: Path | str,
+        tail: Sequence[str],
+        error: Exception | None = None,
+    ) -> None:
+        if member.failure is not None:
+            return
+        logger.error("worker=%s lost=%r", member.name, cause)
+        member.failure = WorkerLost.with_log(f"worker {member.name} {cause}", log_path, tail)
+        member.failure.__cause__ = error
+        member.connection.fail_pending(member.failure)
+        self._on_lost(member.failure)
