@@ -139,7 +139,7 @@ class AnswerPart:
 
 
 class ServerClient:
-    """One running server. Must be made on a running event loop, and closed on it.
+    """One life of a server. Must be made on a running event loop, and closed on it.
 
     A kind of server implements the calls that end in `NotImplementedError`.
 
@@ -150,12 +150,20 @@ class ServerClient:
 
     Attributes:
         section: name of the kind's settings, for messages.
+        is_own: this process has started it, so it runs on this machine and with its rights.
+        abilities: what `ask_abilities` found.
+        groups: names of the weight groups that it is in.
     """
 
     section: ClassVar[str]
+    abilities: ServerAbilities
 
-    def __init__(self, url: str, api_key: str = "", control_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, url: str, api_key: str = "", control_timeout_s: float = 60.0, *, is_own: bool = False
+    ) -> None:
         self.url = url.rstrip("/")
+        self.is_own = is_own
+        self.groups: set[str] = set()
         self._control_timeout_s = control_timeout_s
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,

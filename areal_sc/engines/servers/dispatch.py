@@ -15,7 +15,8 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from areal_sc.errors import ArealError
 
@@ -36,6 +37,7 @@ class ServerLoad:
         version: policy version of its weights.
         num_running: requests that it has.
         outstanding_tokens: of these requests.
+        is_empty: set while it has none.
     """
 
     name: str
@@ -44,10 +46,17 @@ class ServerLoad:
     version: int = 0
     num_running: int = 0
     outstanding_tokens: int = 0
+    is_empty: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.is_empty.set()
 
     @property
     def has_room(self) -> bool:
         return self.is_open and self.num_running < self.max_running
+
+
+L = TypeVar("L", bound=ServerLoad)
 
 
 @dataclass(frozen=True)
@@ -66,16 +75,16 @@ class Work:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _Waiting(Generic[L]):
     work: Work
-    placed: asyncio.Future[ServerLoad | None]
+    placed: asyncio.Future[L | None]
 
     def give_up(self, cancelled: asyncio.Future[None]) -> None:
         if not self.placed.done():
             self.placed.set_result(None)
 
 
-class Dispatcher:
+class Dispatcher(Generic[L]):
     """First come, first served, over all servers.
 
     Args:
@@ -85,18 +94,17 @@ class Dispatcher:
         failure: why no request can be placed any more, or None.
     """
 
-    def __init__(self, servers: Sequence[ServerLoad]) -> None:
+    def __init__(self, servers: Sequence[L]) -> None:
         self.failure: ArealError | None = None
         self._servers = servers
-        self._homes: OrderedDict[str, ServerLoad] = OrderedDict()
-        self._waiting: deque[_Waiting] = deque()
-        self._awaiting_empty: dict[ServerLoad, list[asyncio.Future[None]]] = {}
+        self._homes: OrderedDict[str, L] = OrderedDict()
+        self._waiting: deque[_Waiting[L]] = deque()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self, work: Work, cancelled: asyncio.Future[None]) -> ServerLoad | None:
+    async def enter(self, work: Work, cancelled: asyncio.Future[None]) -> L | None:
         """Waits for a server and takes a place on it, to be given back with `leave`.
 
         Returns: None when `cancelled` was set before.
@@ -104,7 +112,7 @@ class Dispatcher:
         """
         if self.failure is not None:
             raise self.failure
-        waiting = _Waiting(work, asyncio.get_running_loop().create_future())
+        waiting = _Waiting[L](work, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self.changed()
         cancelled.add_done_callback(waiting.give_up)
@@ -120,26 +128,17 @@ class Dispatcher:
         finally:
             cancelled.remove_done_callback(waiting.give_up)
 
-    def leave(self, server: ServerLoad, work: Work) -> None:
+    def leave(self, server: L, work: Work) -> None:
         """Takes a request off its server, however it ended."""
         server.num_running -= 1
         server.outstanding_tokens -= work.num_tokens
         if server.num_running == 0:
-            for waiting in self._awaiting_empty.pop(server, []):
-                if not waiting.done():
-                    waiting.set_result(None)
+            server.is_empty.set()
         self.changed()
-
-    async def until_empty(self, server: ServerLoad) -> None:
-        """Returns when the server has no request; it should be closed, or more may come."""
-        if server.num_running:
-            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._awaiting_empty.setdefault(server, []).append(waiting)
-            await waiting
 
     def changed(self) -> None:
         """Places those who wait, as far as there is room now."""
-        still: deque[_Waiting] = deque()
+        still: deque[_Waiting[L]] = deque()
         while self._waiting and any(server.has_room for server in self._servers):
             waiting = self._waiting.popleft()
             if waiting.placed.done():
@@ -161,12 +160,12 @@ class Dispatcher:
             if not waiting.placed.done():
                 waiting.placed.set_exception(error)
 
-    def forget_homes(self, server: ServerLoad) -> None:
+    def forget_homes(self, server: L) -> None:
         """The server starts anew: its cache is empty."""
         for group in [group for group, home in self._homes.items() if home is server]:
             del self._homes[group]
 
-    def choose(self, work: Work) -> ServerLoad | None:
+    def choose(self, work: Work) -> L | None:
         """The server for a request, or None: every one that may take it is full or closed."""
         free = [s for s in self._servers if s.has_room and s.version >= work.min_version]
         if not free:
@@ -178,8 +177,9 @@ class Dispatcher:
         lead = home.outstanding_tokens - best.outstanding_tokens
         return home if lead <= HOME_LEAD_REQUESTS * work.num_tokens else best
 
-    def _place(self, server: ServerLoad, work: Work) -> None:
+    def _place(self, server: L, work: Work) -> None:
         server.num_running += 1
+        server.is_empty.clear()
         server.outstanding_tokens += work.num_tokens
         if work.prefix_group is not None:
             self._homes[work.prefix_group] = server

@@ -148,7 +148,7 @@ class ServerEngine(ReplicaSet):
             EngineFailed: no server is left.
         """
         check_weights_folder(str(folder), self._model.shapes_in_folders)
-        await self.publish(DiskWeights(version, str(folder)))
+        await self.publish(DiskWeights(version, folder))
 
     async def update_weights_from_group(
         self,
@@ -182,7 +182,7 @@ class ServerEngine(ReplicaSet):
         late: Weights = self._tensor_weights(version, again)
         if self._settings.servers.urls:
             folder = Path(self._config.weight_update.folder) / f"{self._settings.owner}-{version}"
-            late = WrittenWeights(version, self._shaped(again), folder, Path(self._config.path))
+            late = WrittenWeights(version, folder, self._shaped(again), Path(self._config.path))
         num_members = self._group_sizes.get(group_name, 0)
         await self.publish(
             CollectiveWeights(version, group_name, num_members, buckets, late, give_up)
@@ -197,8 +197,8 @@ class ServerEngine(ReplicaSet):
             "weight_updates": self.num_updates,
             "running_requests": self._completer.num_running - num_waiting,
             "waiting_requests": num_waiting,
-            "occupied_places": sum(replica.load.num_running for replica in self.replicas),
-            "serving_servers": len(self._serving),
+            "occupied_places": sum(replica.num_running for replica in self.replicas),
+            "serving_servers": len(self.serving),
             "lost_servers": self.num_losses,
             "server_restarts": sum(max(0, replica.num_starts - 1) for replica in self.replicas),
         }

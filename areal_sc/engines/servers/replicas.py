@@ -16,11 +16,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
-from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.dispatch import Dispatcher
 from areal_sc.engines.servers.replica import Replica, ReplicaSettings
-from areal_sc.engines.servers.updates import UpdateTimes, update_wave
-from areal_sc.engines.servers.weights import DiskWeights, LoadableWeights, Weights
+from areal_sc.engines.servers.updates import update_wave
+from areal_sc.engines.servers.weights import DiskWeights, UpdateTimes, Weights
 from areal_sc.errors import (
     ArealError,
     ConfigError,
@@ -51,31 +52,29 @@ class ReplicaSet:
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        self._settings = settings
-        loads: list[ServerLoad] = []
-        self.dispatcher = Dispatcher(loads)
-        num_servers = settings.handle.num_servers
-        self.replicas = [Replica(i, settings, self.dispatcher) for i in range(num_servers)]
-        loads.extend(replica.load for replica in self.replicas)
-        self.dispatcher.fail(self._failure("has not been started"))
+        self.replicas: list[Replica] = []
+        self.dispatcher = Dispatcher(self.replicas)
         self.version = 0
         self.times = UpdateTimes()
         self.num_updates = 0
         self.num_losses = 0
-        self._by_load = {replica.load: replica for replica in self.replicas}
-        self._weights: Weights = DiskWeights(0, settings.config.path)
-        self._serving: set[Replica] = set()
-        self._given_up: set[Replica] = set()
+        self._settings = settings
+        self._weights: Weights = DiskWeights(0, Path(settings.config.path))
+        self._num_left = settings.handle.num_servers
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()  # one update, pause or resume at a time
         self._group_sizes: dict[str, int] = {}
         self._is_paused = False
         self._is_closed = False
-        self._starts: list[asyncio.Task[None]] = []
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        for index in range(settings.handle.num_servers):
+            self.replicas.append(Replica(index, settings, self.dispatcher))
+        self.dispatcher.fail(self._failure("has not been started"))
 
-    def replica(self, load: ServerLoad) -> Replica:
-        return self._by_load[load]
+    @property
+    def serving(self) -> list[Replica]:
+        """Those that serve, in a fixed order."""
+        return [replica for replica in self.replicas if replica.is_serving]
 
     @property
     def is_cuda(self) -> bool:
@@ -89,11 +88,12 @@ class ReplicaSet:
         Raises: ConfigError, ModelError, WorkerStartError: what is wrong, and what to change; none
             is left running then.
         """
-        self._starts = [asyncio.create_task(self._start_one(r)) for r in self.replicas]
+        starts = [asyncio.create_task(self._start_one(r)) for r in self.replicas]
+        self._tasks += starts
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             try:
-                await asyncio.gather(*self._starts)
+                await asyncio.gather(*starts)
             except asyncio.CancelledError:
                 self._require_open()
                 raise
@@ -103,7 +103,7 @@ class ReplicaSet:
         for replica in self.replicas:
             task = asyncio.create_task(self._supervise(replica))
             task.add_done_callback(self._note_end)
-            self._supervisors.append(task)
+            self._tasks.append(task)
 
     async def close(self) -> None:
         """Ends the servers that were started here; those of others generate again if paused.
@@ -113,11 +113,9 @@ class ReplicaSet:
         self._is_closed = True
         self.dispatcher.fail(self._failure("is closed"))
         self._changed.set()
-        tasks = [*self._starts, *self._supervisors]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._serving.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for replica in self.replicas:
             if not replica.is_own and replica.is_up:
                 with suppress(ArealError):
@@ -134,21 +132,18 @@ class ReplicaSet:
         """
         if self.dispatcher.failure is not None:
             raise self.dispatcher.failure
-        config = self._settings.config
         async with self._control:
             started = time.perf_counter()
-            async with weights.opened() as loadable:
+            async with weights.opened():
                 self.times.update_open_s += time.perf_counter() - started
                 self._weights = weights
                 self._changed.set()
-                serving = self._in_order()
-                size = config.max_unavailable or max(1, len(serving))
+                serving = self.serving
+                size = self._settings.config.max_unavailable or max(1, len(serving))
                 for start in range(0, len(serving), size):
-                    still = [r for r in serving[start : start + size] if r in self._serving]
-                    if still:
-                        await self._update(still, weights.version, loadable)
+                    await self._update([r for r in serving[start : start + size] if r.is_serving])
             await self._until_current()
-            self.version = min(replica.load.version for replica in self._serving)
+            self.version = min(replica.version for replica in self.serving)
             self.num_updates += 1
 
     async def pause(self) -> None:
@@ -161,7 +156,7 @@ class ReplicaSet:
         async with self._control:
             self._is_paused = False
             await self._tell_serving(Replica.resume)
-            for replica in self._serving:
+            for replica in self.serving:
                 replica.open()
 
     async def join_group(self, group: WeightGroup, first_rank: int) -> None:
@@ -170,42 +165,41 @@ class ReplicaSet:
         Waits for all ranks of the group, so the others must join at the same time.
         Raises: EngineFailed, TransportError: a server did not join; the group is of no use then.
         """
-        members = self._in_order()
+        members = self.serving
         timeout_s = self._settings.config.weight_update.step_timeout_s
         rank = first_rank
         joins = []
         for replica in members:
             joins.append(replica.client.join_group(group, rank, timeout_s=timeout_s))
-            rank += replica.abilities.tp_size
+            rank += replica.client.abilities.tp_size
         outcomes = await asyncio.gather(*joins, return_exceptions=True)
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
         for replica in members:
-            replica.groups.add(group.name)
+            replica.client.groups.add(group.name)
         self._group_sizes = {group.name: len(members)}  # one group at a time
 
     async def leave_group(self, name: str) -> None:
         """Ends a weight group on the servers that are in it."""
-        for replica in [r for r in self._serving if name in r.groups]:
-            replica.groups.discard(name)
+        for replica in self._members(name):
+            replica.client.groups.discard(name)
             try:
                 await replica.client.leave_group(name)
             except (EngineFailed, PeerLost, RpcTimeout) as error:
-                logger.warning("server=%s group=%s %s", replica.load.name, name, error)
+                logger.warning("server=%s group=%s %s", replica.name, name, error)
 
     def has_whole_group(self, name: str) -> bool:
         """Whether every serving server is in the weight group, and nobody has left it."""
-        members = [replica for replica in self._serving if name in replica.groups]
-        return len(self._serving) == len(members) == self._group_sizes.get(name, 0) > 0
+        num_members = len(self._members(name))
+        return len(self.serving) == num_members == self._group_sizes.get(name, 0) > 0
 
     def count_ranks(self) -> int:
         """Ranks of the serving servers."""
-        return sum(replica.abilities.tp_size for replica in self._serving)
+        return sum(replica.client.abilities.tp_size for replica in self.serving)
 
-    def _in_order(self) -> list[Replica]:
-        """Those that serve."""
-        return [replica for replica in self.replicas if replica in self._serving]
+    def _members(self, group_name: str) -> list[Replica]:
+        return [replica for replica in self.serving if group_name in replica.client.groups]
 
     async def _start_one(self, replica: Replica) -> None:
         try:
@@ -223,14 +217,13 @@ class ReplicaSet:
     async def _supervise(self, replica: Replica) -> None:
         while True:
             reason = await replica.watch()
-            self._serving.discard(replica)
             self.num_losses += 1
-            logger.warning("server=%s lost: %s", replica.load.name, reason)
+            logger.warning("server=%s lost: %s", replica.name, reason)
             await replica.take_down(reason)
             if not await self._bring_back(replica):
-                self._give_up(replica)
+                self._note_given_up(replica)
                 return
-            logger.info("server=%s is back version=%d", replica.load.name, replica.load.version)
+            logger.info("server=%s is back version=%d", replica.name, replica.version)
 
     def _note_end(self, supervisor: asyncio.Task[None]) -> None:
         """A supervisor that raises leaves its server alone: nothing may rely on it any more."""
@@ -253,7 +246,7 @@ class ReplicaSet:
             except ArealError as error:
                 logger.warning(
                     "server=%s attempt=%d of %d failed: %s",
-                    *(replica.load.name, attempt + 1, servers.max_restarts, error),
+                    *(replica.name, attempt + 1, servers.max_restarts, error),
                 )
                 await replica.take_down(str(error))
                 await asyncio.sleep(min(2.0**attempt, _MAX_BACKOFF_S))
@@ -263,22 +256,21 @@ class ReplicaSet:
         """Gives the server what has changed since it started, until nothing has."""
         while True:
             weights = self._weights
-            if replica.load.version != weights.version:
+            if replica.version != weights.version:
                 try:
-                    async with weights.again.opened() as loadable:
-                        errors, _ = await update_wave(
+                    async with weights.again.opened():
+                        failed = await update_wave(
                             [replica],
-                            weights.version,
-                            loadable,
-                            self.dispatcher,
+                            weights.again,
+                            UpdateTimes(),
                             self._settings.config,
                             stays_paused=True,
                         )
                 except ShardGone:  # the trainers have newer ones, which will be published
                     await self._until_newer(weights)
                     continue
-                if errors[0] is not None:
-                    raise errors[0]
+                if failed:
+                    raise failed[replica]
             elif self._is_paused and not replica.is_paused:
                 await replica.pause()
             elif replica.is_paused and not self._is_paused:
@@ -286,7 +278,7 @@ class ReplicaSet:
             else:
                 break
         # from here on without an await: see the top of the file
-        self._serving.add(replica)
+        replica.is_serving = True
         if not self._is_paused:
             replica.open()
         self._changed.set()
@@ -298,11 +290,10 @@ class ReplicaSet:
         if self._is_closed:
             raise self._failure("is closed")
 
-    def _give_up(self, replica: Replica) -> None:
-        self._given_up.add(replica)
-        left = len(self.replicas) - len(self._given_up)
-        logger.error("server=%s is given up; %d are left", replica.load.name, left)
-        if left == 0:
+    def _note_given_up(self, replica: Replica) -> None:
+        self._num_left -= 1
+        logger.error("server=%s is given up; %d are left", replica.name, self._num_left)
+        if self._num_left == 0:
             self.dispatcher.fail(
                 EngineFailed(
                     f"all {len(self.replicas)} {self._settings.handle.name} servers are lost, the "
@@ -312,25 +303,18 @@ class ReplicaSet:
             )
         self._changed.set()
 
-    async def _update(
-        self, wave: Sequence[Replica], version: int, weights: LoadableWeights
-    ) -> None:
-        lives = [replica.num_starts for replica in wave]
-        errors, times = await update_wave(
-            wave,
-            version,
-            weights,
-            self.dispatcher,
-            self._settings.config,
-            stays_paused=self._is_paused,
+    async def _update(self, wave: Sequence[Replica]) -> None:
+        if not wave:
+            return
+        weights, lives = self._weights, [replica.num_starts for replica in wave]
+        failed = await update_wave(
+            wave, weights, self.times, self._settings.config, stays_paused=self._is_paused
         )
-        self.times.add(times)
-        for replica, error, life in zip(wave, errors, lives, strict=True):
+        for replica, life in zip(wave, lives, strict=True):
             if replica.num_starts != life:
                 continue  # it has started again meanwhile, and has found the weights by itself
-            if error is not None:
-                self._serving.discard(replica)
-                replica.fail(f"its weight update to version {version} failed: {error}")
+            if error := failed.get(replica):
+                replica.fail(f"its weight update to version {weights.version} failed: {error}")
             elif not self._is_paused:
                 replica.open()
 
@@ -339,7 +323,7 @@ class ReplicaSet:
 
         Bounded by the limits of a start.
         """
-        while not any(r.load.version == self._weights.version for r in self._serving):
+        while not any(r.version == self._weights.version for r in self.serving):
             if self.dispatcher.failure is not None:
                 raise self.dispatcher.failure
             self._changed.clear()
@@ -369,4 +353,4 @@ class ReplicaSet:
             except ArealError as error:
                 replica.fail(f"it did not pause or resume: {error}")
 
-        await asyncio.gather(*map(tell, list(self._serving)))
+        await asyncio.gather(*map(tell, self.serving))

@@ -104,7 +104,6 @@ class Watch:
         servers: ServersConfig,
         on_answer: Callable[[], None],
     ) -> None:
-        self.is_updating = False
         self._client = client
         self._server = server
         self._activity = Activity(server.pid, server.schedulers) if server else Activity()
@@ -113,8 +112,8 @@ class Watch:
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[str] = self._loop.create_future()
         self._ask_now = asyncio.Event()
-        self._answered_at = self._loop.time()
-        self._activity.note_answer()
+        self._is_updating = False
+        self._note_answer()
 
     def fail(self, reason: str) -> None:
         """The server is given up: `run` returns."""
@@ -123,9 +122,9 @@ class Watch:
 
     def set_updating(self, is_updating: bool) -> None:
         """While it loads weights it may be silent; its time starts anew when it has loaded them."""
-        if self.is_updating and not is_updating:
+        if self._is_updating and not is_updating:
             self._note_answer()
-        self.is_updating = is_updating
+        self._is_updating = is_updating
 
     def suspect(self) -> None:
         """Asks the server at once."""
@@ -184,7 +183,7 @@ class Watch:
                 self._answered_at += late_s
             silent_s = self._loop.time() - self._answered_at
             reason = why_replace(
-                silent_s, self._activity, self._servers, is_updating=self.is_updating
+                silent_s, self._activity, self._servers, is_updating=self._is_updating
             )
             if reason is not None:
                 self.fail(reason)

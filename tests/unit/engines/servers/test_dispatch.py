@@ -11,7 +11,9 @@ from areal_sc.engines.servers.dispatch import MAX_REMEMBERED_HOMES, Dispatcher, 
 from areal_sc.errors import EngineFailed
 
 
-def make_dispatcher(*names: str, max_running: int = 1000) -> tuple[Dispatcher, list[ServerLoad]]:
+def make_dispatcher(
+    *names: str, max_running: int = 1000
+) -> tuple[Dispatcher[ServerLoad], list[ServerLoad]]:
     servers = [ServerLoad(name, max_running, is_open=True) for name in names]
     return Dispatcher(servers), servers
 
@@ -20,7 +22,7 @@ def work(num_tokens: int, group: str | None = None, version: int = 0) -> Work:
     return Work(num_tokens, group, version)
 
 
-async def names_of(dispatcher: Dispatcher, *works: Work) -> list[str]:
+async def names_of(dispatcher: Dispatcher[ServerLoad], *works: Work) -> list[str]:
     """Where requests go that come one after the other."""
     servers = [await dispatcher.enter(each, never()) for each in works]
     return [server.name for server in servers if server]
@@ -160,9 +162,9 @@ async def test_a_failure_ends_all_waiting() -> None:
 
 async def test_until_empty() -> None:
     dispatcher, (server,) = make_dispatcher("a")
-    await dispatcher.until_empty(server)
+    await server.is_empty.wait()
     places = [await dispatcher.enter(work(10), never()) for _ in range(2)]
-    empty = asyncio.create_task(dispatcher.until_empty(server))
+    empty = asyncio.create_task(server.is_empty.wait())
     for entered in places:
         await asyncio.sleep(0)
         assert not empty.done()

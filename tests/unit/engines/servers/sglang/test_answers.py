@@ -16,7 +16,7 @@ from areal_sc.config.schema import (
 from areal_sc.engines.servers.client import PartRequest
 from areal_sc.engines.servers.completion import CompletionRequest
 from areal_sc.engines.servers.engine import ServerEngine
-from areal_sc.engines.servers.sglang.answers import read_answer, read_versions, request_body
+from areal_sc.engines.servers.sglang.answers import read_answer, request_body
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError, WorkflowError
 
@@ -69,7 +69,8 @@ def test_an_aborted_answer_may_be_empty() -> None:
 
 
 def test_a_server_without_spans_tells_one_version() -> None:
-    assert read_versions({"weight_version": "5"}, 3) == [5, 5, 5]
+    reply = answer(weight_version="5", weight_versions=None)
+    assert read_answer(reply, is_truncated=False).versions == [5, 5, 5]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,23 @@ async def test_a_client_that_was_closed() -> None:
             await client.probe(timeout_s=5.0)
 
 
+async def test_closing_ends_requests_that_wait() -> None:
+    asked, over = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await over.wait()
+        return web.Response()
+
+    async with serving(wait) as client:
+        waiting = asyncio.create_task(client.probe(timeout_s=60.0))
+        await asked.wait()
+        await client.close()
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(waiting, 5.0)
+        over.set()
+
+
 async def test_nobody_there_to_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "_CONNECT_TIMEOUT_S", 0.05)
     with socket.socket() as full:  # a queue that is full drops further connections silently
