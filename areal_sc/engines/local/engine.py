@@ -47,15 +47,11 @@ UPDATE_TIMES = ("update_open_s", "update_drain_s", "update_load_s", "update_byte
 requests to end, replacing, and the bytes replaced."""
 
 
-class LocalEngine:
+class LocalEngine(GenerationThread):
     """`GenerationEngine` over an unmodified causal language model.
 
     What a request samples depends on the seed, on its place among all `generate` calls and on the
     weights, not on what runs beside it (up to rounding).
-
-    Attributes:
-        tokenizer: the model's.
-        max_context_tokens: limit of prompt and completion together.
     """
 
     def __init__(
@@ -73,23 +69,23 @@ class LocalEngine:
             loaded = load_folder(config.path, torch.device(device), config.dtype)
         model, self.tokenizer = loaded
         check_context(model.config, config.max_context_tokens)
-        self.max_context_tokens = config.max_context_tokens
-        self._config = config
         local_model = LocalModel(model)
         check_generation(model, local_model)
+        self.max_context_tokens = config.max_context_tokens
+        self._config = config
         self._vocab_size = local_model.vocab_size
         self._end_ids = end_token_ids(self.tokenizer, model.generation_config)
+        self._request_ids = itertools.count()
+        self._receiver: WeightReceiver | None = None
+        self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)
         table = SlotTable(
             config.max_running_sequences,
             config.max_context_tokens,
             config.max_prefill_tokens,
             config.seed,
         )
-        self._generator = SlotGenerator(local_model, table, config.max_context_tokens)
-        self._request_ids = itertools.count()
-        self._thread = GenerationThread(self._generator, config.num_threads)
-        self._receiver: WeightReceiver | None = None
-        self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)
+        generator = SlotGenerator(local_model, table, config.max_context_tokens)
+        super().__init__(generator, config.num_threads)
 
     @classmethod
     def from_model(
@@ -107,15 +103,11 @@ class LocalEngine:
         """Policy version of the weights that the next token is sampled from."""
         return self._generator.version
 
-    async def start(self) -> None:
-        """Starts the thread; the running event loop is the one that all calls come from."""
-        self._thread.start()
-
     async def close(self) -> None:
         """Ends the thread after the step in progress; pending calls raise WorkerError."""
         if self._receiver is not None:
             self._receiver.close()
-        await self._thread.close()
+        await super().close()
 
     async def generate(
         self,
@@ -124,25 +116,17 @@ class LocalEngine:
         *,
         prefix_group: str | None = None,
     ) -> Completion:
-        """Samples one completion. Cancelling the task frees its place at once.
+        """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
         Args:
-            input_ids: the prompt, at least one token.
             sampling: completions end at its stop tokens, at the tokenizer's EOS and at those of
                 the model's generation config; the stop token is part of the completion.
             prefix_group: requests of one group compute the tokens that their prompts share once.
-        Returns: log-probabilities are those of the distribution sampled from (temperature, top-k
-            and top-p applied); at temperature 0 those of the distribution at temperature 1.
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed.
         """
-        self._thread.check_running()
-        return await self._thread.generate(self._make_request(input_ids, sampling, prefix_group))
-
-    def cancel_group(self, prefix_group: str) -> None:
-        """Ends the group's requests; each returns its partial answer as `cancelled`."""
-        self._thread.cancel_group(prefix_group)
+        return await self.complete(self._make_request(input_ids, sampling, prefix_group))
 
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights between two steps.
@@ -232,16 +216,9 @@ class LocalEngine:
             self._update_times["update_drain_s"] += began - at_hand
 
         finish_running = self._config.on_weight_update == OnWeightUpdate.finish_running
-        await self._thread.call(replace, when_empty=finish_running)
+        await self.call(replace, when_empty=finish_running)
         self._update_times["update_open_s"] += at_hand - started
         self._update_times["update_bytes"] += sum(tensor.nbytes for _, tensor in tensors)
-
-    async def pause(self) -> None:
-        """Returns when no step runs; running requests stay where they are until `resume`."""
-        await self._thread.set_paused(True)
-
-    async def resume(self) -> None:
-        await self._thread.set_paused(False)
 
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and `running_requests` and `waiting_requests` of now."""

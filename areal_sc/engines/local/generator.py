@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from areal_sc.engines.base import Completion
-from areal_sc.engines.local.attention import ShapeProbe, SlotAttention
+from areal_sc.engines.local.attention import SlotAttention, SlotCache
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.sampling import sample
 from areal_sc.engines.local.slots import Ints, Request, SlotTable, StepPlan
@@ -46,12 +46,7 @@ class SlotGenerator:
         )
         self.table = table
         self._model = model
-        self._max_context_tokens = max_context_tokens
-        probe = ShapeProbe()
-        with torch.inference_mode():
-            first = torch.zeros(1, dtype=torch.int64, device=model.device)
-            model(first, first, probe, 1)
-            self._cache = probe.make_cache(model.num_layers, model.dtype, model.device)
+        self._cache = SlotCache(model.num_layers, table.max_rows, max_context_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +82,7 @@ class SlotGenerator:
         with torch.inference_mode():
             moves = table.admit()
             plan = table.plan()
-            cache.reserve(plan.num_rows, plan.max_length, table.max_rows, self._max_context_tokens)
+            cache.reserve(plan.num_rows, plan.max_length)
             if moves:
                 sources, targets = map(list, zip(*moves, strict=True))
                 cache.copy_rows(sources, targets, int(table.cached[targets].max()))

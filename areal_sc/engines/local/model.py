@@ -19,7 +19,7 @@ from transformers import (
 
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import Dtype
-from areal_sc.engines.local.attention import ATTENTION_NAME, Attention, register_attention
+from areal_sc.engines.local.attention import ATTENTION_NAME, SlotAttention, register_attention
 from areal_sc.engines.rotary import length_dependent_rope
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.errors import ConfigError, ModelError
@@ -97,7 +97,11 @@ class LocalModel:
         self.num_layers: int = model.config.num_hidden_layers
 
     def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, num_last: int
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: SlotAttention,
+        num_last: int,
     ) -> torch.Tensor:
         """[num_last, V] logits of the last tokens of a packed pass.
 

@@ -45,7 +45,7 @@ def step(
 
 
 def spans(plan: StepPlan) -> list[tuple[int, int, int]]:
-    return [(segment.row, segment.start, segment.end) for segment in plan.segments]
+    return [(chunk.row, chunk.start, chunk.end) for chunk in plan.chunks]
 
 
 def test_a_prompt_is_computed_once_and_then_decoded() -> None:
@@ -200,13 +200,13 @@ def test_random_schedules_keep_the_tables_promises() -> None:
                 held[target][:length] = held[source][:length]
             for row, token in zip(plan.write_rows, plan.write_tokens, strict=True):
                 held[row][plan.positions[token]] = int(plan.token_ids[token])
-            assert sum(s.end - s.start for s in plan.segments) <= table.max_prefill_tokens
+            assert sum(chunk.num_tokens for chunk in plan.chunks) <= table.max_prefill_tokens
             for row in np.flatnonzero(plan.is_ready):
                 length = int(table.length[row])
                 assert held[row][:length] == table.tokens[row, :length].tolist()
-            for segment in plan.segments:
-                expected = table.tokens[segment.row, : segment.end].tolist()
-                assert held[segment.row][: segment.end] == expected
+            for chunk in plan.chunks:
+                expected = table.tokens[chunk.row, : chunk.end].tolist()
+                assert held[chunk.row][: chunk.end] == expected
             sampled = np.array([rng.randrange(9) for _ in range(plan.num_rows)])
             done = table.record(plan, sampled, np.zeros(plan.num_rows, dtype=np.float32), version)
             for request, completion in done:
