@@ -34,10 +34,6 @@ T = TypeVar("T")
 HYDRA_VERSION_BASE = "1.3"
 """The hydra release whose defaults composition follows; newer ones keep to it."""
 
-OPEN_MAPPINGS = ("sglang.args", "sglang.environment", "actor.ppo.loss_settings")
-"""Settings that take any key: what the keys may be is known elsewhere. The keys of `task`
-are those of the YAML, so that a slip on the command line is noticed."""
-
 _SCHEMA_NAME = "areal_sc_schema"
 _PRIMARY_NAME = "areal_sc_primary"
 
@@ -60,7 +56,7 @@ def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T])
         )
         try:
             with initialize_config_dir(str(folder), version_base=HYDRA_VERSION_BASE):
-                composed = compose(_PRIMARY_NAME, _opened(parsed))
+                composed = compose(_PRIMARY_NAME, _opened(parsed, keys))
         except (
             HydraException,
             OmegaConfBaseException,
@@ -145,12 +141,15 @@ def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _opened(overrides: Sequence[Override]) -> list[str]:
-    """The overrides as text; those of open mappings may add a key without a `+`."""
+def _opened(overrides: Sequence[Override], keys: Mapping[str, Any]) -> list[str]:
+    """The overrides as text; mappings take any key without a `+`.
+
+    Not so `task`: its keys are those of the YAML, so that a slip on the command line is noticed.
+    """
     texts = []
     for override in overrides:
-        key = override.key_or_group
-        is_open = any(key == name or key.startswith(f"{name}.") for name in OPEN_MAPPINGS)
+        key = f"{override.key_or_group}."  # a mapping may be given as a whole
+        is_open = is_free_form(key, keys) and not key.startswith("task.")
         is_change = not (override.is_add() or override.is_force_add())
         texts.append(("++" if is_open and is_change else "") + str(override.input_line))
     return texts

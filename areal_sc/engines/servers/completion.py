@@ -32,9 +32,9 @@ _MAX_BUSY_S = 600.0
 _ABANDONED_TIMEOUT_S = 30.0
 
 
-@dataclass(eq=False)
-class CompletionRequest:
-    """One `generate` call, and what is known of its answer.
+@dataclass(eq=False, kw_only=True)
+class CompletionRequest(Work):
+    """One `generate` call, and what is known of its answer; it goes to no older weights again.
 
     Attributes:
         prompt: [P] token ids.
@@ -53,7 +53,6 @@ class CompletionRequest:
     max_new_tokens: int
     length_reason: str
     stop_token_ids: tuple[int, ...]
-    prefix_group: str | None
     is_truncated: bool
     cancelled: asyncio.Future[None]
     token_ids: list[int] = field(default_factory=list)
@@ -66,15 +65,11 @@ class CompletionRequest:
     def num_missing_tokens(self) -> int:
         return self.max_new_tokens - len(self.token_ids)
 
-    def work(self) -> Work:
-        """It goes on only under weights as new as its last."""
-        num_tokens = len(self.prompt) + self.max_new_tokens
-        return Work(num_tokens, self.prefix_group, max(self.versions, default=0))
-
     def extend(self, part: AnswerPart) -> None:
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
+        self.min_version = max((self.min_version, *part.versions))
 
     def completion(self, finish_reason: str) -> Completion:
         return Completion(
@@ -149,14 +144,14 @@ class Completer:
     async def _complete(self, request: CompletionRequest) -> Completion:
         dispatcher = self._replicas.dispatcher
         while True:
-            work, server = request.work(), None
+            server = None
             if not request.cancelled.done():
-                server = await dispatcher.enter(work, request.cancelled)
+                server = await dispatcher.enter(request, request.cancelled)
             if server is None:
                 return request.completion("cancelled")
             num_pauses = server.num_pauses
             try:
-                part = await self._ask(server, work, request)
+                part = await self._ask(server, request)
             except PeerLost as error:
                 self._note_loss(request, error)
                 continue
@@ -181,10 +176,10 @@ class Completer:
             if not part.token_ids and server.num_pauses == num_pauses:
                 self._note_loss(request, EngineFailed(f"it was aborted: {part.reason}"))
 
-    async def _ask(self, server: Replica, work: Work, request: CompletionRequest) -> AnswerPart:
+    async def _ask(self, server: Replica, request: CompletionRequest) -> AnswerPart:
         """One attempt. Whoever gives it up leaves it to end in the background."""
         request_id = uuid.uuid4().hex
-        attempt = asyncio.create_task(self._attempt(server, work, request, request_id))
+        attempt = asyncio.create_task(self._attempt(server, request, request_id))
         ends: list[asyncio.Future[Any]] = [attempt, request.cancelled]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +193,7 @@ class Completer:
             raise
 
     async def _attempt(
-        self, server: Replica, work: Work, request: CompletionRequest, request_id: str
+        self, server: Replica, request: CompletionRequest, request_id: str
     ) -> AnswerPart:
         """Its place is free again when the server is done with it."""
         try:
@@ -216,7 +211,7 @@ class Completer:
                 )
             )
         finally:
-            self._replicas.dispatcher.leave(server, work)
+            self._replicas.dispatcher.leave(server, request)
         self.counters.generated_tokens += len(part.token_ids)
         self.counters.shared_prompt_tokens += part.num_cached_tokens
         self.counters.prefill_tokens += part.num_prompt_tokens - part.num_cached_tokens

@@ -59,9 +59,9 @@ class ServerLoad:
 L = TypeVar("L", bound=ServerLoad)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Work:
-    """What is known of a request beforehand.
+    """A request as the dispatcher sees it.
 
     Attributes:
         num_tokens: prompt, what was sampled before, and what may still be sampled.

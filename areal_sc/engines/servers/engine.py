@@ -213,13 +213,15 @@ class ServerEngine(ReplicaSet):
         check_sampling(sampling)
         room = self.max_context_tokens - len(prompt)
         keeps_few = sampling.top_p < 1 or 0 < sampling.top_k < model.vocab_size
+        max_new_tokens = min(sampling.max_new_tokens, room)
         return CompletionRequest(
+            num_tokens=len(prompt) + max_new_tokens,
+            prefix_group=prefix_group,
             prompt=prompt,
             sampling=sampling,
-            max_new_tokens=min(sampling.max_new_tokens, room),
+            max_new_tokens=max_new_tokens,
             length_reason="length" if sampling.max_new_tokens <= room else "context",
             stop_token_ids=tuple(dict.fromkeys((*model.end_token_ids, *sampling.stop_token_ids))),
-            prefix_group=prefix_group,
             is_truncated=sampling.temperature > 0 and keeps_few,
             cancelled=asyncio.get_running_loop().create_future(),
         )
