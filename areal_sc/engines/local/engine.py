@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UPDATE_TIMES = ("update_open_s", "update_drain_s", "update_load_s", "update_bytes")
-"""Sums over weight updates: until the weights were at hand, waiting for a step or for running
-requests to end, replacing, and the bytes replaced."""
+"""Sums over weight updates: getting the weights, waiting for a step or for running requests to end,
+replacing, and the bytes replaced."""
 
 
 class LocalEngine(GenerationThread):
@@ -93,14 +93,12 @@ class LocalEngine(GenerationThread):
     ) -> LocalEngine:
         """Generates with a loaded model, on its device and in its dtype.
 
-        The engine shares the model's parameters: a weight update changes both. `config.path`,
-        `device` and `dtype` are not used.
+        The engine shares the model's parameters: a weight update changes both.
         """
         return cls(config, (model, tokenizer))
 
     @property
     def version(self) -> int:
-        """Policy version of the weights that the next token is sampled from."""
         return self._generator.version
 
     async def close(self) -> None:
@@ -134,16 +132,13 @@ class LocalEngine(GenerationThread):
         With `on_weight_update: interrupt`, running requests go on: their cached keys and values
         are computed again, at most `max_prefill_tokens` a step, and each samples its next token
         only then. With `finish_running` they end first, and no request starts meanwhile.
-
-        Args:
-            source: gives every parameter, shaped or flat; read until this returns.
         Raises: ModelError: names or shapes do not fit; the old weights and version stay.
         """
         started = time.perf_counter()
         await self._replace(version, list(await source()), started)
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
-        """Replaces all weights by those of the safetensors files of a Hugging Face folder.
+        """The same, by the safetensors files of a Hugging Face folder.
 
         Raises: ModelError: it is incomplete, or does not fit; the old weights and version stay.
         """
@@ -160,9 +155,8 @@ class LocalEngine(GenerationThread):
         again: TensorSource,
         give_up: Callable[[], Awaitable[None]],
     ) -> None:
-        """Replaces all weights by those that rank 0 of the group broadcasts; see the protocol.
+        """The same, by what rank 0 of the group broadcasts; requests go on meanwhile.
 
-        Requests go on while the weights are received.
         Raises: ModelError: names or shapes do not fit; the old weights and version stay.
         """
         started = time.perf_counter()
@@ -194,16 +188,13 @@ class LocalEngine(GenerationThread):
             await asyncio.to_thread(receiver.close)
 
     def has_whole_group(self, name: str) -> bool:
-        """Whether this engine is a rank of the group."""
         return self._receiver is not None and self._receiver.name == name
 
     def count_ranks(self) -> int:
-        """One: this process."""
         return 1
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the model is on a GPU."""
         return self._generator.device.type == "cuda"
 
     async def _replace(self, version: int, tensors: Sequence[NamedTensor], started: float) -> None:
@@ -221,7 +212,7 @@ class LocalEngine(GenerationThread):
         self._update_times["update_bytes"] += sum(tensor.nbytes for _, tensor in tensors)
 
     def stats(self) -> Mapping[str, float]:
-        """Counters since start, and `running_requests` and `waiting_requests` of now."""
+        """Counters since start, and the requests of now."""
         table = self._generator.table
         return {
             **self._generator.counters,

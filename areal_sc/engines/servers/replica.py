@@ -17,6 +17,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,10 +118,13 @@ class Replica(ServerLoad):
         """It runs; it may be paused or not open yet."""
         return self._client is not None
 
-    async def bring_up(self) -> None:
+    async def bring_up(self, *, wait_s: float = 0.0) -> None:
         """Starts the server, or connects to it, and finds out what it can do.
 
         Its version is known then; it is closed to requests until `open`.
+
+        Args:
+            wait_s: how long it is tried to connect to a server of somebody else's.
         Raises: ConfigError, ModelError, WorkerStartError, TransportError: what is wrong with it;
             nothing of it is left running then.
         """
@@ -136,7 +140,7 @@ class Replica(ServerLoad):
             if server is not None:
                 await server.wait_ready(client, servers.start_timeout_s)
             else:
-                await client.resume()  # an earlier run may have left it paused
+                await _resume_soon(client, wait_s)  # an earlier run may have left it paused
             client.abilities = await client.ask_abilities(timeout_s=servers.control_timeout_s)
             model_folder, max_tokens = settings.config.path, settings.config.max_context_tokens
             client.abilities.check(self.url, model_folder, max_tokens)
@@ -150,19 +154,6 @@ class Replica(ServerLoad):
             "server=%s url=%s version=%s abilities=%s",
             *(self.name, self.url, self.version, client.abilities),
         )
-
-    async def reconnect(self, timeout_s: float) -> None:
-        """`bring_up`, for a server of somebody else's: tries until it is there again."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while True:
-            try:
-                await self.bring_up()
-                return
-            except (PeerLost, RpcTimeout):
-                if loop.time() >= deadline:
-                    raise
-                await asyncio.sleep(_RECONNECT_POLL_S)
 
     def open(self) -> None:
         """Lets the dispatcher place requests on it."""
@@ -304,6 +295,18 @@ class Replica(ServerLoad):
     def _reopen(self) -> None:
         self.is_open = self.is_up and not self._is_held
         self._dispatcher.changed()
+
+
+async def _resume_soon(client: ServerClient, wait_s: float) -> None:
+    """Returns when the server has answered. Raises what its first failure after `wait_s` was."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return await client.resume()
+        except (PeerLost, RpcTimeout):
+            if time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(_RECONNECT_POLL_S)
 
 
 def _is_same_folder(one: str, other: str) -> bool:

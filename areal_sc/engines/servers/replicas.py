@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
+from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.dispatch import Dispatcher
 from areal_sc.engines.servers.replica import Replica, ReplicaSettings
 from areal_sc.engines.servers.updates import update_wave
@@ -94,10 +95,9 @@ class ReplicaSet:
             undo.push_async_callback(self.close)
             try:
                 await asyncio.gather(*starts)
-            except asyncio.CancelledError:
-                self._require_open()
-                raise
-            self._require_open()
+            finally:
+                if self._is_closed:
+                    raise self._failure("is closed")
             undo.pop_all()
         self.dispatcher.failure = None
         for replica in self.replicas:
@@ -165,29 +165,27 @@ class ReplicaSet:
         Waits for all ranks of the group, so the others must join at the same time.
         Raises: EngineFailed, TransportError: a server did not join; the group is of no use then.
         """
-        members = self.serving
         timeout_s = self._settings.config.weight_update.step_timeout_s
-        rank = first_rank
+        clients = [replica.client for replica in self.serving]
         joins = []
-        for replica in members:
-            joins.append(replica.client.join_group(group, rank, timeout_s=timeout_s))
-            rank += replica.client.abilities.tp_size
-        outcomes = await asyncio.gather(*joins, return_exceptions=True)
-        for outcome in outcomes:
+        for client in clients:
+            joins.append(client.join_group(group, first_rank, timeout_s=timeout_s))
+            first_rank += client.abilities.tp_size
+        for outcome in await asyncio.gather(*joins, return_exceptions=True):
             if outcome is not None:
                 raise outcome
-        for replica in members:
-            replica.client.groups.add(group.name)
-        self._group_sizes = {group.name: len(members)}  # one group at a time
+        for client in clients:
+            client.groups.add(group.name)
+        self._group_sizes = {group.name: len(clients)}  # one group at a time
 
     async def leave_group(self, name: str) -> None:
         """Ends a weight group on the servers that are in it."""
-        for replica in self._members(name):
-            replica.client.groups.discard(name)
+        for client in self._members(name):
+            client.groups.discard(name)
             try:
-                await replica.client.leave_group(name)
+                await client.leave_group(name)
             except (EngineFailed, PeerLost, RpcTimeout) as error:
-                logger.warning("server=%s group=%s %s", replica.name, name, error)
+                logger.warning("server=%s group=%s %s", client.url, name, error)
 
     def has_whole_group(self, name: str) -> bool:
         """Whether every serving server is in the weight group, and nobody has left it."""
@@ -198,8 +196,9 @@ class ReplicaSet:
         """Ranks of the serving servers."""
         return sum(replica.client.abilities.tp_size for replica in self.serving)
 
-    def _members(self, group_name: str) -> list[Replica]:
-        return [replica for replica in self.serving if group_name in replica.client.groups]
+    def _members(self, group_name: str) -> list[ServerClient]:
+        clients = (replica.client for replica in self.serving)
+        return [client for client in clients if group_name in client.groups]
 
     async def _start_one(self, replica: Replica) -> None:
         try:
@@ -215,15 +214,24 @@ class ReplicaSet:
         await self._become_serving(replica)
 
     async def _supervise(self, replica: Replica) -> None:
-        while True:
+        is_back = True
+        while is_back:
             reason = await replica.watch()
             self.num_losses += 1
             logger.warning("server=%s lost: %s", replica.name, reason)
             await replica.take_down(reason)
-            if not await self._bring_back(replica):
-                self._note_given_up(replica)
-                return
-            logger.info("server=%s is back version=%d", replica.name, replica.version)
+            is_back = await self._bring_back(replica)
+        self._num_left -= 1
+        logger.error("server=%s is given up; %d are left", replica.name, self._num_left)
+        if self._num_left == 0:
+            self.dispatcher.fail(
+                EngineFailed(
+                    f"all {len(self.replicas)} {self._settings.handle.name} servers are lost, the "
+                    f"last one after {self._settings.servers.max_restarts} failed starts; see "
+                    f"{self._settings.log_folder}"
+                )
+            )
+        self._changed.set()
 
     def _note_end(self, supervisor: asyncio.Task[None]) -> None:
         """A supervisor that raises leaves its server alone: nothing may rely on it any more."""
@@ -237,11 +245,9 @@ class ReplicaSet:
         servers = self._settings.servers
         for attempt in range(servers.max_restarts):
             try:
-                if replica.is_own:
-                    await replica.bring_up()
-                else:
-                    await replica.reconnect(servers.start_timeout_s)
+                await replica.bring_up(wait_s=servers.start_timeout_s)
                 await self._become_serving(replica)
+                logger.info("server=%s is back version=%d", replica.name, replica.version)
                 return True
             except ArealError as error:
                 logger.warning(
@@ -286,23 +292,6 @@ class ReplicaSet:
     def _failure(self, state: str) -> WorkerError:
         return WorkerError(f"the {self._settings.handle.name} engine {state}")
 
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise self._failure("is closed")
-
-    def _note_given_up(self, replica: Replica) -> None:
-        self._num_left -= 1
-        logger.error("server=%s is given up; %d are left", replica.name, self._num_left)
-        if self._num_left == 0:
-            self.dispatcher.fail(
-                EngineFailed(
-                    f"all {len(self.replicas)} {self._settings.handle.name} servers are lost, the "
-                    f"last one after {self._settings.servers.max_restarts} failed starts; see "
-                    f"{self._settings.log_folder}"
-                )
-            )
-        self._changed.set()
-
     async def _update(self, wave: Sequence[Replica]) -> None:
         if not wave:
             return
@@ -326,8 +315,11 @@ class ReplicaSet:
         while not any(r.version == self._weights.version for r in self.serving):
             if self.dispatcher.failure is not None:
                 raise self.dispatcher.failure
-            self._changed.clear()
-            await self._changed.wait()
+            await self._next_change()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     async def _until_newer(self, weights: Weights) -> None:
         """Waits for the next publication.
@@ -337,8 +329,7 @@ class ReplicaSet:
         try:
             async with asyncio.timeout(self._settings.config.group_timeout_s):
                 while self._weights is weights:
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self._next_change()
         except TimeoutError as error:
             raise WaitTimeout(
                 f"version {weights.version} is not to be had any more, and no newer one came"
