@@ -147,6 +147,7 @@ class ServerClient:
         url: `http://host:port`.
         api_key: sent with every request; empty sends none.
         control_timeout_s: for answers that do not wait for tokens or weights.
+        step_timeout_s: for each step of a weight update.
 
     Attributes:
         section: name of the kind's settings, for messages.
@@ -159,12 +160,19 @@ class ServerClient:
     abilities: ServerAbilities
 
     def __init__(
-        self, url: str, api_key: str = "", control_timeout_s: float = 60.0, *, is_own: bool = False
+        self,
+        url: str,
+        api_key: str = "",
+        control_timeout_s: float = 60.0,
+        step_timeout_s: float = 600.0,
+        *,
+        is_own: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self.is_own = is_own
         self.groups: set[str] = set()
         self._control_timeout_s = control_timeout_s
+        self._step_timeout_s = step_timeout_s
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -179,7 +187,7 @@ class ServerClient:
         """Returns when the process that computes has answered, which it does while paused too."""
         raise NotImplementedError
 
-    async def ask_abilities(self, *, timeout_s: float) -> ServerAbilities:
+    async def ask_abilities(self) -> ServerAbilities:
         """Of a server that is not paused. Raises: ConfigError: it is too old to be driven."""
         raise NotImplementedError
 
@@ -206,7 +214,7 @@ class ServerClient:
         """Names the weights that the server has; requests go on."""
         raise NotImplementedError
 
-    async def load_from_disk(self, folder: str, *, timeout_s: float) -> None:
+    async def load_from_disk(self, folder: str) -> None:
         """Replaces the weights by those of a folder on the server's disk, and drops the cache."""
         raise NotImplementedError
 
@@ -214,12 +222,12 @@ class ServerClient:
         """Before weights come in buckets."""
         raise NotImplementedError
 
-    async def end_update(self, *, timeout_s: float) -> None:
+    async def end_update(self) -> None:
         """After the last bucket."""
         raise NotImplementedError
 
     async def load_tensors(
-        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
         """Loads one bucket of weights, on a server that this process has started.
 
@@ -230,7 +238,7 @@ class ServerClient:
         """
         raise NotImplementedError
 
-    async def join_group(self, group: WeightGroup, first_rank: int, *, timeout_s: float) -> None:
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
         """Becomes ranks of a process group; returns when all of the group's ranks are there."""
         raise NotImplementedError
 
@@ -238,7 +246,7 @@ class ServerClient:
         raise NotImplementedError
 
     async def receive_broadcast(
-        self, group_name: str, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+        self, group_name: str, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
         """Takes part in the broadcast of one bucket."""
         raise NotImplementedError

@@ -74,7 +74,11 @@ class ServersHandle(GeneratorHandle):
     def connect(self, url: str, api_key: str, *, is_own: bool) -> ServerClient:
         """Imports torch."""
         client: ServerClient = load_class(self.client_class)(
-            url, api_key, self.servers.control_timeout_s, is_own=is_own
+            url,
+            api_key,
+            self.servers.control_timeout_s,
+            self.config.weight_update.step_timeout_s,
+            is_own=is_own,
         )
         return client
 

@@ -141,7 +141,7 @@ class Replica(ServerLoad):
                 await server.wait_ready(client, servers.start_timeout_s)
             else:
                 await _resume_soon(client, wait_s)  # an earlier run may have left it paused
-            client.abilities = await client.ask_abilities(timeout_s=servers.control_timeout_s)
+            client.abilities = await client.ask_abilities()
             model_folder, max_tokens = settings.config.path, settings.config.max_context_tokens
             client.abilities.check(self.url, model_folder, max_tokens)
             self.version = 0 if self.is_own else await self._find_version(client)

@@ -165,11 +165,10 @@ class ReplicaSet:
         Waits for all ranks of the group, so the others must join at the same time.
         Raises: EngineFailed, TransportError: a server did not join; the group is of no use then.
         """
-        timeout_s = self._settings.config.weight_update.step_timeout_s
         clients = [replica.client for replica in self.serving]
         joins = []
         for client in clients:
-            joins.append(client.join_group(group, first_rank, timeout_s=timeout_s))
+            joins.append(client.join_group(group, first_rank))
             first_rank += client.abilities.tp_size
         for outcome in await asyncio.gather(*joins, return_exceptions=True):
             if outcome is not None:

@@ -97,7 +97,7 @@ class TensorWeights(Weights):
             await self._fills[number]
 
     async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes, *, timeout_s: float
+        self, servers: Sequence[ServerClient], times: UpdateTimes
     ) -> dict[ServerClient, ArealError]:
         """Every bucket is written once; its buffer is reused when every server has loaded it."""
 
@@ -110,7 +110,7 @@ class TensorWeights(Weights):
             await server.begin_update()
 
         async def load_bucket(server: ServerClient) -> None:
-            await server.load_tensors(flat, layout, drops_cache=is_last, timeout_s=timeout_s)
+            await server.load_tensors(flat, layout, drops_cache=is_last)
 
         failed: dict[ServerClient, ArealError] = {}
         await for_each(servers, begin, failed)
@@ -122,7 +122,7 @@ class TensorWeights(Weights):
             times.update_bytes += flat.nbytes
             if number + NUM_BUFFERS < len(self._cut):
                 self._begin_fill(number + NUM_BUFFERS)
-        await for_each(servers, lambda server: server.end_update(timeout_s=timeout_s), failed)
+        await for_each(servers, lambda server: server.end_update(), failed)
         return failed
 
     def _begin_fill(self, number: int) -> None:

@@ -50,7 +50,7 @@ async def update_wave(
     for replica in wave:
         replica.set_updating(True)
     try:
-        await _replace(wave, weights, times, config, failed, stays_paused=stays_paused)
+        await _replace(wave, weights, times, failed, stays_paused=stays_paused)
         is_whole = True
     finally:
         for replica in wave:
@@ -66,7 +66,6 @@ async def _replace(
     wave: Sequence[Replica],
     weights: Weights,
     times: UpdateTimes,
-    config: RolloutConfig,
     failed: dict[Replica, ArealError],
     *,
     stays_paused: bool,
@@ -89,8 +88,7 @@ async def _replace(
     await for_each(wave, pause, failed)
     times.update_pause_s += clock.lap()
     if paused:
-        timeout_s = config.weight_update.step_timeout_s
-        errors = await weights.load(list(paused.values()), times, timeout_s=timeout_s)
+        errors = await weights.load(list(paused.values()), times)
         failed |= {r: errors[client] for r, client in paused.items() if client in errors}
     times.update_load_s += clock.lap()
     await for_each(wave, go_on, failed)

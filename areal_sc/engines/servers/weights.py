@@ -77,13 +77,9 @@ class Weights:
         """Before a `load`: does what can be done while the servers still generate."""
 
     async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes, *, timeout_s: float
+        self, servers: Sequence[ServerClient], times: UpdateTimes
     ) -> dict[ServerClient, ArealError]:
-        """Gives paused servers these weights; returns those that do not have them, and why.
-
-        Args:
-            timeout_s: of each step.
-        """
+        """Gives paused servers these weights; returns those that do not have them, and why."""
         raise NotImplementedError
 
 
@@ -98,11 +94,11 @@ class DiskWeights(Weights):
     folder: Path
 
     async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes, *, timeout_s: float
+        self, servers: Sequence[ServerClient], times: UpdateTimes
     ) -> dict[ServerClient, ArealError]:
         failed: dict[ServerClient, ArealError] = {}
         folder = str(self.folder)
-        await for_each(servers, lambda s: s.load_from_disk(folder, timeout_s=timeout_s), failed)
+        await for_each(servers, lambda s: s.load_from_disk(folder), failed)
         return failed
 
 
@@ -167,7 +163,7 @@ class CollectiveWeights(Weights):
         return self.other_way
 
     async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes, *, timeout_s: float
+        self, servers: Sequence[ServerClient], times: UpdateTimes
     ) -> dict[ServerClient, ArealError]:
         """After a broadcast that failed, the servers that are left load `other_way`.
 
@@ -176,7 +172,7 @@ class CollectiveWeights(Weights):
         failed: dict[ServerClient, ArealError] = {}
         members = [server for server in servers if self.group_name in server.groups]
         if self.num_members == len(members) == len(servers):
-            await self._receive(members, failed, timeout_s)
+            await self._receive(members, failed)
             if not failed:
                 return {}
         else:
@@ -184,7 +180,7 @@ class CollectiveWeights(Weights):
         left = [server for server in servers if not isinstance(failed.get(server), _LOST)]
         if failed:
             # a server that has no update open refuses to end it, which is no failure
-            await for_each(left, lambda s: s.end_update(timeout_s=timeout_s), {})
+            await for_each(left, lambda s: s.end_update(), {})
         for server in servers:
             server.groups.discard(self.group_name)
         lost = {server: error for server, error in failed.items() if server not in left}
@@ -192,13 +188,10 @@ class CollectiveWeights(Weights):
             return lost
         async with self.other_way.opened():
             await self.other_way.prepare()
-            return lost | await self.other_way.load(left, times, timeout_s=timeout_s)
+            return lost | await self.other_way.load(left, times)
 
     async def _receive(
-        self,
-        servers: Sequence[ServerClient],
-        failed: dict[ServerClient, ArealError],
-        timeout_s: float,
+        self, servers: Sequence[ServerClient], failed: dict[ServerClient, ArealError]
     ) -> None:
         await for_each(servers, lambda server: server.begin_update(), failed)
         for number, layout in enumerate(self.buckets):
@@ -206,19 +199,17 @@ class CollectiveWeights(Weights):
                 await self.give_up()
                 return
             is_last = number == len(self.buckets) - 1
-            failed |= await self._receive_bucket(servers, layout, is_last, timeout_s)
+            failed |= await self._receive_bucket(servers, layout, is_last)
         if not failed:
-            await for_each(servers, lambda s: s.end_update(timeout_s=timeout_s), failed)
+            await for_each(servers, lambda s: s.end_update(), failed)
 
     async def _receive_bucket(
-        self, servers: Sequence[ServerClient], layout: BucketLayout, is_last: bool, timeout_s: float
+        self, servers: Sequence[ServerClient], layout: BucketLayout, is_last: bool
     ) -> dict[ServerClient, ArealError]:
         """When one does not take part, those that then wait for it are given up, too."""
         tasks = {
             server: asyncio.ensure_future(
-                server.receive_broadcast(
-                    self.group_name, layout, drops_cache=is_last, timeout_s=timeout_s
-                )
+                server.receive_broadcast(self.group_name, layout, drops_cache=is_last)
             )
             for server in servers
         }

@@ -63,10 +63,10 @@ class Client:
 
     async def begin_update(self) -> None: ...
 
-    async def end_update(self, *, timeout_s: float) -> None: ...
+    async def end_update(self) -> None: ...
 
     async def load_tensors(
-        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
         self.loads.append((flat.nbytes, drops_cache))
         if self.on_load is not None:
@@ -85,7 +85,7 @@ async def load(
     server: Any = client
     async with weights.opened():
         await weights.prepare()
-        assert await weights.load([server], times, timeout_s=5.0) == {}
+        assert await weights.load([server], times) == {}
     return int(times.update_bytes)
 
 

@@ -41,7 +41,7 @@ class SlowWeights(Weights):
         self.is_loading = asyncio.Event()
         self.error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def load(self, servers: Any, times: UpdateTimes, *, timeout_s: float) -> Any:
+    async def load(self, servers: Any, times: UpdateTimes) -> Any:
         self.is_loading.set()
         await self.error
 

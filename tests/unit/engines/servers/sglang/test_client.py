@@ -186,7 +186,7 @@ async def test_what_is_sent() -> None:
         await client.set_version(7)
         await client.pause(holds_requests=True)
         await client.abort("r1")
-        await client.load_from_disk("/weights", timeout_s=1.0)
+        await client.load_from_disk("/weights")
     version = {"new_version": "7", "abort_all_requests": False}
     assert seen[0] == ("POST", "/update_weight_version", version, "Bearer secret")
     assert seen[1][1:3] == ("/pause_generation", {"mode": "retract"})
@@ -197,10 +197,10 @@ async def test_what_is_sent() -> None:
 async def test_a_server_that_is_too_old() -> None:
     async with serving(answering(200, {"version": "0.5.10"})) as client:
         with pytest.raises(ConfigError, match=r"SGLang 0\.5\.10: 0\.5\.11 or newer is needed"):
-            await client.ask_abilities(timeout_s=5.0)
+            await client.ask_abilities()
     async with serving(answering(200, {"hello": "world"})) as client:
         with pytest.raises(ConfigError, match="of an unknown version"):
-            await client.ask_abilities(timeout_s=5.0)
+            await client.ask_abilities()
 
 
 OLD_SERVER: dict[str, Any] = {
@@ -217,7 +217,7 @@ async def test_a_server_that_can_less() -> None:
         return web.json_response(OLD_SERVER[request.path])
 
     async with serving(answer) as client:
-        abilities = await client.ask_abilities(timeout_s=5.0)
+        abilities = await client.ask_abilities()
         await client.begin_update()  # it has no such route, and is not asked
     assert not abilities.has_version_spans
     assert abilities.max_support == 0
