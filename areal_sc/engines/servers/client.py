@@ -13,7 +13,7 @@ Every answer is checked: what comes back is what was asked for, or one of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import aiohttp
 
 from areal_sc.config.model_folder import read_model_config
-from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import (
     ConfigError,
     EngineFailed,
@@ -98,46 +98,6 @@ class ServerAbilities:
             )
 
 
-@dataclass(frozen=True)
-class PartRequest:
-    """What is asked of one server for a completion.
-
-    Attributes:
-        input_ids: prompt, and what was sampled before.
-        stop_token_ids: all that end the completion.
-        max_support: None samples from the whole distribution; else the largest number of tokens
-            that a truncated one may have, and log-probabilities are those under that one.
-    """
-
-    request_id: str
-    input_ids: Sequence[int]
-    sampling: GenerationConfig
-    max_new_tokens: int
-    stop_token_ids: Sequence[int]
-    max_support: int | None
-
-
-@dataclass(frozen=True)
-class AnswerPart:
-    """One server's part of a completion.
-
-    Attributes:
-        token_ids, logprobs, versions: [S] tokens that the server sampled, the stop token included.
-        finish: `stop`, `length`, or `abort`: there may be more.
-        reason: with `abort`: what the server says of it.
-        num_prompt_tokens: of the request, earlier parts included.
-        num_cached_tokens: of these, those whose KV the server had.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: str
-    reason: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-
-
 class ServerClient:
     """One life of a server. Must be made on a running event loop, and closed on it.
 
@@ -195,8 +155,15 @@ class ServerClient:
         """Policy version, None when it is no run's, and the folder that the server was given."""
         raise NotImplementedError
 
-    async def generate(self, request: PartRequest) -> AnswerPart:
-        """Waits as long as it takes."""
+    async def generate(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AnswerPart:
+        """Goes on with the request; waits as long as it takes.
+
+        Args:
+            max_support: None samples from the whole distribution; else the largest number of
+                tokens that a truncated one may have, and log-probabilities are those under it.
+        """
         raise NotImplementedError
 
     async def abort(self, request_id: str) -> None:

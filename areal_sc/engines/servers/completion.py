@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
-from areal_sc.engines.servers.client import ABORTED, AnswerPart, PartRequest
-from areal_sc.engines.servers.dispatch import Work
+from areal_sc.engines.servers.client import ABORTED
 from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.replicas import ReplicaSet
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import ArealError, EngineFailed, PeerLost, ServerBusy
 
 logger = logging.getLogger(__name__)
@@ -30,51 +29,6 @@ _BUSY_WAIT_S = 0.2
 _LONGEST_BUSY_WAIT_S = 5.0
 _MAX_BUSY_S = 600.0
 _ABANDONED_TIMEOUT_S = 30.0
-
-
-@dataclass(eq=False, kw_only=True)
-class CompletionRequest(Work):
-    """One `generate` call, and what is known of its answer; it goes to no older weights again.
-
-    Attributes:
-        prompt: [P] token ids.
-        max_new_tokens: that its length or the context allows.
-        length_reason: `length` or `context`, whichever of the two is the limit.
-        stop_token_ids: all that end it.
-        is_truncated: the distribution that is sampled from is not the whole one.
-        cancelled: done when its group is cancelled.
-        token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
-        num_losses: attempts that brought nothing, as a server was lost.
-        busy_since_s: since when servers have refused it as they are full; None: they have not.
-    """
-
-    prompt: list[int]
-    sampling: GenerationConfig
-    max_new_tokens: int
-    length_reason: str
-    stop_token_ids: tuple[int, ...]
-    is_truncated: bool
-    cancelled: asyncio.Future[None]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    num_losses: int = 0
-    busy_since_s: float | None = None
-
-    @property
-    def num_missing_tokens(self) -> int:
-        return self.max_new_tokens - len(self.token_ids)
-
-    def extend(self, part: AnswerPart) -> None:
-        self.token_ids += part.token_ids
-        self.logprobs += part.logprobs
-        self.versions += part.versions
-        self.min_version = max((self.min_version, *part.versions))
-
-    def completion(self, finish_reason: str) -> Completion:
-        return Completion(
-            self.token_ids, self.logprobs, self.versions, finish_reason, self.sampling.temperature
-        )
 
 
 @dataclass
@@ -146,7 +100,7 @@ class Completer:
         while True:
             server = None
             if not request.cancelled.done():
-                server = await dispatcher.enter(request, request.cancelled)
+                server = await dispatcher.enter(request)
             if server is None:
                 return request.completion("cancelled")
             num_pauses = server.num_pauses
@@ -200,16 +154,7 @@ class Completer:
             max_support = None
             if request.is_truncated:
                 max_support = min(server.max_support(request.sampling), self._vocab_size)
-            part = await server.generate(
-                PartRequest(
-                    request_id,
-                    [*request.prompt, *request.token_ids],
-                    request.sampling,
-                    request.num_missing_tokens,
-                    request.stop_token_ids,
-                    max_support,
-                )
-            )
+            part = await server.generate(request, request_id, max_support)
         finally:
             self._replicas.dispatcher.leave(server, request)
         self.counters.generated_tokens += len(part.token_ids)

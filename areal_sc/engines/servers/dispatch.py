@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.errors import ArealError
 
 HOME_LEAD_REQUESTS = 8
@@ -60,23 +61,8 @@ L = TypeVar("L", bound=ServerLoad)
 
 
 @dataclass(eq=False)
-class Work:
-    """A request as the dispatcher sees it.
-
-    Attributes:
-        num_tokens: prompt, what was sampled before, and what may still be sampled.
-        prefix_group: requests that share their prompt, or None.
-        min_version: of the server's weights.
-    """
-
-    num_tokens: int
-    prefix_group: str | None = None
-    min_version: int = 0
-
-
-@dataclass(eq=False)
 class _Waiting(Generic[L]):
-    work: Work
+    request: CompletionRequest
     placed: asyncio.Future[L | None]
 
     def give_up(self, cancelled: asyncio.Future[None]) -> None:
@@ -104,18 +90,18 @@ class Dispatcher(Generic[L]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self, work: Work, cancelled: asyncio.Future[None]) -> L | None:
+    async def enter(self, request: CompletionRequest) -> L | None:
         """Waits for a server and takes a place on it, to be given back with `leave`.
 
-        Returns: None when `cancelled` was set before.
+        Returns: None when the request was cancelled before.
         Raises: what `fail` was given.
         """
         if self.failure is not None:
             raise self.failure
-        waiting = _Waiting[L](work, asyncio.get_running_loop().create_future())
+        waiting = _Waiting[L](request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self.changed()
-        cancelled.add_done_callback(waiting.give_up)
+        request.cancelled.add_done_callback(waiting.give_up)
         try:
             return await waiting.placed
         except asyncio.CancelledError:
@@ -123,15 +109,15 @@ class Dispatcher(Generic[L]):
                 with suppress(ValueError):  # left out already
                     self._waiting.remove(waiting)
             elif waiting.placed.exception() is None and (server := waiting.placed.result()):
-                self.leave(server, work)  # it was placed in the same turn of the loop
+                self.leave(server, request)  # it was placed in the same turn of the loop
             raise
         finally:
-            cancelled.remove_done_callback(waiting.give_up)
+            request.cancelled.remove_done_callback(waiting.give_up)
 
-    def leave(self, server: L, work: Work) -> None:
+    def leave(self, server: L, request: CompletionRequest) -> None:
         """Takes a request off its server, however it ended."""
         server.num_running -= 1
-        server.outstanding_tokens -= work.num_tokens
+        server.outstanding_tokens -= request.max_tokens
         if server.num_running == 0:
             server.is_empty.set()
         self.changed()
@@ -143,11 +129,11 @@ class Dispatcher(Generic[L]):
             waiting = self._waiting.popleft()
             if waiting.placed.done():
                 continue
-            server = self.choose(waiting.work)
+            server = self.choose(waiting.request)
             if server is None:
                 still.append(waiting)
             else:
-                self._place(server, waiting.work)
+                self._place(server, waiting.request)
                 waiting.placed.set_result(server)
         still.extend(self._waiting)
         self._waiting = still
@@ -165,24 +151,24 @@ class Dispatcher(Generic[L]):
         for group in [group for group, home in self._homes.items() if home is server]:
             del self._homes[group]
 
-    def choose(self, work: Work) -> L | None:
+    def choose(self, request: CompletionRequest) -> L | None:
         """The server for a request, or None: every one that may take it is full or closed."""
-        free = [s for s in self._servers if s.has_room and s.version >= work.min_version]
+        free = [s for s in self._servers if s.has_room and s.version >= request.min_version]
         if not free:
             return None
         best = min(free, key=lambda server: server.outstanding_tokens)
-        home = self._homes.get(work.prefix_group or "")
+        home = self._homes.get(request.prefix_group or "")
         if home is None or home not in free:
             return best
         lead = home.outstanding_tokens - best.outstanding_tokens
-        return home if lead <= HOME_LEAD_REQUESTS * work.num_tokens else best
+        return home if lead <= HOME_LEAD_REQUESTS * request.max_tokens else best
 
-    def _place(self, server: L, work: Work) -> None:
+    def _place(self, server: L, request: CompletionRequest) -> None:
         server.num_running += 1
         server.is_empty.clear()
-        server.outstanding_tokens += work.num_tokens
-        if work.prefix_group is not None:
-            self._homes[work.prefix_group] = server
-            self._homes.move_to_end(work.prefix_group)
+        server.outstanding_tokens += request.max_tokens
+        if request.prefix_group is not None:
+            self._homes[request.prefix_group] = server
+            self._homes.move_to_end(request.prefix_group)
             if len(self._homes) > MAX_REMEMBERED_HOMES:
                 self._homes.popitem(last=False)

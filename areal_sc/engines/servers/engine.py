@@ -22,7 +22,7 @@ from areal_sc.config.machine import resolved_device
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
 from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt, check_sampling
-from areal_sc.engines.servers.completion import Completer, CompletionRequest
+from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
 from areal_sc.engines.servers.model import (
     ServedModel,
@@ -32,6 +32,7 @@ from areal_sc.engines.servers.model import (
 )
 from areal_sc.engines.servers.replica import ReplicaSettings
 from areal_sc.engines.servers.replicas import ReplicaSet
+from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
 from areal_sc.engines.servers.weights import (
     CollectiveWeights,
@@ -191,15 +192,13 @@ class ServerEngine(ReplicaSet):
         check_sampling(sampling)
         room = self.max_context_tokens - len(prompt)
         keeps_few = sampling.top_p < 1 or 0 < sampling.top_k < model.vocab_size
-        max_new_tokens = min(sampling.max_new_tokens, room)
         return CompletionRequest(
-            num_tokens=len(prompt) + max_new_tokens,
-            prefix_group=prefix_group,
             prompt=prompt,
             sampling=sampling,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=min(sampling.max_new_tokens, room),
             length_reason="length" if sampling.max_new_tokens <= room else "context",
             stop_token_ids=tuple(dict.fromkeys((*model.end_token_ids, *sampling.stop_token_ids))),
+            prefix_group=prefix_group,
             is_truncated=sampling.temperature > 0 and keeps_few,
             cancelled=asyncio.get_running_loop().create_future(),
         )

@@ -28,10 +28,11 @@ from areal_sc.config.schema import (
     ServersConfig,
     WeightUpdateMethod,
 )
-from areal_sc.engines.servers.client import AnswerPart, PartRequest, ServerClient
+from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.process import ServerProcess, free_port
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.watch import Watch
 from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, RpcTimeout
 
@@ -195,14 +196,16 @@ class Replica(ServerLoad):
         if server is not None:
             await (server.stop() if is_gentle else server.kill())
 
-    async def generate(self, request: PartRequest) -> AnswerPart:
+    async def generate(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AnswerPart:
         """The server's answer to one request.
 
         Raises: PeerLost: the server is lost, and the request with it. Else as `ServerClient`.
         """
         client = self.client
         try:
-            return await client.generate(request)
+            return await client.generate(request, request_id, max_support)
         except PeerLost as error:
             if self._client is not client:
                 raise PeerLost(f"{self.name} was lost: {self._failure}") from error

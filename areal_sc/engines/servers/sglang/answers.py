@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import Struct, ValidationError, convert
 
-from areal_sc.engines.servers.client import ABORTED, AnswerPart, PartRequest
+from areal_sc.engines.servers.client import ABORTED
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import EngineFailed, ProtocolError
 
 _FINISHED = ("stop", "length")
@@ -50,25 +51,27 @@ class _Answer(Struct):
     meta_info: _MetaInfo
 
 
-def request_body(request: PartRequest) -> dict[str, Any]:
-    """The body of `/generate`."""
+def request_body(
+    request: CompletionRequest, request_id: str, max_support: int | None
+) -> dict[str, Any]:
+    """The body of `/generate`; see `ServerClient.generate`."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
-        "max_new_tokens": request.max_new_tokens,
+        "max_new_tokens": request.num_missing_tokens,
         "temperature": sampling.temperature,
         "stop_token_ids": list(request.stop_token_ids),
         "skip_special_tokens": False,
     }
     body: dict[str, Any] = {
-        "rid": request.request_id,
-        "input_ids": list(request.input_ids),
+        "rid": request_id,
+        "input_ids": [*request.prompt, *request.token_ids],
         "sampling_params": parameters,
         "return_logprob": True,
         "logprob_start_len": -1,
     }
-    if request.max_support is not None:
+    if max_support is not None:
         parameters["top_p"] = sampling.top_p
-        parameters["top_k"] = min(sampling.top_k or request.max_support, request.max_support)
+        parameters["top_k"] = min(sampling.top_k or max_support, max_support)
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return body
 

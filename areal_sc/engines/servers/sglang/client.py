@@ -18,13 +18,8 @@ from torch.multiprocessing.reductions import (
     rebuild_typed_storage,
 )
 
-from areal_sc.engines.servers.client import (
-    AnswerPart,
-    PartRequest,
-    ServerAbilities,
-    ServerClient,
-    reason_of,
-)
+from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.sglang.answers import read_answer, request_body
 from areal_sc.engines.servers.sglang.arguments import check_version
 from areal_sc.errors import EngineFailed, ProtocolError
@@ -84,9 +79,12 @@ class SGLangClient(ServerClient):
         version = int(name) if name.isdecimal() else _INITIAL_VERSIONS.get(name)
         return version, str(info.get("model_path"))
 
-    async def generate(self, request: PartRequest) -> AnswerPart:
-        answer = await self.request("POST", "/generate", request_body(request), None)
-        return read_answer(answer, is_truncated=request.max_support is not None)
+    async def generate(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AnswerPart:
+        body = request_body(request, request_id, max_support)
+        answer = await self.request("POST", "/generate", body, None)
+        return read_answer(answer, is_truncated=request.is_truncated)
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_request", {"rid": request_id})
