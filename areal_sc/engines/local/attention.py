@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
 
 from areal_sc.engines.local.slots import PrefillChunk, StepPlan
 from areal_sc.errors import ModelError
@@ -24,12 +23,7 @@ _MAX_MASK_ELEMENTS = 1 << 24  # queries x entries of one padded batch of chunks
 _LENGTH_STEP = 32  # cache lengths are multiples of this
 
 
-def register_attention() -> None:
-    """Makes the attention known to transformers as `ATTENTION_NAME`."""
-    AttentionInterface.register(ATTENTION_NAME, _attention_forward)
-
-
-def _attention_forward(
+def attention_forward(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -39,15 +33,13 @@ def _attention_forward(
     slot_attention: SlotAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    """For transformers' `AttentionInterface`, by the name `ATTENTION_NAME`."""
     name = type(module).__name__
     if slot_attention is None:
         raise ModelError(f"{name} does not pass keyword arguments on to its attention function")
-    if attention_mask is not None:
-        raise ModelError(
-            f"embedded generation has plain causal attention, but {name} makes a mask of its own"
-        )
-    for unsupported in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if kwargs.get(unsupported) is not None:
+    asked = dict(kwargs, attention_mask=attention_mask)
+    for unsupported in ("attention_mask", "sliding_window", "softcap", "s_aux", "position_bias"):
+        if asked.get(unsupported) is not None:
             raise ModelError(
                 f"embedded generation has plain causal attention, but {name} asks for {unsupported}"
             )

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,7 +20,7 @@ from transformers import (
 
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import Dtype
-from areal_sc.engines.local.attention import ATTENTION_NAME, SlotAttention, register_attention
+from areal_sc.engines.local.attention import ATTENTION_NAME, SlotAttention, attention_forward
 from areal_sc.engines.rotary import length_dependent_rope
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.errors import ConfigError, ModelError
@@ -80,7 +81,7 @@ class LocalModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         _check_supported(model)
-        register_attention()
+        AttentionInterface.register(ATTENTION_NAME, attention_forward)
         weights = {id(tensor): tensor for tensor in model.parameters()}
         self._model: Any = copy.deepcopy(model, weights)
         self._model.eval()  # type: ignore[no-untyped-call]

@@ -65,7 +65,7 @@ class Completer:
 
     @property
     def num_running(self) -> int:
-        """Requests that are on a server or wait for one."""
+        """On a server, or waiting for one."""
         return len(self._running)
 
     async def complete(self, request: CompletionRequest) -> Completion:

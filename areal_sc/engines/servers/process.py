@@ -51,8 +51,6 @@ class ServerProcess:
     """One running server.
 
     Attributes:
-        url: that it serves.
-        api_key: that its clients must show.
         pid: of its HTTP process, which leads its session.
         schedulers: process ids of those that compute; known once it is ready.
     """
@@ -77,9 +75,8 @@ class ServerProcess:
     async def start(
         cls, handle: ServersHandle, instance: ServerInstance, log_path: Path
     ) -> ServerProcess:
-        """Starts the process; `wait_ready` tells when it serves.
+        """Must be called in a thread that lives as long as the server shall.
 
-        Must be called in a thread that lives as long as the server shall.
         Raises: ModelError, ConfigError: the folder, the port or an argument cannot be.
         """
         servers = handle.servers
@@ -137,11 +134,11 @@ class ServerProcess:
         raise self._start_error(f"ended with exit code {code} before it was ready")
 
     async def wait(self) -> int:
-        """The exit code, once the HTTP process has ended."""
+        """The exit code of the HTTP process."""
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Asks it to end, and kills what is left of its session after `stop_timeout_s`."""
+        """Asks it to end, and kills what is left after `stop_timeout_s`."""
         if self._process.returncode is None:
             self._process.terminate()
             try:
@@ -152,10 +149,7 @@ class ServerProcess:
         await self.kill()
 
     async def kill(self) -> None:
-        """Kills the whole session, and deletes what is left of it in shared memory.
-
-        Returns when its leader is reaped.
-        """
+        """Kills the whole session, reaps its leader, and deletes its files in shared memory."""
         left = self._left_files | mapped_files(self.pid, self._handle.left_files)
         kill_session(self.pid)
         await self._process.wait()
@@ -246,7 +240,6 @@ class ProcessState:
     Attributes:
         session: process id of the session's leader.
         cpu_ticks: user and system time that it has used.
-        is_stopped: it was stopped by a signal.
     """
 
     session: int
@@ -275,7 +268,7 @@ def session_members(session: int) -> list[int]:
 
 
 def find_by_title(session: int, part: str) -> list[int]:
-    """The members of a session whose command line has this in it."""
+    """Members of a session whose command line has this in it."""
     return [pid for pid in session_members(session) if part in _read(pid, "cmdline")]
 
 

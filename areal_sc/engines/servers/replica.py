@@ -50,9 +50,7 @@ class ReplicaSettings:
     """What all servers of an engine have in common.
 
     Attributes:
-        log_folder: where the servers' logs go.
         owner: name of the worker, in the logs' names.
-        is_cuda: servers compute on GPUs.
         api_key: of the servers that are started; random.
     """
 
@@ -116,7 +114,6 @@ class Replica(ServerLoad):
 
     @property
     def is_up(self) -> bool:
-        """It runs; it may be paused or not open yet."""
         return self._client is not None
 
     async def bring_up(self, *, wait_s: float = 0.0) -> None:
@@ -179,11 +176,7 @@ class Replica(ServerLoad):
             self._watch.fail(reason)
 
     async def take_down(self, reason: str, *, is_gentle: bool = False) -> None:
-        """Ends all requests with PeerLost, and the server if it is ours.
-
-        Args:
-            is_gentle: the server is asked to end before it is killed.
-        """
+        """Ends all requests with PeerLost, and the server if it is ours: asked to, or killed."""
         self.is_serving = False
         self.hold()
         self._failure = reason
@@ -199,10 +192,7 @@ class Replica(ServerLoad):
     async def generate(
         self, request: CompletionRequest, request_id: str, max_support: int | None
     ) -> AnswerPart:
-        """The server's answer to one request.
-
-        Raises: PeerLost: the server is lost, and the request with it. Else as `ServerClient`.
-        """
+        """As `ServerClient.generate`. Raises: PeerLost: the request is lost with the server."""
         client = self.client
         try:
             return await client.generate(request, request_id, max_support)
@@ -234,12 +224,12 @@ class Replica(ServerLoad):
         return limit
 
     async def abort(self, request_id: str) -> None:
-        """Asks the server to end a request; one that is lost has ended it already."""
+        """Asks the server to end a request; one that is lost has ended it."""
         with suppress(ArealError):
             await self.client.abort(request_id)
 
     async def pause(self) -> None:
-        """Returns when the server generates nothing; it is held.
+        """Holds the server, and returns when it generates nothing.
 
         Running requests are held where the server tells which weights sampled which token.
         """
@@ -256,7 +246,7 @@ class Replica(ServerLoad):
             self.is_paused = False
 
     def set_updating(self, is_updating: bool) -> None:
-        """While it loads weights it may be silent for longer."""
+        """See `Watch`."""
         if self._watch is not None:
             self._watch.set_updating(is_updating)
 

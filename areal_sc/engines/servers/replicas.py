@@ -79,7 +79,6 @@ class ReplicaSet:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the servers compute on GPUs."""
         return self._settings.is_cuda
 
     async def start(self) -> None:
@@ -106,10 +105,7 @@ class ReplicaSet:
             self._tasks.append(task)
 
     async def close(self) -> None:
-        """Ends the servers that were started here; those of others generate again if paused.
-
-        Pending and later calls raise WorkerError.
-        """
+        """Ends the servers that were started here; those of others generate again if paused."""
         self._is_closed = True
         self.dispatcher.fail(self._failure("is closed"))
         self._changed.set()
@@ -178,7 +174,6 @@ class ReplicaSet:
         self._group_sizes = {group.name: len(clients)}  # one group at a time
 
     async def leave_group(self, name: str) -> None:
-        """Ends a weight group on the servers that are in it."""
         for client in self._members(name):
             client.groups.discard(name)
             try:
@@ -192,7 +187,6 @@ class ReplicaSet:
         return len(self.serving) == num_members == self._group_sizes.get(name, 0) > 0
 
     def count_ranks(self) -> int:
-        """Ranks of the serving servers."""
         return sum(replica.client.abilities.tp_size for replica in self.serving)
 
     def _members(self, group_name: str) -> list[ServerClient]:
