@@ -29,7 +29,7 @@ from areal_sc.engines.local.model import (
     read_weights,
 )
 from areal_sc.engines.local.self_check import check_generation
-from areal_sc.engines.local.slots import Request, SlotTable
+from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.tokenizer import end_token_ids
@@ -224,12 +224,12 @@ class LocalEngine(GenerationThread):
 
     def _make_request(
         self, input_ids: Sequence[int], sampling: GenerationConfig, prefix_group: str | None
-    ) -> Request:
+    ) -> SlotRequest:
         num_prompt_tokens, limit = len(input_ids), self.max_context_tokens
         check_prompt(input_ids, vocab_size=self._vocab_size, max_context_tokens=limit)
         check_sampling(sampling)
         wanted = num_prompt_tokens + sampling.max_new_tokens
-        return Request(
+        return SlotRequest(
             request_id=next(self._request_ids),
             prompt=np.asarray(input_ids, dtype=np.int64),
             max_length=min(wanted, limit),

@@ -13,10 +13,10 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.local.attention import SlotAttention, SlotCache
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.sampling import sample
-from areal_sc.engines.local.slots import Ints, Request, SlotTable, StepPlan
+from areal_sc.engines.local.slots import Ints, SlotRequest, SlotTable, StepPlan
 from areal_sc.errors import ModelError
 
-Finished = list[tuple[Request, Completion]]
+Finished = list[tuple[SlotRequest, Completion]]
 
 
 class SlotGenerator:
@@ -53,7 +53,7 @@ class SlotGenerator:
         """Of the weights."""
         return self._model.device
 
-    def cancel(self, request: Request) -> Completion:
+    def cancel(self, request: SlotRequest) -> Completion:
         partial = self.table.cancel(request)
         self.counters["cancelled_requests"] += 1
         self.counters["cancelled_tokens"] += len(partial.token_ids)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
-from areal_sc.engines.local.slots import Request, SlotTable
+from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.errors import ModelError
 
 _PROMPT_LENGTHS = (11, 4)
@@ -34,7 +34,7 @@ def check_generation(model: PreTrainedModel, local: LocalModel) -> None:
     )
     for index, length in enumerate(_PROMPT_LENGTHS):
         prompt = (np.arange(length) * 7 + 3 * index) % local.vocab_size
-        generator.table.add(Request(index, prompt, length + _NEW_TOKENS, "length"))
+        generator.table.add(SlotRequest(index, prompt, length + _NEW_TOKENS, "length"))
     differences = []
     while generator.table.has_work:
         try:

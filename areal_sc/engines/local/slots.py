@@ -32,7 +32,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SlotRequest:
     """One completion to sample.
 
     Attributes:
@@ -121,11 +121,11 @@ class SlotTable:
         self.max_prefill_tokens = max_prefill_tokens
         self.seed = seed
         self.num_rows = 0
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[SlotRequest] = deque()
         self.is_admitting = True
-        self._requests: dict[int, Request] = {}  # by row
+        self._requests: dict[int, SlotRequest] = {}  # by row
         self._free_rows: list[int] = []  # below num_rows, until filled or compacted
-        self._groups: dict[str, list[Request]] = {}  # running, oldest first
+        self._groups: dict[str, list[SlotRequest]] = {}  # running, oldest first
 
         self.tokens = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
         self.logprobs = np.zeros((max_rows, max_context_tokens), dtype=np.float32)
@@ -148,7 +148,7 @@ class SlotTable:
     def has_work(self) -> bool:
         return self.num_running > 0 or (self.is_admitting and bool(self.waiting))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SlotRequest) -> None:
         self.waiting.append(request)
 
     def admit(self) -> list[tuple[int, int]]:
@@ -192,7 +192,7 @@ class SlotTable:
         token_ids: Ints,
         logprobs: npt.NDArray[np.float32],
         version: int,
-    ) -> list[tuple[Request, Completion]]:
+    ) -> list[tuple[SlotRequest, Completion]]:
         """Appends the sampled tokens of the ready rows; returns and removes what is finished.
 
         Args:
@@ -215,7 +215,7 @@ class SlotTable:
             finished.append((request, self._release(request, reason)))
         return finished
 
-    def cancel(self, request: Request) -> Completion:
+    def cancel(self, request: SlotRequest) -> Completion:
         """Removes a waiting or running request and returns what it has so far."""
         if request.row >= 0:
             return self._release(request, "cancelled")
@@ -223,7 +223,7 @@ class SlotTable:
         request.is_finished = True
         return Completion([], [], [], "cancelled", request.temperature)
 
-    def group_members(self, prefix_group: str) -> list[Request]:
+    def group_members(self, prefix_group: str) -> list[SlotRequest]:
         """Running and waiting requests of the group."""
         queued = [request for request in self.waiting if request.prefix_group == prefix_group]
         return [*self._groups.get(prefix_group, ()), *queued]
@@ -234,7 +234,7 @@ class SlotTable:
         self.is_recomputing[:n] |= self.cached[:n] > 0
         self.cached[:n] = 0
 
-    def _place(self, request: Request, row: int) -> None:
+    def _place(self, request: SlotRequest, row: int) -> None:
         request.row = row
         self._requests[row] = request
         self.tokens[row, : len(request.prompt)] = request.prompt
@@ -255,7 +255,7 @@ class SlotTable:
         if request.prefix_group is not None:
             self._groups.setdefault(request.prefix_group, []).append(request)
 
-    def _release(self, request: Request, reason: str) -> Completion:
+    def _release(self, request: SlotRequest, reason: str) -> Completion:
         row, start, end = request.row, len(request.prompt), int(self.length[request.row])
         completion = Completion(
             token_ids=self.tokens[row, start:end].tolist(),
@@ -334,7 +334,7 @@ class SlotTable:
 
     def _share_prefix(
         self,
-        request: Request,
+        request: SlotRequest,
         cached_before: Ints,
         plan: StepPlan,
         shared: dict[int, list[tuple[int, int, int]]],

@@ -23,7 +23,7 @@ import torch
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.generator import Finished, SlotGenerator
-from areal_sc.engines.local.slots import Request
+from areal_sc.engines.local.slots import SlotRequest
 from areal_sc.errors import ArealError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class GenerationThread:
         """Steps go on."""
         await self.call(lambda: self._set_paused(False))
 
-    async def complete(self, request: Request) -> Completion:
+    async def complete(self, request: SlotRequest) -> Completion:
         """The request's completion. Cancelling the task frees its place at once.
 
         Raises: WorkerError: it has failed, is closed, or was not started; also while it waits.
@@ -195,7 +195,7 @@ class GenerationThread:
             self._when_empty.clear()
             table.is_admitting = True
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, request: SlotRequest) -> None:
         if not request.is_finished:  # else its completion is on the way to nobody
             self._generator.cancel(request)
 

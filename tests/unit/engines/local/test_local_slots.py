@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from areal_sc.engines.base import Completion
-from areal_sc.engines.local.slots import Request, SlotTable, StepPlan
+from areal_sc.engines.local.slots import SlotRequest, SlotTable, StepPlan
 
 
 def make_table(max_rows: int = 4, max_prefill_tokens: int = 100) -> SlotTable:
@@ -21,8 +21,8 @@ def add(
     new: int,
     group: str | None = None,
     stop: tuple[int, ...] = (),
-) -> Request:
-    request = Request(
+) -> SlotRequest:
+    request = SlotRequest(
         request_id,
         np.array(prompt),
         len(prompt) + new,
@@ -36,7 +36,7 @@ def add(
 
 def step(
     table: SlotTable, token: int = 9, version: int = 0
-) -> tuple[StepPlan, list[tuple[Request, Completion]]]:
+) -> tuple[StepPlan, list[tuple[SlotRequest, Completion]]]:
     """One step in which every row samples `token`; returns the plan and what finished."""
     table.admit()
     plan = table.plan()
