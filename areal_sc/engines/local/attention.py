@@ -8,7 +8,7 @@ of its own row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,8 +88,9 @@ class SlotCache:
             self.capacity = -(-capacity // _LENGTH_STEP) * _LENGTH_STEP
         self._tables = tuple(_enlarged(t, self.num_rows, self.capacity) for t in self._tables)
 
-    def copy_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first `length` entries of rows; no row is both source and target."""
+    def copy_rows(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
+        """Copies `length` entries of each (source, target) rows; no row is both."""
+        sources, targets = map(list, zip(*pairs, strict=True))
         for table in self._tables:
             table[:, targets, :, :length] = table[:, sources, :, :length]
 

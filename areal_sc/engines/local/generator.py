@@ -84,10 +84,9 @@ class SlotGenerator:
             plan = table.plan()
             cache.reserve(plan.num_rows, plan.max_length)
             if moves:
-                sources, targets = map(list, zip(*moves, strict=True))
-                cache.copy_rows(sources, targets, int(table.cached[targets].max()))
-            for length, pairs in _by_length(plan.row_copies):
-                cache.copy_rows([pair[0] for pair in pairs], [pair[1] for pair in pairs], length)
+                cache.copy_rows(moves, max(int(table.cached[target]) for _, target in moves))
+            for length, pairs in plan.row_copies.items():
+                cache.copy_rows(pairs, length)
             token_ids, logprobs = self._forward(plan)
         if not np.isfinite(logprobs[plan.is_ready]).all():
             raise ModelError(
@@ -119,13 +118,3 @@ class SlotGenerator:
         # one transfer: every token id is exact in float64
         both = torch.stack((sampled.double(), logprobs.double())).cpu().numpy()
         return both[0].astype(np.int64), both[1].astype(np.float32)
-
-
-def _by_length(
-    copies: list[tuple[int, int, int]],
-) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Row copies of the same length together."""
-    groups: dict[int, list[tuple[int, int]]] = {}
-    for source, target, length in copies:
-        groups.setdefault(length, []).append((source, target))
-    return list(groups.items())

@@ -85,7 +85,7 @@ class StepPlan:
         positions: [T] int64, within the token's sequence.
         is_ready: [N] bool, rows whose next token is sampled; results of others are void.
         chunks: in the order of the tokens.
-        row_copies: (source, target, length): cache entries copied before the pass.
+        row_copies: length -> (source, target) rows: cache entries copied before the pass.
         write_tokens: [M] int64, which token's entry is written ...
         write_rows: [M] int64, ... to which row (entries of shared prefixes to several).
         max_length: longest row, in tokens.
@@ -101,7 +101,7 @@ class StepPlan:
     write_rows: Ints
     max_length: int
     chunks: list[PrefillChunk] = field(default_factory=list)
-    row_copies: list[tuple[int, int, int]] = field(default_factory=list)
+    row_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     num_prefill_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_shared_tokens: int = 0
@@ -361,7 +361,7 @@ class SlotTable:
         # ready rows were complete before this step
         in_cache = min(available, int(cached_before[leader.row]))
         if in_cache > start:
-            plan.row_copies.append((leader.row, row, in_cache))
+            plan.row_copies.setdefault(in_cache, []).append((leader.row, row))
         if available > max(start, in_cache):
             shared.setdefault(leader.row, []).append((row, max(start, in_cache), available))
         if available > start:

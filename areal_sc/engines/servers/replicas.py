@@ -22,7 +22,7 @@ from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.dispatch import Dispatcher
 from areal_sc.engines.servers.replica import Replica, ReplicaSettings
 from areal_sc.engines.servers.updates import update_wave
-from areal_sc.engines.servers.weights import DiskWeights, UpdateTimes, Weights
+from areal_sc.engines.servers.weights import DiskWeights, UpdateTimes, Weights, for_each
 from areal_sc.errors import (
     ArealError,
     ConfigError,
@@ -330,11 +330,7 @@ class ReplicaSet:
 
     async def _tell_serving(self, action: Callable[[Replica], Awaitable[None]]) -> None:
         """A server that does not do it is given up."""
-
-        async def tell(replica: Replica) -> None:
-            try:
-                await action(replica)
-            except ArealError as error:
-                replica.fail(f"it did not pause or resume: {error}")
-
-        await asyncio.gather(*map(tell, self.serving))
+        failed: dict[Replica, ArealError] = {}
+        await for_each(self.serving, action, failed)
+        for replica, error in failed.items():
+            replica.fail(f"it did not pause or resume: {error}")

@@ -102,7 +102,7 @@ def test_a_late_member_copies_the_common_prefix() -> None:
     add(table, 2, [5, 6, 1, 2, 3], new=9, group="g")
     add(table, 3, [5, 6, 7, 8], new=9)  # of no group
     plan, _ = step(table)
-    assert plan.row_copies == [(0, 1, 3), (0, 2, 2)]
+    assert plan.row_copies == {3: [(0, 1)], 2: [(0, 2)]}
     assert spans(plan) == [(2, 2, 4), (3, 0, 3)]
     assert plan.is_ready.all()
 
@@ -195,9 +195,10 @@ def test_random_schedules_keep_the_tables_promises() -> None:
             for row in np.flatnonzero(table.cached[: table.num_rows] == 0):
                 held[row] = [None] * 64
             plan = table.plan()
-            for source, target, length in plan.row_copies:
-                assert None not in held[source][:length]
-                held[target][:length] = held[source][:length]
+            for length, pairs in plan.row_copies.items():
+                for source, target in pairs:
+                    assert None not in held[source][:length]
+                    held[target][:length] = held[source][:length]
             for row, token in zip(plan.write_rows, plan.write_tokens, strict=True):
                 held[row][plan.positions[token]] = int(plan.token_ids[token])
             assert sum(chunk.num_tokens for chunk in plan.chunks) <= table.max_prefill_tokens
