@@ -116,10 +116,8 @@ class LocalEngine(GenerationThread):
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
-        Args:
-            sampling: completions end at its stop tokens, at the tokenizer's EOS and at those of
-                the model's generation config; the stop token is part of the completion.
-            prefix_group: requests of one group compute the tokens that their prompts share once.
+        It ends at a stop token of `sampling`, at the tokenizer's EOS and at those of the model's
+        generation config; the stop token is part of it.
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed.
@@ -138,10 +136,7 @@ class LocalEngine(GenerationThread):
         await self._replace(version, list(await source()), started)
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
-        """The same, by the safetensors files of a Hugging Face folder.
-
-        Raises: ModelError: it is incomplete, or does not fit; the old weights and version stay.
-        """
+        """The same, by the safetensors files of a Hugging Face folder."""
         started = time.perf_counter()
         check_model_folder(folder)
         await self._replace(version, await asyncio.to_thread(read_weights, folder), started)
@@ -155,10 +150,7 @@ class LocalEngine(GenerationThread):
         again: TensorSource,
         give_up: Callable[[], Awaitable[None]],
     ) -> None:
-        """The same, by what rank 0 of the group broadcasts; requests go on meanwhile.
-
-        Raises: ModelError: names or shapes do not fit; the old weights and version stay.
-        """
+        """The same, by what rank 0 of the group broadcasts; requests go on meanwhile."""
         started = time.perf_counter()
         receiver = self._receiver
         try:
@@ -173,10 +165,7 @@ class LocalEngine(GenerationThread):
         await self._replace(version, tensors, started)
 
     async def join_group(self, group: WeightGroup, first_rank: int) -> None:
-        """Becomes one rank of a weight group; returns when all ranks have met.
-
-        Raises: EngineFailed: they have not, in time.
-        """
+        """Becomes one rank of a weight group. Raises: EngineFailed: not all met in time."""
         timeout_s = self._config.weight_update.step_timeout_s
         self._receiver = await asyncio.to_thread(
             lambda: WeightReceiver(group, first_rank, self._generator.device, timeout_s)

@@ -75,8 +75,8 @@ def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
 class LocalModel:
     """A causal language model whose attention runs over a slot cache.
 
-    It shares the weights of the model that it is made from, and nothing else: that model's
-    attention and training mode stay as they are.
+    It shares the weights of the model that it is made from, whose attention and mode stay as they
+    are.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -99,12 +99,9 @@ class ServerEngine(ReplicaSet):
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task ends it on its server.
 
-        Args:
-            sampling: completions end at its stop tokens, at the tokenizer's EOS and at those of
-                the model's generation config; the stop token is part of the completion. With
-                top_p below 1, at most as many tokens are kept as the server's limit for
-                truncated distributions allows (4096, unless set).
-            prefix_group: requests of one group stay together, where their prompt is cached.
+        It ends at a stop token of `sampling`, at the tokenizer's EOS and at those of the model's
+        generation config; the stop token is part of it. With top_p below 1, at most as many tokens
+        are kept as the server's limit for truncated distributions allows (4096, unless set).
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: all
             servers are lost, or the engine is closed.

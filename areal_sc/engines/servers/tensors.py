@@ -76,23 +76,23 @@ class TensorWeights(Weights):
     source: TensorSource
     buckets: SharedBuckets
     bucket_bytes: int
-    _cut: Sequence[Sequence[NamedTensor]] = ()  # while it is open
+    _in_buckets: Sequence[Sequence[NamedTensor]] = ()  # while it is open
     _fills: deque[asyncio.Task[torch.Tensor]] = field(default_factory=deque)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         tensors = list(await self.source())
         async with self.buckets.turn:
-            self._cut = list(split_into_buckets(tensors, self.bucket_bytes))
+            self._in_buckets = list(split_into_buckets(tensors, self.bucket_bytes))
             try:
                 yield
             finally:
                 await asyncio.gather(*self._fills, return_exceptions=True)
                 self._fills.clear()
-                self._cut = ()
+                self._in_buckets = ()
 
     async def prepare(self) -> None:
-        for number in range(min(NUM_BUFFERS, len(self._cut))):
+        for number in range(min(NUM_BUFFERS, len(self._in_buckets))):
             self._begin_fill(number)
             await self._fills[number]
 
@@ -114,19 +114,19 @@ class TensorWeights(Weights):
 
         failed: dict[ServerClient, ArealError] = {}
         await for_each(servers, begin, failed)
-        for number, bucket in enumerate(self._cut):
+        for number, bucket in enumerate(self._in_buckets):
             flat = await self._fills[0]
             self._fills.popleft()
-            layout, is_last = layout_of(bucket), number == len(self._cut) - 1
+            layout, is_last = layout_of(bucket), number == len(self._in_buckets) - 1
             await for_each(servers, load_bucket, failed)
             times.update_bytes += flat.nbytes
-            if number + NUM_BUFFERS < len(self._cut):
+            if number + NUM_BUFFERS < len(self._in_buckets):
                 self._begin_fill(number + NUM_BUFFERS)
         await for_each(servers, lambda server: server.end_update(), failed)
         return failed
 
     def _begin_fill(self, number: int) -> None:
-        self._fills.append(asyncio.create_task(self.buckets.fill(self._cut[number], number)))
+        self._fills.append(asyncio.create_task(self.buckets.fill(self._in_buckets[number], number)))
 
 
 def _shared_bytes(size: int) -> torch.Tensor:
