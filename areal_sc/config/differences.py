@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from areal_sc.config.fields import is_section, known_keys
+from areal_sc.config.schema import GRPOConfig, ServersConfig
 from areal_sc.errors import RunFolderError
 
 FIXED = {
@@ -30,11 +32,14 @@ FREE = (
     "transport",
     "actor.num_threads",
     "rollout.num_threads",
-    "rollout.sglang",
-    "sglang",
     "weight_update",
     "actor.weight_update",
     "rollout.weight_update",
+    *(
+        key
+        for key, kind in known_keys(GRPOConfig, also_shared=True).items()
+        if is_section(kind) and issubclass(kind, ServersConfig)
+    ),
 )
 """Settings and sections that may change without a word: they do not touch what is learned."""
 

@@ -29,7 +29,7 @@ from areal_sc.engines.local.model import (
     read_weights,
 )
 from areal_sc.engines.local.self_check import check_generation
-from areal_sc.engines.local.slots import Request, SlotTable
+from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.tokenizer import end_token_ids
@@ -43,19 +43,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UPDATE_TIMES = ("update_open_s", "update_drain_s", "update_load_s", "update_bytes")
-"""Sums over weight updates: until the weights were at hand, waiting for a step or for running
-requests to end, replacing, and the bytes replaced."""
+"""Sums over weight updates: getting the weights, waiting for a step or for running requests to end,
+replacing, and the bytes replaced."""
 
 
-class LocalEngine:
+class LocalEngine(GenerationThread):
     """`GenerationEngine` over an unmodified causal language model.
 
     What a request samples depends on the seed, on its place among all `generate` calls and on the
     weights, not on what runs beside it (up to rounding).
-
-    Attributes:
-        tokenizer: the model's.
-        max_context_tokens: limit of prompt and completion together.
     """
 
     def __init__(
@@ -73,23 +69,23 @@ class LocalEngine:
             loaded = load_folder(config.path, torch.device(device), config.dtype)
         model, self.tokenizer = loaded
         check_context(model.config, config.max_context_tokens)
-        self.max_context_tokens = config.max_context_tokens
-        self._config = config
         local_model = LocalModel(model)
         check_generation(model, local_model)
+        self.max_context_tokens = config.max_context_tokens
+        self._config = config
         self._vocab_size = local_model.vocab_size
         self._end_ids = end_token_ids(self.tokenizer, model.generation_config)
+        self._request_ids = itertools.count()
+        self._receiver: WeightReceiver | None = None
+        self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)
         table = SlotTable(
             config.max_running_sequences,
             config.max_context_tokens,
             config.max_prefill_tokens,
             config.seed,
         )
-        self._generator = SlotGenerator(local_model, table, config.max_context_tokens)
-        self._request_ids = itertools.count()
-        self._thread = GenerationThread(self._generator, config.num_threads)
-        self._receiver: WeightReceiver | None = None
-        self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)
+        generator = SlotGenerator(local_model, table, config.max_context_tokens)
+        super().__init__(generator, config.num_threads)
 
     @classmethod
     def from_model(
@@ -97,25 +93,19 @@ class LocalEngine:
     ) -> LocalEngine:
         """Generates with a loaded model, on its device and in its dtype.
 
-        The engine shares the model's parameters: a weight update changes both. `config.path`,
-        `device` and `dtype` are not used.
+        The engine shares the model's parameters: a weight update changes both.
         """
         return cls(config, (model, tokenizer))
 
     @property
     def version(self) -> int:
-        """Policy version of the weights that the next token is sampled from."""
         return self._generator.version
-
-    async def start(self) -> None:
-        """Starts the thread; the running event loop is the one that all calls come from."""
-        self._thread.start()
 
     async def close(self) -> None:
         """Ends the thread after the step in progress; pending calls raise WorkerError."""
         if self._receiver is not None:
             self._receiver.close()
-        await self._thread.close()
+        await super().close()
 
     async def generate(
         self,
@@ -124,25 +114,15 @@ class LocalEngine:
         *,
         prefix_group: str | None = None,
     ) -> Completion:
-        """Samples one completion. Cancelling the task frees its place at once.
+        """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
-        Args:
-            input_ids: the prompt, at least one token.
-            sampling: completions end at its stop tokens, at the tokenizer's EOS and at those of
-                the model's generation config; the stop token is part of the completion.
-            prefix_group: requests of one group compute the tokens that their prompts share once.
-        Returns: log-probabilities are those of the distribution sampled from (temperature, top-k
-            and top-p applied); at temperature 0 those of the distribution at temperature 1.
+        It ends at a stop token of `sampling`, at the tokenizer's EOS and at those of the model's
+        generation config; the stop token is part of it.
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed.
         """
-        self._thread.check_running()
-        return await self._thread.generate(self._make_request(input_ids, sampling, prefix_group))
-
-    def cancel_group(self, prefix_group: str) -> None:
-        """Ends the group's requests; each returns its partial answer as `cancelled`."""
-        self._thread.cancel_group(prefix_group)
+        return await self.complete(self._make_request(input_ids, sampling, prefix_group))
 
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights between two steps.
@@ -150,19 +130,13 @@ class LocalEngine:
         With `on_weight_update: interrupt`, running requests go on: their cached keys and values
         are computed again, at most `max_prefill_tokens` a step, and each samples its next token
         only then. With `finish_running` they end first, and no request starts meanwhile.
-
-        Args:
-            source: gives every parameter, shaped or flat; read until this returns.
         Raises: ModelError: names or shapes do not fit; the old weights and version stay.
         """
         started = time.perf_counter()
         await self._replace(version, list(await source()), started)
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
-        """Replaces all weights by those of the safetensors files of a Hugging Face folder.
-
-        Raises: ModelError: it is incomplete, or does not fit; the old weights and version stay.
-        """
+        """The same, by the safetensors files of a Hugging Face folder."""
         started = time.perf_counter()
         check_model_folder(folder)
         await self._replace(version, await asyncio.to_thread(read_weights, folder), started)
@@ -176,11 +150,7 @@ class LocalEngine:
         again: TensorSource,
         give_up: Callable[[], Awaitable[None]],
     ) -> None:
-        """Replaces all weights by those that rank 0 of the group broadcasts; see the protocol.
-
-        Requests go on while the weights are received.
-        Raises: ModelError: names or shapes do not fit; the old weights and version stay.
-        """
+        """The same, by what rank 0 of the group broadcasts; requests go on meanwhile."""
         started = time.perf_counter()
         receiver = self._receiver
         try:
@@ -195,10 +165,7 @@ class LocalEngine:
         await self._replace(version, tensors, started)
 
     async def join_group(self, group: WeightGroup, first_rank: int) -> None:
-        """Becomes one rank of a weight group; returns when all ranks have met.
-
-        Raises: EngineFailed: they have not, in time.
-        """
+        """Becomes one rank of a weight group. Raises: EngineFailed: not all met in time."""
         timeout_s = self._config.weight_update.step_timeout_s
         self._receiver = await asyncio.to_thread(
             lambda: WeightReceiver(group, first_rank, self._generator.device, timeout_s)
@@ -210,16 +177,13 @@ class LocalEngine:
             await asyncio.to_thread(receiver.close)
 
     def has_whole_group(self, name: str) -> bool:
-        """Whether this engine is a rank of the group."""
         return self._receiver is not None and self._receiver.name == name
 
     def count_ranks(self) -> int:
-        """One: this process."""
         return 1
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the model is on a GPU."""
         return self._generator.device.type == "cuda"
 
     async def _replace(self, version: int, tensors: Sequence[NamedTensor], started: float) -> None:
@@ -232,19 +196,12 @@ class LocalEngine:
             self._update_times["update_drain_s"] += began - at_hand
 
         finish_running = self._config.on_weight_update == OnWeightUpdate.finish_running
-        await self._thread.call(replace, when_empty=finish_running)
+        await self.call(replace, when_empty=finish_running)
         self._update_times["update_open_s"] += at_hand - started
         self._update_times["update_bytes"] += sum(tensor.nbytes for _, tensor in tensors)
 
-    async def pause(self) -> None:
-        """Returns when no step runs; running requests stay where they are until `resume`."""
-        await self._thread.set_paused(True)
-
-    async def resume(self) -> None:
-        await self._thread.set_paused(False)
-
     def stats(self) -> Mapping[str, float]:
-        """Counters since start, and `running_requests` and `waiting_requests` of now."""
+        """Counters since start, and the requests of now."""
         table = self._generator.table
         return {
             **self._generator.counters,
@@ -256,12 +213,12 @@ class LocalEngine:
 
     def _make_request(
         self, input_ids: Sequence[int], sampling: GenerationConfig, prefix_group: str | None
-    ) -> Request:
+    ) -> SlotRequest:
         num_prompt_tokens, limit = len(input_ids), self.max_context_tokens
         check_prompt(input_ids, vocab_size=self._vocab_size, max_context_tokens=limit)
         check_sampling(sampling)
         wanted = num_prompt_tokens + sampling.max_new_tokens
-        return Request(
+        return SlotRequest(
             request_id=next(self._request_ids),
             prompt=np.asarray(input_ids, dtype=np.int64),
             max_length=min(wanted, limit),

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 
 from areal_sc.engines.base import Completion
-from areal_sc.engines.local.attention import ShapeProbe, SlotAttention
+from areal_sc.engines.local.attention import SlotAttention, SlotCache
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.sampling import sample
-from areal_sc.engines.local.slots import Ints, Request, SlotTable, StepPlan
+from areal_sc.engines.local.slots import Ints, SlotRequest, SlotTable, StepPlan
 from areal_sc.errors import ModelError
 
-Finished = list[tuple[Request, Completion]]
+Finished = list[tuple[SlotRequest, Completion]]
 
 
 class SlotGenerator:
@@ -46,19 +46,14 @@ class SlotGenerator:
         )
         self.table = table
         self._model = model
-        self._max_context_tokens = max_context_tokens
-        probe = ShapeProbe()
-        with torch.inference_mode():
-            first = torch.zeros(1, dtype=torch.int64, device=model.device)
-            model(first, first, probe, 1)
-            self._cache = probe.make_cache(model.num_layers, model.dtype, model.device)
+        self._cache = SlotCache(model.num_layers, table.max_rows, max_context_tokens)
 
     @property
     def device(self) -> torch.device:
         """Of the weights."""
         return self._model.device
 
-    def cancel(self, request: Request) -> Completion:
+    def cancel(self, request: SlotRequest) -> Completion:
         partial = self.table.cancel(request)
         self.counters["cancelled_requests"] += 1
         self.counters["cancelled_tokens"] += len(partial.token_ids)
@@ -87,12 +82,11 @@ class SlotGenerator:
         with torch.inference_mode():
             moves = table.admit()
             plan = table.plan()
-            cache.reserve(plan.num_rows, plan.max_length, table.max_rows, self._max_context_tokens)
+            cache.reserve(plan.num_rows, plan.max_length)
             if moves:
-                sources, targets = map(list, zip(*moves, strict=True))
-                cache.copy_rows(sources, targets, int(table.cached[targets].max()))
-            for length, pairs in _by_length(plan.row_copies):
-                cache.copy_rows([pair[0] for pair in pairs], [pair[1] for pair in pairs], length)
+                cache.copy_rows(moves, max(int(table.cached[target]) for _, target in moves))
+            for length, pairs in plan.row_copies.items():
+                cache.copy_rows(pairs, length)
             token_ids, logprobs = self._forward(plan)
         if not np.isfinite(logprobs[plan.is_ready]).all():
             raise ModelError(
@@ -124,13 +118,3 @@ class SlotGenerator:
         # one transfer: every token id is exact in float64
         both = torch.stack((sampled.double(), logprobs.double())).cpu().numpy()
         return both[0].astype(np.int64), both[1].astype(np.float32)
-
-
-def _by_length(
-    copies: list[tuple[int, int, int]],
-) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Row copies of the same length together."""
-    groups: dict[int, list[tuple[int, int]]] = {}
-    for source, target, length in copies:
-        groups.setdefault(length, []).append((source, target))
-    return list(groups.items())

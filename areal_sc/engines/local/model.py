@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,7 +20,7 @@ from transformers import (
 
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import Dtype
-from areal_sc.engines.local.attention import ATTENTION_NAME, Attention, register_attention
+from areal_sc.engines.local.attention import ATTENTION_NAME, SlotAttention, attention_forward
 from areal_sc.engines.rotary import length_dependent_rope
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.errors import ConfigError, ModelError
@@ -74,13 +75,13 @@ def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
 class LocalModel:
     """A causal language model whose attention runs over a slot cache.
 
-    It shares the weights of the model that it is made from, and nothing else: that model's
-    attention and training mode stay as they are.
+    It shares the weights of the model that it is made from, whose attention and mode stay as they
+    are.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         _check_supported(model)
-        register_attention()
+        AttentionInterface.register(ATTENTION_NAME, attention_forward)
         weights = {id(tensor): tensor for tensor in model.parameters()}
         self._model: Any = copy.deepcopy(model, weights)
         self._model.eval()  # type: ignore[no-untyped-call]
@@ -97,7 +98,11 @@ class LocalModel:
         self.num_layers: int = model.config.num_hidden_layers
 
     def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, num_last: int
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: SlotAttention,
+        num_last: int,
     ) -> torch.Tensor:
         """[num_last, V] logits of the last tokens of a packed pass.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +32,11 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SlotRequest:
     """One completion to sample.
 
     Attributes:
-        request_id: ascending in order of arrival; with the engine's seed it names the random
-            stream.
+        request_id: ascending in order of arrival; it names the random stream.
         prompt: [P] int64, P >= 1.
         max_length: tokens of prompt and completion after which it ends.
         length_reason: finish reason at `max_length`, `length` or `context`.
@@ -59,24 +59,33 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens `start .. end` of a row, computed ahead of the row's last token."""
+class PrefillChunk:
+    """Tokens `start .. end` of a row, computed ahead of the row's last token.
+
+    Attributes:
+        first_token: index of its first token in the pass.
+    """
 
     row: int
     start: int
     end: int
+    first_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One forward pass: the tokens of all segments, then the last token of every row.
+    """One forward pass: the tokens of all chunks, then the last token of every row.
 
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, within the token's sequence.
-        is_ready: [N] bool, rows whose next token is sampled; the results of others are void.
-        segments: in the order of the tokens.
-        row_copies: (source, target, length): cache entries copied before the pass.
+        is_ready: [N] bool, rows whose next token is sampled; results of others are void.
+        chunks: in the order of the tokens.
+        row_copies: length -> (source, target) rows: cache entries copied before the pass.
         write_tokens: [M] int64, which token's entry is written ...
         write_rows: [M] int64, ... to which row (entries of shared prefixes to several).
         max_length: longest row, in tokens.
@@ -91,8 +100,8 @@ class StepPlan:
     write_tokens: Ints
     write_rows: Ints
     max_length: int
-    segments: list[Segment] = field(default_factory=list)
-    row_copies: list[tuple[int, int, int]] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    row_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     num_prefill_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_shared_tokens: int = 0
@@ -112,11 +121,11 @@ class SlotTable:
         self.max_prefill_tokens = max_prefill_tokens
         self.seed = seed
         self.num_rows = 0
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[SlotRequest] = deque()
         self.is_admitting = True
-        self._requests: list[Request | None] = [None] * max_rows  # None below num_rows: free
+        self._requests: dict[int, SlotRequest] = {}  # by row
         self._free_rows: list[int] = []  # below num_rows, until filled or compacted
-        self._groups: dict[str, list[Request]] = {}  # running, oldest first
+        self._groups: dict[str, list[SlotRequest]] = {}  # running, oldest first
 
         self.tokens = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
         self.logprobs = np.zeros((max_rows, max_context_tokens), dtype=np.float32)
@@ -139,7 +148,7 @@ class SlotTable:
     def has_work(self) -> bool:
         return self.num_running > 0 or (self.is_admitting and bool(self.waiting))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SlotRequest) -> None:
         self.waiting.append(request)
 
     def admit(self) -> list[tuple[int, int]]:
@@ -148,12 +157,10 @@ class SlotTable:
         Returns: (source, target) rows whose cache entries move.
         """
         while self.is_admitting and self.waiting and self.num_running < self.max_rows:
-            if self._free_rows:
-                row = self._free_rows.pop()
-            else:
-                row = self.num_rows
+            if not self._free_rows:
+                self._free_rows.append(self.num_rows)
                 self.num_rows += 1
-            self._place(self.waiting.popleft(), row)
+            self._place(self.waiting.popleft(), self._free_rows.pop())
         return self._compact() if self._free_rows else []
 
     def random(self) -> npt.NDArray[np.float32]:
@@ -185,7 +192,7 @@ class SlotTable:
         token_ids: Ints,
         logprobs: npt.NDArray[np.float32],
         version: int,
-    ) -> list[tuple[Request, Completion]]:
+    ) -> list[tuple[SlotRequest, Completion]]:
         """Appends the sampled tokens of the ready rows; returns and removes what is finished.
 
         Args:
@@ -204,12 +211,11 @@ class SlotTable:
         finished = []
         for i in np.flatnonzero(is_finished):
             request = self._requests[rows[i]]
-            assert request is not None
             reason = "stop" if has_stopped[i] else request.length_reason
             finished.append((request, self._release(request, reason)))
         return finished
 
-    def cancel(self, request: Request) -> Completion:
+    def cancel(self, request: SlotRequest) -> Completion:
         """Removes a waiting or running request and returns what it has so far."""
         if request.row >= 0:
             return self._release(request, "cancelled")
@@ -217,7 +223,7 @@ class SlotTable:
         request.is_finished = True
         return Completion([], [], [], "cancelled", request.temperature)
 
-    def group_members(self, prefix_group: str) -> list[Request]:
+    def group_members(self, prefix_group: str) -> list[SlotRequest]:
         """Running and waiting requests of the group."""
         queued = [request for request in self.waiting if request.prefix_group == prefix_group]
         return [*self._groups.get(prefix_group, ()), *queued]
@@ -228,12 +234,11 @@ class SlotTable:
         self.is_recomputing[:n] |= self.cached[:n] > 0
         self.cached[:n] = 0
 
-    def _place(self, request: Request, row: int) -> None:
+    def _place(self, request: SlotRequest, row: int) -> None:
         request.row = row
         self._requests[row] = request
-        num_prompt_tokens = len(request.prompt)
-        self.tokens[row, :num_prompt_tokens] = request.prompt
-        self.length[row] = num_prompt_tokens
+        self.tokens[row, : len(request.prompt)] = request.prompt
+        self.length[row] = len(request.prompt)
         self.cached[row] = 0
         self.is_recomputing[row] = False
         self.max_length[row] = request.max_length
@@ -242,17 +247,15 @@ class SlotTable:
         self.top_k[row] = request.top_k
         self.stream_keys[row] = stream_key(self.seed, request.request_id)
         num_stops = len(request.stop_token_ids)
-        if num_stops > self.stop_token_ids.shape[1]:
-            added = num_stops - self.stop_token_ids.shape[1]
-            self.stop_token_ids = np.pad(
-                self.stop_token_ids, ((0, 0), (0, added)), constant_values=-1
-            )
+        if (num_added := num_stops - self.stop_token_ids.shape[1]) > 0:
+            widths = ((0, 0), (0, num_added))
+            self.stop_token_ids = np.pad(self.stop_token_ids, widths, constant_values=-1)
         self.stop_token_ids[row] = -1
         self.stop_token_ids[row, :num_stops] = request.stop_token_ids
         if request.prefix_group is not None:
             self._groups.setdefault(request.prefix_group, []).append(request)
 
-    def _release(self, request: Request, reason: str) -> Completion:
+    def _release(self, request: SlotRequest, reason: str) -> Completion:
         row, start, end = request.row, len(request.prompt), int(self.length[request.row])
         completion = Completion(
             token_ids=self.tokens[row, start:end].tolist(),
@@ -261,7 +264,7 @@ class SlotTable:
             finish_reason=reason,
             temperature=request.temperature,
         )
-        self._requests[row] = None
+        del self._requests[row]
         self._free_rows.append(row)
         request.row = -1
         request.is_finished = True
@@ -276,9 +279,7 @@ class SlotTable:
         """Moves the last rows into the gaps."""
         num_running = self.num_running
         targets = sorted(row for row in self._free_rows if row < num_running)
-        sources = [
-            row for row in range(num_running, self.num_rows) if self._requests[row] is not None
-        ]
+        sources = [row for row in range(num_running, self.num_rows) if row in self._requests]
         self.num_rows = num_running
         self._free_rows.clear()
         if not sources:
@@ -300,9 +301,7 @@ class SlotTable:
             column[targets] = column[sources]
         moves = list(zip(sources, targets, strict=True))
         for source, target in moves:
-            request = self._requests[source]
-            assert request is not None
-            self._requests[target], self._requests[source] = request, None
+            request = self._requests[target] = self._requests.pop(source)
             request.row = target
         return moves
 
@@ -312,14 +311,15 @@ class SlotTable:
         cached_before = self.cached[: self.num_rows].copy()
         # row -> (row that takes over its entries, from, to) where both start in this step
         shared: dict[int, list[tuple[int, int, int]]] = {}
-        behind = [self._requests[row] for row in np.flatnonzero(~plan.is_ready)]
-        for request in sorted((r for r in behind if r is not None), key=_arrival):
+        behind = [self._requests[row] for row in np.flatnonzero(~plan.is_ready).tolist()]
+        for request in sorted(behind, key=attrgetter("request_id")):
             row = request.row
             last = int(self.length[row]) - 1
             start = self._share_prefix(request, cached_before, plan, shared)
             end = min(last, start + budget)
             if end > start:
-                plan.segments.append(Segment(row, start, end))
+                first_token = self.max_prefill_tokens - budget
+                plan.chunks.append(PrefillChunk(row, start, end, first_token))
                 budget -= end - start
             plan.is_ready[row] = end == last
             if self.is_recomputing[row]:
@@ -330,19 +330,19 @@ class SlotTable:
                 # another row, it is a decode step like any other
                 plan.num_prefill_tokens += end - start + int(end == last)
             self.cached[row] = end
-        self._append_segments(plan, shared)
+        self._append_chunks(plan, shared)
 
     def _share_prefix(
         self,
-        request: Request,
+        request: SlotRequest,
         cached_before: Ints,
         plan: StepPlan,
         shared: dict[int, list[tuple[int, int, int]]],
     ) -> int:
         """Takes what the oldest of the request's group has, or gets in this very step.
 
-        The oldest is served first: if it is not complete, the step's budget is spent, and the
-        others do not compute what it will have in the next step.
+        If the oldest is not complete then, the step's budget is spent: it was served before the
+        others, so they do not compute what it will have in the next step.
 
         Returns: how many entries the row has then.
         """
@@ -361,7 +361,7 @@ class SlotTable:
         # ready rows were complete before this step
         in_cache = min(available, int(cached_before[leader.row]))
         if in_cache > start:
-            plan.row_copies.append((leader.row, row, in_cache))
+            plan.row_copies.setdefault(in_cache, []).append((leader.row, row))
         if available > max(start, in_cache):
             shared.setdefault(leader.row, []).append((row, max(start, in_cache), available))
         if available > start:
@@ -369,27 +369,20 @@ class SlotTable:
             start = available
         return start
 
-    def _append_segments(
-        self, plan: StepPlan, shared: dict[int, list[tuple[int, int, int]]]
-    ) -> None:
-        """Puts the segments' tokens before the rows' last tokens, with all cache writes."""
-        if not plan.segments:
+    def _append_chunks(self, plan: StepPlan, shared: dict[int, list[tuple[int, int, int]]]) -> None:
+        """Puts the chunks' tokens before the rows' last tokens, with all cache writes."""
+        if not plan.chunks:
             return
         tokens, positions, write_tokens, write_rows = [], [], [], []
-        offset = 0
-        for segment in plan.segments:
-            row, start, end = segment.row, segment.start, segment.end
+        for chunk in plan.chunks:
+            row, start, end = chunk.row, chunk.start, chunk.end
             tokens.append(self.tokens[row, start:end])
             positions.append(np.arange(start, end))
             for target, first, stop in ((row, start, end), *shared.get(row, ())):
-                write_tokens.append(np.arange(first, stop) + (offset - start))
+                write_tokens.append(np.arange(first, stop) + (chunk.first_token - start))
                 write_rows.append(np.full(stop - first, target))
-            offset += end - start
+        num_tokens = chunk.first_token + chunk.num_tokens
         plan.token_ids = np.concatenate([*tokens, plan.token_ids])
         plan.positions = np.concatenate([*positions, plan.positions])
-        plan.write_tokens = np.concatenate([*write_tokens, plan.write_tokens + offset])
+        plan.write_tokens = np.concatenate([*write_tokens, plan.write_tokens + num_tokens])
         plan.write_rows = np.concatenate([*write_rows, plan.write_rows])
-
-
-def _arrival(request: Request) -> int:
-    return request.request_id

@@ -23,7 +23,7 @@ import torch
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.generator import Finished, SlotGenerator
-from areal_sc.engines.local.slots import Request
+from areal_sc.engines.local.slots import SlotRequest
 from areal_sc.errors import ArealError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ Command = Callable[[], None]
 
 
 class GenerationThread:
-    """Steps a generator for as long as it has work; all methods are the event loop's.
+    """Steps a generator for as long as it has work; all public methods are the event loop's.
 
     Args:
         generator: changed by the thread alone once it is started.
@@ -48,8 +48,8 @@ class GenerationThread:
         # event loop's side
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._futures: dict[int, asyncio.Future[Completion]] = {}
-        self._replies: set[asyncio.Future[Any]] = set()
+        self._completions: dict[int, asyncio.Future[Completion]] = {}
+        self._replies: set[asyncio.Future[None]] = set()
         self._unposted: list[Command] = []
         self._failure: ArealError | None = None
         # shared: appended by the event loop, taken by the thread
@@ -60,56 +60,52 @@ class GenerationThread:
         self._is_closing = False
         self._when_empty: list[Command] = []
 
-    def start(self) -> None:
-        """The running event loop is the one that all calls come from."""
+    async def start(self) -> None:
+        """Starts the thread; the running event loop is the one that all calls come from."""
         assert self._thread is None, "start() is called once"
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
-        """Ends the thread after the step in progress; pending calls raise WorkerError."""
+        """Ends the thread after the step in progress; pending and later calls raise WorkerError."""
         if self._failure is None:
             self._fail(WorkerError("the generation engine is closed"))
         if self._thread is None:
             return
-        self._post_now(self._set_closing)
+        self._commands.append(self._set_closing)
+        self._wake.set()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning("close: a step is still running after %.0f s", _CLOSE_TIMEOUT_S)
 
-    def check_running(self) -> None:
-        """Raises: WorkerError: it has failed, is closed, or was not started."""
-        self._running_loop()
+    def cancel_group(self, prefix_group: str) -> None:
+        """Ends the group's requests; each returns its partial answer as `cancelled`."""
+        self._post(lambda: self._deliver_later(self._generator.cancel_group(prefix_group)))
 
-    async def generate(self, request: Request) -> Completion:
+    async def pause(self) -> None:
+        """Returns when no step runs; running requests stay where they are until `resume`."""
+        await self.call(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        """Steps go on."""
+        await self.call(lambda: self._set_paused(False))
+
+    async def complete(self, request: SlotRequest) -> Completion:
         """The request's completion. Cancelling the task frees its place at once.
 
-        Raises: WorkerError: as `check_running`, also while it waits.
+        Raises: WorkerError: it has failed, is closed, or was not started; also while it waits.
         """
-        future: asyncio.Future[Completion] = self._running_loop().create_future()
-        self._futures[request.request_id] = future
         self._post(lambda: self._generator.table.add(request))
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._completions[request.request_id] = future
         try:
             return await future
         except asyncio.CancelledError:
             # not known any more: it had just finished
-            if self._futures.pop(request.request_id, None) is not None:
+            if self._completions.pop(request.request_id, None) is not None:
                 self._post(lambda: self._cancel(request))
             raise
-
-    def cancel_group(self, prefix_group: str) -> None:
-        """Ends the group's requests; each returns its partial answer as `cancelled`."""
-        self.check_running()
-        self._post(lambda: self._deliver_later(self._generator.cancel_group(prefix_group)))
-
-    async def set_paused(self, is_paused: bool) -> None:
-        """Returns when no step runs; while it is paused none begins, but what is posted runs."""
-
-        def set_paused() -> None:
-            self._is_paused = is_paused
-
-        await self.call(set_paused)
 
     async def call(self, action: Command, *, when_empty: bool = False) -> None:
         """Runs `action` between two steps and raises what it raised.
@@ -117,37 +113,36 @@ class GenerationThread:
         Args:
             when_empty: no request starts until it has run, and it runs when the last one ends.
         """
-        loop = self._running_loop()
-        reply: asyncio.Future[None] = loop.create_future()
-        self._replies.add(reply)
-        reply.add_done_callback(self._replies.discard)
+        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def command() -> None:
+            error = None
             try:
                 action()
-            except ArealError as error:
-                loop.call_soon_threadsafe(_set_exception, reply, error)
-            else:
-                loop.call_soon_threadsafe(_set_result, reply, None)
+            except ArealError as failure:
+                error = failure
+            self._to_loop(_settle, reply, None, error)
 
         def command_when_empty() -> None:
             self._generator.table.is_admitting = False
             self._when_empty.append(command)
 
-        self._post_now(command_when_empty if when_empty else command)
+        self._post(command_when_empty if when_empty else command)
+        self._replies.add(reply)
+        reply.add_done_callback(self._replies.discard)
         await reply
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _post(self, command: Command) -> None:
+        """Posts with all else of this turn of the event loop, so that a group joins together.
+
+        Raises: WorkerError: nothing runs that would do it.
+        """
         if self._failure is not None:
             raise self._failure
         if self._loop is None:
             raise WorkerError("the generation engine has not been started")
-        return self._loop
-
-    def _post(self, command: Command) -> None:
-        """Posts with all else of this turn of the event loop, so that a group joins together."""
         if not self._unposted:
-            self._running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
         self._unposted.append(command)
 
     def _flush(self) -> None:
@@ -155,23 +150,18 @@ class GenerationThread:
         self._unposted.clear()
         self._wake.set()
 
-    def _post_now(self, command: Command) -> None:
-        self._unposted.append(command)
-        self._flush()
-
     def _deliver(self, finished: Finished) -> None:
         for request, completion in finished:
-            future = self._futures.pop(request.request_id, None)
-            if future is not None:
-                _set_result(future, completion)
+            if future := self._completions.pop(request.request_id, None):
+                _settle(future, completion)
 
     def _fail(self, error: ArealError) -> None:
         """Ends all pending calls; later ones raise the same error."""
         self._failure = error
-        pending = [*self._futures.values(), *self._replies]
-        self._futures.clear()
+        pending: list[asyncio.Future[Any]] = [*self._completions.values(), *self._replies]
+        self._completions.clear()
         for future in pending:
-            _set_exception(future, error)
+            _settle(future, None, error)
 
     def _run(self) -> None:
         """The thread: commands, then a step, until it is closed."""
@@ -205,7 +195,7 @@ class GenerationThread:
             self._when_empty.clear()
             table.is_admitting = True
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, request: SlotRequest) -> None:
         if not request.is_finished:  # else its completion is on the way to nobody
             self._generator.cancel(request)
 
@@ -220,15 +210,17 @@ class GenerationThread:
             # the event loop was closed without close(): nobody waits any more
             self._is_closing = True
 
+    def _set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+
     def _set_closing(self) -> None:
         self._is_closing = True
 
 
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
+def _settle(future: asyncio.Future[Any], result: Any, error: ArealError | None = None) -> None:
+    if future.done():
+        return
+    if error is None:
         future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
+    else:
         future.set_exception(error)

@@ -13,7 +13,7 @@ Every answer is checked: what comes back is what was asked for, or one of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import aiohttp
 
 from areal_sc.config.model_folder import read_model_config
-from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import (
     ConfigError,
     EngineFailed,
@@ -98,48 +98,8 @@ class ServerAbilities:
             )
 
 
-@dataclass(frozen=True)
-class PartRequest:
-    """What is asked of one server for a completion.
-
-    Attributes:
-        input_ids: prompt, and what was sampled before.
-        stop_token_ids: all that end the completion.
-        max_support: None samples from the whole distribution; else the largest number of tokens
-            that a truncated one may have, and log-probabilities are those under that one.
-    """
-
-    request_id: str
-    input_ids: Sequence[int]
-    sampling: GenerationConfig
-    max_new_tokens: int
-    stop_token_ids: Sequence[int]
-    max_support: int | None
-
-
-@dataclass(frozen=True)
-class AnswerPart:
-    """One server's part of a completion.
-
-    Attributes:
-        token_ids, logprobs, versions: [S] tokens that the server sampled, the stop token included.
-        finish: `stop`, `length`, or `abort`: there may be more.
-        reason: with `abort`: what the server says of it.
-        num_prompt_tokens: of the request, earlier parts included.
-        num_cached_tokens: of these, those whose KV the server had.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: str
-    reason: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-
-
 class ServerClient:
-    """One running server. Must be made on a running event loop, and closed on it.
+    """One life of a server. Must be made on a running event loop, and closed on it.
 
     A kind of server implements the calls that end in `NotImplementedError`.
 
@@ -147,16 +107,32 @@ class ServerClient:
         url: `http://host:port`.
         api_key: sent with every request; empty sends none.
         control_timeout_s: for answers that do not wait for tokens or weights.
+        step_timeout_s: for each step of a weight update.
 
     Attributes:
         section: name of the kind's settings, for messages.
+        is_own: this process has started it, so it runs on this machine and with its rights.
+        abilities: what `ask_abilities` found.
+        groups: names of the weight groups that it is in.
     """
 
     section: ClassVar[str]
+    abilities: ServerAbilities
 
-    def __init__(self, url: str, api_key: str = "", control_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str = "",
+        control_timeout_s: float = 60.0,
+        step_timeout_s: float = 600.0,
+        *,
+        is_own: bool = False,
+    ) -> None:
         self.url = url.rstrip("/")
+        self.is_own = is_own
+        self.groups: set[str] = set()
         self._control_timeout_s = control_timeout_s
+        self._step_timeout_s = step_timeout_s
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -171,7 +147,7 @@ class ServerClient:
         """Returns when the process that computes has answered, which it does while paused too."""
         raise NotImplementedError
 
-    async def ask_abilities(self, *, timeout_s: float) -> ServerAbilities:
+    async def ask_abilities(self) -> ServerAbilities:
         """Of a server that is not paused. Raises: ConfigError: it is too old to be driven."""
         raise NotImplementedError
 
@@ -179,8 +155,15 @@ class ServerClient:
         """Policy version, None when it is no run's, and the folder that the server was given."""
         raise NotImplementedError
 
-    async def generate(self, request: PartRequest) -> AnswerPart:
-        """Waits as long as it takes."""
+    async def generate(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AnswerPart:
+        """Goes on with the request; waits as long as it takes.
+
+        Args:
+            max_support: None samples from the whole distribution; else the largest number of
+                tokens that a truncated one may have, and log-probabilities are those under it.
+        """
         raise NotImplementedError
 
     async def abort(self, request_id: str) -> None:
@@ -198,7 +181,7 @@ class ServerClient:
         """Names the weights that the server has; requests go on."""
         raise NotImplementedError
 
-    async def load_from_disk(self, folder: str, *, timeout_s: float) -> None:
+    async def load_from_disk(self, folder: str) -> None:
         """Replaces the weights by those of a folder on the server's disk, and drops the cache."""
         raise NotImplementedError
 
@@ -206,12 +189,12 @@ class ServerClient:
         """Before weights come in buckets."""
         raise NotImplementedError
 
-    async def end_update(self, *, timeout_s: float) -> None:
+    async def end_update(self) -> None:
         """After the last bucket."""
         raise NotImplementedError
 
     async def load_tensors(
-        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
         """Loads one bucket of weights, on a server that this process has started.
 
@@ -222,7 +205,7 @@ class ServerClient:
         """
         raise NotImplementedError
 
-    async def join_group(self, group: WeightGroup, first_rank: int, *, timeout_s: float) -> None:
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
         """Becomes ranks of a process group; returns when all of the group's ranks are there."""
         raise NotImplementedError
 
@@ -230,7 +213,7 @@ class ServerClient:
         raise NotImplementedError
 
     async def receive_broadcast(
-        self, group_name: str, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+        self, group_name: str, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
         """Takes part in the broadcast of one bucket."""
         raise NotImplementedError

@@ -10,17 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Coroutine
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
-from areal_sc.engines.servers.client import ABORTED, AnswerPart, PartRequest
-from areal_sc.engines.servers.dispatch import Work
+from areal_sc.engines.servers.client import ABORTED
 from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.replicas import ReplicaSet
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import ArealError, EngineFailed, PeerLost, ServerBusy
 
 logger = logging.getLogger(__name__)
@@ -32,56 +29,6 @@ _BUSY_WAIT_S = 0.2
 _LONGEST_BUSY_WAIT_S = 5.0
 _MAX_BUSY_S = 600.0
 _ABANDONED_TIMEOUT_S = 30.0
-
-
-@dataclass(eq=False)
-class CompletionRequest:
-    """One `generate` call, and what is known of its answer.
-
-    Attributes:
-        prompt: [P] token ids.
-        max_new_tokens: that its length or the context allows.
-        length_reason: `length` or `context`, whichever of the two is the limit.
-        stop_token_ids: all that end it.
-        is_truncated: the distribution that is sampled from is not the whole one.
-        cancelled: done when its group is cancelled.
-        token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
-        num_losses: attempts that brought nothing, as a server was lost.
-        busy_since_s: since when servers have refused it as they are full; None: they have not.
-    """
-
-    prompt: list[int]
-    sampling: GenerationConfig
-    max_new_tokens: int
-    length_reason: str
-    stop_token_ids: tuple[int, ...]
-    prefix_group: str | None
-    is_truncated: bool
-    cancelled: asyncio.Future[None]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    num_losses: int = 0
-    busy_since_s: float | None = None
-
-    @property
-    def num_missing_tokens(self) -> int:
-        return self.max_new_tokens - len(self.token_ids)
-
-    def work(self) -> Work:
-        """It goes on only under weights as new as its last."""
-        num_tokens = len(self.prompt) + self.max_new_tokens
-        return Work(num_tokens, self.prefix_group, max(self.versions, default=0))
-
-    def extend(self, part: AnswerPart) -> None:
-        self.token_ids += part.token_ids
-        self.logprobs += part.logprobs
-        self.versions += part.versions
-
-    def completion(self, finish_reason: str) -> Completion:
-        return Completion(
-            self.token_ids, self.logprobs, self.versions, finish_reason, self.sampling.temperature
-        )
 
 
 @dataclass
@@ -118,7 +65,7 @@ class Completer:
 
     @property
     def num_running(self) -> int:
-        """Requests that are on a server or wait for one."""
+        """On a server, or waiting for one."""
         return len(self._running)
 
     async def complete(self, request: CompletionRequest) -> Completion:
@@ -151,15 +98,14 @@ class Completer:
     async def _complete(self, request: CompletionRequest) -> Completion:
         dispatcher = self._replicas.dispatcher
         while True:
-            work, server = request.work(), None
+            server = None
             if not request.cancelled.done():
-                server = await dispatcher.enter(work, request.cancelled)
+                server = await dispatcher.enter(request)
             if server is None:
                 return request.completion("cancelled")
-            replica = self._replicas.replica(server)
-            num_pauses = replica.num_pauses
+            num_pauses = server.num_pauses
             try:
-                part = await self._ask(replica, work, request)
+                part = await self._ask(server, request)
             except PeerLost as error:
                 self._note_loss(request, error)
                 continue
@@ -181,56 +127,55 @@ class Completer:
                     "rollout.max_context_tokens"
                 )
             self.counters.continued_requests += 1
-            if not part.token_ids and replica.num_pauses == num_pauses:
+            if not part.token_ids and server.num_pauses == num_pauses:
                 self._note_loss(request, EngineFailed(f"it was aborted: {part.reason}"))
 
-    async def _ask(self, replica: Replica, work: Work, request: CompletionRequest) -> AnswerPart:
-        """One attempt; the place is given back when the server is done with it."""
-        with ExitStack() as taken:
-            taken.callback(self._replicas.dispatcher.leave, replica.load, work)
+    async def _ask(self, server: Replica, request: CompletionRequest) -> AnswerPart:
+        """One attempt. Whoever gives it up leaves it to end in the background."""
+        request_id = uuid.uuid4().hex
+        attempt = asyncio.create_task(self._attempt(server, request, request_id))
+        ends: list[asyncio.Future[Any]] = [attempt, request.cancelled]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not attempt.done():
+                await server.abort(request_id)
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._abandon(server, request_id, attempt))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+            raise
+
+    async def _attempt(
+        self, server: Replica, request: CompletionRequest, request_id: str
+    ) -> AnswerPart:
+        """Its place is free again when the server is done with it."""
+        try:
             max_support = None
             if request.is_truncated:
-                max_support = min(replica.max_support(request.sampling), self._vocab_size)
-            asked = PartRequest(
-                uuid.uuid4().hex,
-                [*request.prompt, *request.token_ids],
-                request.sampling,
-                request.num_missing_tokens,
-                request.stop_token_ids,
-                max_support,
-            )
-            flight = asyncio.create_task(replica.generate(asked))
-            ends: list[asyncio.Future[Any]] = [flight, request.cancelled]
-            try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if not flight.done():
-                    await replica.abort(asked.request_id)
-                part = await asyncio.shield(flight)
-            except asyncio.CancelledError:
-                taken.pop_all()  # `_abandon` gives it back, once the server has ended the request
-                self._in_background(self._abandon(replica, asked.request_id, flight, work))
-                raise
+                max_support = min(server.max_support(request.sampling), self._vocab_size)
+            part = await server.generate(request, request_id, max_support)
+        finally:
+            self._replicas.dispatcher.leave(server, request)
         self.counters.generated_tokens += len(part.token_ids)
         self.counters.shared_prompt_tokens += part.num_cached_tokens
         self.counters.prefill_tokens += part.num_prompt_tokens - part.num_cached_tokens
         return part
 
     async def _abandon(
-        self, replica: Replica, request_id: str, flight: asyncio.Task[AnswerPart], work: Work
+        self, server: Replica, request_id: str, attempt: asyncio.Task[AnswerPart]
     ) -> None:
         """Ends a request that nobody waits for; until then it takes its place."""
         try:
             async with asyncio.timeout(_ABANDONED_TIMEOUT_S):
-                await replica.abort(request_id)
-                part = await flight
-            self.counters.generated_tokens += len(part.token_ids)
+                await server.abort(request_id)
+                part = await attempt
             self.counters.cancelled_tokens += len(part.token_ids)
         except (ArealError, TimeoutError) as error:
             logger.info("abandoned request=%s %s", request_id, error)
         finally:
-            flight.cancel()
-            flight.add_done_callback(_forget)
-            self._replicas.dispatcher.leave(replica.load, work)
+            attempt.cancel()
+            await asyncio.gather(attempt, return_exceptions=True)
 
     async def _wait_while_busy(self, request: CompletionRequest, error: ServerBusy) -> None:
         """A server that is full for the moment, or a router before it, has lost nothing.
@@ -259,14 +204,3 @@ class Completer:
     def _count_cancelled(self, request: CompletionRequest) -> None:
         self.counters.cancelled_requests += 1
         self.counters.cancelled_tokens += len(request.token_ids)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-
-def _forget(flight: asyncio.Task[Any]) -> None:
-    """Nobody waits for it any more, so nobody else would ask for its error."""
-    if not flight.cancelled():
-        flight.exception()

@@ -15,8 +15,10 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.errors import ArealError
 
 HOME_LEAD_REQUESTS = 8
@@ -36,6 +38,7 @@ class ServerLoad:
         version: policy version of its weights.
         num_running: requests that it has.
         outstanding_tokens: of these requests.
+        is_empty: set while it has none.
     """
 
     name: str
@@ -44,38 +47,30 @@ class ServerLoad:
     version: int = 0
     num_running: int = 0
     outstanding_tokens: int = 0
+    is_empty: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.is_empty.set()
 
     @property
     def has_room(self) -> bool:
         return self.is_open and self.num_running < self.max_running
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is known of a request beforehand.
-
-    Attributes:
-        num_tokens: prompt, what was sampled before, and what may still be sampled.
-        prefix_group: requests that share their prompt, or None.
-        min_version: of the server's weights.
-    """
-
-    num_tokens: int
-    prefix_group: str | None = None
-    min_version: int = 0
+L = TypeVar("L", bound=ServerLoad)
 
 
 @dataclass(eq=False)
-class _Waiting:
-    work: Work
-    placed: asyncio.Future[ServerLoad | None]
+class _Waiting(Generic[L]):
+    request: CompletionRequest
+    placed: asyncio.Future[L | None]
 
     def give_up(self, cancelled: asyncio.Future[None]) -> None:
         if not self.placed.done():
             self.placed.set_result(None)
 
 
-class Dispatcher:
+class Dispatcher(Generic[L]):
     """First come, first served, over all servers.
 
     Args:
@@ -85,29 +80,28 @@ class Dispatcher:
         failure: why no request can be placed any more, or None.
     """
 
-    def __init__(self, servers: Sequence[ServerLoad]) -> None:
+    def __init__(self, servers: Sequence[L]) -> None:
         self.failure: ArealError | None = None
         self._servers = servers
-        self._homes: OrderedDict[str, ServerLoad] = OrderedDict()
-        self._waiting: deque[_Waiting] = deque()
-        self._awaiting_empty: dict[ServerLoad, list[asyncio.Future[None]]] = {}
+        self._homes: OrderedDict[str, L] = OrderedDict()
+        self._waiting: deque[_Waiting[L]] = deque()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self, work: Work, cancelled: asyncio.Future[None]) -> ServerLoad | None:
+    async def enter(self, request: CompletionRequest) -> L | None:
         """Waits for a server and takes a place on it, to be given back with `leave`.
 
-        Returns: None when `cancelled` was set before.
+        Returns: None when the request was cancelled before.
         Raises: what `fail` was given.
         """
         if self.failure is not None:
             raise self.failure
-        waiting = _Waiting(work, asyncio.get_running_loop().create_future())
+        waiting = _Waiting[L](request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self.changed()
-        cancelled.add_done_callback(waiting.give_up)
+        request.cancelled.add_done_callback(waiting.give_up)
         try:
             return await waiting.placed
         except asyncio.CancelledError:
@@ -115,40 +109,31 @@ class Dispatcher:
                 with suppress(ValueError):  # left out already
                     self._waiting.remove(waiting)
             elif waiting.placed.exception() is None and (server := waiting.placed.result()):
-                self.leave(server, work)  # it was placed in the same turn of the loop
+                self.leave(server, request)  # it was placed in the same turn of the loop
             raise
         finally:
-            cancelled.remove_done_callback(waiting.give_up)
+            request.cancelled.remove_done_callback(waiting.give_up)
 
-    def leave(self, server: ServerLoad, work: Work) -> None:
+    def leave(self, server: L, request: CompletionRequest) -> None:
         """Takes a request off its server, however it ended."""
         server.num_running -= 1
-        server.outstanding_tokens -= work.num_tokens
+        server.outstanding_tokens -= request.max_tokens
         if server.num_running == 0:
-            for waiting in self._awaiting_empty.pop(server, []):
-                if not waiting.done():
-                    waiting.set_result(None)
+            server.is_empty.set()
         self.changed()
-
-    async def until_empty(self, server: ServerLoad) -> None:
-        """Returns when the server has no request; it should be closed, or more may come."""
-        if server.num_running:
-            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._awaiting_empty.setdefault(server, []).append(waiting)
-            await waiting
 
     def changed(self) -> None:
         """Places those who wait, as far as there is room now."""
-        still: deque[_Waiting] = deque()
+        still: deque[_Waiting[L]] = deque()
         while self._waiting and any(server.has_room for server in self._servers):
             waiting = self._waiting.popleft()
             if waiting.placed.done():
                 continue
-            server = self.choose(waiting.work)
+            server = self.choose(waiting.request)
             if server is None:
                 still.append(waiting)
             else:
-                self._place(server, waiting.work)
+                self._place(server, waiting.request)
                 waiting.placed.set_result(server)
         still.extend(self._waiting)
         self._waiting = still
@@ -161,28 +146,29 @@ class Dispatcher:
             if not waiting.placed.done():
                 waiting.placed.set_exception(error)
 
-    def forget_homes(self, server: ServerLoad) -> None:
+    def forget_homes(self, server: L) -> None:
         """The server starts anew: its cache is empty."""
         for group in [group for group, home in self._homes.items() if home is server]:
             del self._homes[group]
 
-    def choose(self, work: Work) -> ServerLoad | None:
+    def choose(self, request: CompletionRequest) -> L | None:
         """The server for a request, or None: every one that may take it is full or closed."""
-        free = [s for s in self._servers if s.has_room and s.version >= work.min_version]
+        free = [s for s in self._servers if s.has_room and s.version >= request.min_version]
         if not free:
             return None
         best = min(free, key=lambda server: server.outstanding_tokens)
-        home = self._homes.get(work.prefix_group or "")
+        home = self._homes.get(request.prefix_group or "")
         if home is None or home not in free:
             return best
         lead = home.outstanding_tokens - best.outstanding_tokens
-        return home if lead <= HOME_LEAD_REQUESTS * work.num_tokens else best
+        return home if lead <= HOME_LEAD_REQUESTS * request.max_tokens else best
 
-    def _place(self, server: ServerLoad, work: Work) -> None:
+    def _place(self, server: L, request: CompletionRequest) -> None:
         server.num_running += 1
-        server.outstanding_tokens += work.num_tokens
-        if work.prefix_group is not None:
-            self._homes[work.prefix_group] = server
-            self._homes.move_to_end(work.prefix_group)
+        server.is_empty.clear()
+        server.outstanding_tokens += request.max_tokens
+        if request.prefix_group is not None:
+            self._homes[request.prefix_group] = server
+            self._homes.move_to_end(request.prefix_group)
             if len(self._homes) > MAX_REMEMBERED_HOMES:
                 self._homes.popitem(last=False)

@@ -6,10 +6,6 @@
 
 Consumes: `generate`, weights, `pause`, `resume`. Waits for: a server with room, its answer, its
 start. Unblocked by: answers, servers that come back, and the failure of the last one.
-
-Every token has the log-probability of the distribution that it was sampled from (temperature,
-top-k and top-p applied; at temperature 0 that of temperature 1) and the version of the weights
-that sampled it.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from areal_sc.config.machine import resolved_device
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
 from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt, check_sampling
-from areal_sc.engines.servers.completion import Completer, CompletionRequest
+from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
 from areal_sc.engines.servers.model import (
     ServedModel,
@@ -36,6 +32,7 @@ from areal_sc.engines.servers.model import (
 )
 from areal_sc.engines.servers.replica import ReplicaSettings
 from areal_sc.engines.servers.replicas import ReplicaSet
+from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
 from areal_sc.engines.servers.weights import (
     CollectiveWeights,
@@ -60,10 +57,6 @@ class ServerEngine(ReplicaSet):
         handle: the settings; the servers share `max_running_sequences`.
         log_folder: where the logs of servers that are started go.
         name: of the worker, in the logs' names.
-
-    Attributes:
-        tokenizer: the model's.
-        max_context_tokens: limit of prompt and completion together.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -104,15 +97,11 @@ class ServerEngine(ReplicaSet):
         *,
         prefix_group: str | None = None,
     ) -> Completion:
-        """Samples one completion. Cancelling the task ends it on its server.
+        """Samples one completion; see the protocol. Cancelling the task ends it on its server.
 
-        Args:
-            input_ids: the prompt, at least one token.
-            sampling: completions end at its stop tokens, at the tokenizer's EOS and at those of
-                the model's generation config; the stop token is part of the completion. With
-                top_p below 1, at most as many tokens are kept as the server's limit for
-                truncated distributions allows (4096, unless set).
-            prefix_group: requests of one group stay together, where their prompt is cached.
+        It ends at a stop token of `sampling`, at the tokenizer's EOS and at those of the model's
+        generation config; the stop token is part of it. With top_p below 1, at most as many tokens
+        are kept as the server's limit for truncated distributions allows (4096, unless set).
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: all
             servers are lost, or the engine is closed.
@@ -121,14 +110,11 @@ class ServerEngine(ReplicaSet):
         return await self._completer.complete(request)
 
     def cancel_group(self, prefix_group: str) -> None:
-        """Ends the group's requests; each returns its partial answer as `cancelled`."""
         self._completer.cancel_group(prefix_group)
 
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights by tensors; running requests go on as `on_weight_update` says.
 
-        Args:
-            source: asked again for servers that start before the next publication.
         Raises: ModelError: names or sizes do not fit; the old weights and version stay.
             ConfigError: the servers were not started here. EngineFailed: no server is left.
         """
@@ -141,14 +127,13 @@ class ServerEngine(ReplicaSet):
         await self.publish(self._tensor_weights(version, source))
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
-        """Replaces all weights by those of a Hugging Face folder that the servers see.
+        """The same, by a Hugging Face folder that the servers see.
 
-        The folder has to stay until the next publication is done.
         Raises: ModelError: it is of another model, or incomplete; nothing has changed then.
             EngineFailed: no server is left.
         """
         check_weights_folder(str(folder), self._model.shapes_in_folders)
-        await self.publish(DiskWeights(version, str(folder)))
+        await self.publish(DiskWeights(version, folder))
 
     async def update_weights_from_group(
         self,
@@ -159,21 +144,14 @@ class ServerEngine(ReplicaSet):
         again: TensorSource,
         give_up: Callable[[], Awaitable[None]],
     ) -> None:
-        """Receives all weights from rank 0 of a group, which broadcasts them at the same time.
+        """The same, by what rank 0 of a group broadcasts meanwhile; see the protocol.
 
-        Args:
-            buckets: in the order of the broadcasts.
-            again: for servers that are not in the group or restart; servers of others get them by
-                a folder in `weight_update.folder`.
-            give_up: tells rank 0 that not all ranks will take part.
+        Servers that are not in the group, or restart, get `again`; servers of others get it by a
+        folder in `weight_update.folder`.
         Raises: ModelError: the buckets are not the model's parameters; nothing has changed then.
             EngineFailed: no server is left.
         """
-        given = {
-            name: shape
-            for bucket in buckets
-            for name, shape in zip(bucket.names, bucket.shapes, strict=True)
-        }
+        given = {n: s for b in buckets for n, s in zip(b.names, b.shapes, strict=True)}
         try:
             check_shapes(given, self._model.parameters, "the broadcast weights")
         except ModelError:
@@ -182,11 +160,9 @@ class ServerEngine(ReplicaSet):
         late: Weights = self._tensor_weights(version, again)
         if self._settings.servers.urls:
             folder = Path(self._config.weight_update.folder) / f"{self._settings.owner}-{version}"
-            late = WrittenWeights(version, self._shaped(again), folder, Path(self._config.path))
-        num_members = self._group_sizes.get(group_name, 0)
-        await self.publish(
-            CollectiveWeights(version, group_name, num_members, buckets, late, give_up)
-        )
+            late = WrittenWeights(version, folder, self._shaped(again), Path(self._config.path))
+        size = self._group_sizes.get(group_name, 0)
+        await self.publish(CollectiveWeights(version, group_name, size, buckets, late, give_up))
 
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and the requests and servers of now."""
@@ -197,8 +173,8 @@ class ServerEngine(ReplicaSet):
             "weight_updates": self.num_updates,
             "running_requests": self._completer.num_running - num_waiting,
             "waiting_requests": num_waiting,
-            "occupied_places": sum(replica.load.num_running for replica in self.replicas),
-            "serving_servers": len(self._serving),
+            "occupied_places": sum(replica.num_running for replica in self.replicas),
+            "serving_servers": len(self.serving),
             "lost_servers": self.num_losses,
             "server_restarts": sum(max(0, replica.num_starts - 1) for replica in self.replicas),
         }

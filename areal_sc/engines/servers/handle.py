@@ -30,7 +30,7 @@ _MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
-class ServerPlace:
+class ServerInstance:
     """What tells one server of a worker from another.
 
     Attributes:
@@ -72,18 +72,22 @@ class ServersHandle(GeneratorHandle):
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:
         return resolve_name(self.worker_class)(self, log_folder=log_folder, name=name)
 
-    def connect(self, url: str, api_key: str) -> ServerClient:
+    def connect(self, url: str, api_key: str, *, is_own: bool) -> ServerClient:
         """Imports torch."""
         client: ServerClient = resolve_name(self.client_class)(
-            url, api_key, self.servers.control_timeout_s
+            url,
+            api_key,
+            self.servers.control_timeout_s,
+            self.config.weight_update.step_timeout_s,
+            is_own=is_own,
         )
         return client
 
-    def arguments(self, place: ServerPlace) -> list[str]:
+    def arguments(self, instance: ServerInstance) -> list[str]:
         """The command line of one server's main program."""
         raise NotImplementedError
 
-    def environment(self, place: ServerPlace) -> dict[str, str]:
+    def environment(self, instance: ServerInstance) -> dict[str, str]:
         """Variables that one server needs."""
         return {}
 

@@ -22,16 +22,16 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.engines.servers import launcher
 from areal_sc.engines.servers.client import ServerClient
-from areal_sc.engines.servers.handle import ServerPlace, ServersHandle
+from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
 from areal_sc.transport.arena.folder import SHARED_MEMORY
 
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 30
 _READY_POLL_S = 0.25
 _HEALTH_TIMEOUT_S = 30.0
-_PORT_IN_USE = "address already in use"
 _PROC = Path("/proc")
 _MAPPED_PATH = re.compile(r" (/\S+)$", re.MULTILINE)
 """Of a line in a process's memory map."""
@@ -52,8 +51,6 @@ class ServerProcess:
     """One running server.
 
     Attributes:
-        url: that it serves.
-        api_key: that its clients must show.
         pid: of its HTTP process, which leads its session.
         schedulers: process ids of those that compute; known once it is ready.
     """
@@ -62,11 +59,11 @@ class ServerProcess:
         self,
         process: asyncio.subprocess.Process,
         handle: ServersHandle,
-        place: ServerPlace,
+        instance: ServerInstance,
         log_path: Path,
     ) -> None:
-        self.url = f"http://{reachable_host(handle.servers.host)}:{place.port}"
-        self.api_key = place.api_key
+        self.url = f"http://{reachable_host(handle.servers.host)}:{instance.port}"
+        self.api_key = instance.api_key
         self.pid = process.pid
         self.schedulers: list[int] = []
         self._handle = handle
@@ -76,20 +73,19 @@ class ServerProcess:
 
     @classmethod
     async def start(
-        cls, handle: ServersHandle, place: ServerPlace, log_path: Path
+        cls, handle: ServersHandle, instance: ServerInstance, log_path: Path
     ) -> ServerProcess:
-        """Starts the process; `wait_ready` tells when it serves.
+        """Must be called in a thread that lives as long as the server shall.
 
-        Must be called in a thread that lives as long as the server shall.
         Raises: ModelError, ConfigError: the folder, the port or an argument cannot be.
         """
         servers = handle.servers
         check_model_folder(handle.config.path)
-        check_port(servers.host, place.port, handle.section)
+        check_port(servers.host, instance.port, handle.section)
         start = {
             "parent_pid": os.getpid(),
             "module": handle.module,
-            "arguments": handle.arguments(place),
+            "arguments": handle.arguments(instance),
         }
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # Its owner's alone: servers print their arguments, the key among them.
@@ -102,7 +98,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=STDOUT,
                 start_new_session=True,
-                env=server_environment(handle, place),
+                env=server_environment(handle, instance),
             )
         except OSError as error:
             raise ConfigError(f"{handle.section}.python cannot be run: {error}") from error
@@ -111,7 +107,7 @@ class ServerProcess:
         assert process.stdin
         process.stdin.write(json.dumps(start).encode())
         process.stdin.close()
-        server = cls(process, handle, place, log_path)
+        server = cls(process, handle, instance, log_path)
         logger.info("server=%s pid=%d log=%s", server.url, server.pid, log_path)
         return server
 
@@ -138,11 +134,11 @@ class ServerProcess:
         raise self._start_error(f"ended with exit code {code} before it was ready")
 
     async def wait(self) -> int:
-        """The exit code, once the HTTP process has ended."""
+        """The exit code of the HTTP process."""
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Asks it to end, and kills what is left of its session after `stop_timeout_s`."""
+        """Asks it to end, and kills what is left after `stop_timeout_s`."""
         if self._process.returncode is None:
             self._process.terminate()
             try:
@@ -153,10 +149,7 @@ class ServerProcess:
         await self.kill()
 
     async def kill(self) -> None:
-        """Kills the whole session, and deletes what is left of it in shared memory.
-
-        Returns when its leader is reaped.
-        """
+        """Kills the whole session, reaps its leader, and deletes its files in shared memory."""
         left = self._left_files | mapped_files(self.pid, self._handle.left_files)
         kill_session(self.pid)
         await self._process.wait()
@@ -174,8 +167,6 @@ class ServerProcess:
                 f"{self._handle.name} is not installed for {section}.python={python!r}: "
                 "install it there, or name the interpreter of the environment that has it"
             )
-        if any(_PORT_IN_USE in line.lower() for line in tail):
-            return ConfigError(_port_message(self.url.removeprefix("http://"), section))
         return WorkerStartError(
             f"the {self._handle.name} server at {self.url} {what}; its log "
             f"{self._log_path} ends with:\n" + "\n".join(tail),
@@ -184,26 +175,27 @@ class ServerProcess:
         )
 
 
-def server_environment(handle: ServersHandle, place: ServerPlace) -> dict[str, str]:
+def server_environment(handle: ServersHandle, instance: ServerInstance) -> dict[str, str]:
     """This process's environment, with what the server needs and what the user added."""
-    environment = os.environ | handle.environment(place)
-    if place.is_cuda:
-        environment["CUDA_VISIBLE_DEVICES"] = _devices(handle, place, environment)
+    environment = os.environ | handle.environment(instance)
+    if instance.is_cuda:
+        seen = environment.get("CUDA_VISIBLE_DEVICES", "")
+        environment["CUDA_VISIBLE_DEVICES"] = _devices(handle, instance.index, seen)
     else:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment | handle.servers.environment
 
 
-def _devices(handle: ServersHandle, place: ServerPlace, environment: Mapping[str, str]) -> str:
-    """The server's GPUs; indices count the devices that this process sees."""
+def _devices(handle: ServersHandle, index: int, visible: str) -> str:
+    """The GPUs of a server; its indices count the devices that this process sees."""
     servers = handle.servers
-    first = place.index * servers.tp_size
+    first = index * servers.tp_size
     indices = servers.devices or list(range(servers.num_servers * servers.tp_size))
-    seen = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    seen = [name for name in visible.split(",") if name]
     own = indices[first : first + servers.tp_size]
     if seen and max(own) >= len(seen):
         raise ConfigError(
-            f"{handle.section}: server {place.index} needs GPUs {own}, but this worker sees "
+            f"{handle.section}: server {index} needs GPUs {own}, but this worker sees "
             f"{len(seen)} (CUDA_VISIBLE_DEVICES={','.join(seen)})"
         )
     return ",".join(seen[index] if seen else str(index) for index in own)
@@ -211,7 +203,7 @@ def _devices(handle: ServersHandle, place: ServerPlace, environment: Mapping[str
 
 def free_port(host: str) -> int:
     """A port that nothing listens on at this moment."""
-    with _bound_socket(host, 0) as probe:
+    with socket.create_server((host, 0), family=_family(host)) as probe:
         port: int = probe.getsockname()[1]
         return port
 
@@ -219,10 +211,14 @@ def free_port(host: str) -> int:
 def check_port(host: str, port: int, section: str) -> None:
     """Raises ConfigError: something listens there, or the interface is not this machine's."""
     try:
-        _bound_socket(host, port).close()
+        # it may be bound again at once, as the server itself does it
+        socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(_port_message(f"{host}:{port}", section)) from error
+            raise ConfigError(
+                f"{section}.ports: {host}:{port} is in use by another process; choose another "
+                "port, or leave it empty for free ones"
+            ) from error
         raise ConfigError(f"{section}.host: cannot listen on {host}: {error}") from error
 
 
@@ -233,24 +229,8 @@ def reachable_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    probe = socket.socket(family)
-    try:
-        # as the server itself does, so that a restart finds its port free at once
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-    except OSError:
-        probe.close()
-        raise
-    return probe
-
-
-def _port_message(address: str, section: str) -> str:
-    return (
-        f"{section}.ports: {address} is in use by another process; choose another port, or leave "
-        "it empty for free ones"
-    )
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 @dataclass(frozen=True)
@@ -260,7 +240,6 @@ class ProcessState:
     Attributes:
         session: process id of the session's leader.
         cpu_ticks: user and system time that it has used.
-        is_stopped: it was stopped by a signal.
     """
 
     session: int
@@ -270,13 +249,9 @@ class ProcessState:
 
 def read_process(pid: int) -> ProcessState | None:
     """The process's state now, or None when there is none, or only what its parent must reap."""
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
     # the name stands in parentheses and may hold anything
-    fields = stat.rpartition(")")[2].split()
-    if fields[0] in _ENDED_STATES:
+    fields = _read(pid, "stat").rpartition(")")[2].split()
+    if not fields or fields[0] in _ENDED_STATES:
         return None
     return ProcessState(
         session=int(fields[3]),
@@ -287,31 +262,22 @@ def read_process(pid: int) -> ProcessState | None:
 
 def session_members(session: int) -> list[int]:
     """Process ids of a session; those that ended and are not reaped are left out."""
-    found = []
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            state = read_process(int(entry.name))
-            if state is not None and state.session == session:
-                found.append(int(entry.name))
-    return found
+    pids = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+    states = {pid: read_process(pid) for pid in pids}
+    return [pid for pid, state in states.items() if state and state.session == session]
 
 
 def find_by_title(session: int, part: str) -> list[int]:
-    """The members of a session whose command line has this in it."""
-    return [pid for pid in session_members(session) if part in _title(pid)]
+    """Members of a session whose command line has this in it."""
+    return [pid for pid in session_members(session) if part in _read(pid, "cmdline")]
 
 
 def mapped_files(session: int, pattern: str) -> set[Path]:
     """Files in shared memory that members of a session map, with names like `pattern`."""
-    found = set()
-    for pid in session_members(session):
-        try:
-            maps = (_PROC / str(pid) / "maps").read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
-            continue
-        mapped = {Path(name) for name in _MAPPED_PATH.findall(maps)}
-        found |= {path for path in mapped if path.parent == SHARED_MEMORY and path.match(pattern)}
-    return found
+    maps = (_read(pid, "maps") for pid in session_members(session))
+    mapped = {Path(name) for text in maps for name in _MAPPED_PATH.findall(text)}
+    shared = (path for path in mapped if path.parent == SHARED_MEMORY)
+    return {path for path in shared if fnmatch(path.name, pattern)}
 
 
 def kill_session(session: int) -> None:
@@ -319,14 +285,14 @@ def kill_session(session: int) -> None:
 
     The leader first: it would take the end of the others for an accident.
     """
-    members = sorted(session_members(session), key=lambda pid: pid != session)
-    for pid in members:
+    for pid in sorted(session_members(session), key=lambda pid: pid != session):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _title(pid: int) -> str:
+def _read(pid: int, name: str) -> str:
+    """What /proc tells of a process; nothing when it has ended."""
     try:
-        return (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+        return (_PROC / str(pid) / name).read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""

@@ -17,7 +17,8 @@ import asyncio
 import logging
 import os
 import secrets
-from contextlib import suppress
+import time
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,17 +28,12 @@ from areal_sc.config.schema import (
     ServersConfig,
     WeightUpdateMethod,
 )
-from areal_sc.engines.servers.client import (
-    AnswerPart,
-    PartRequest,
-    ServerAbilities,
-    ServerClient,
-)
+from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
-from areal_sc.engines.servers.handle import ServerPlace, ServersHandle
+from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.process import ServerProcess, free_port
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.watch import Watch
-from areal_sc.engines.servers.weights import PausedServer
 from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, RpcTimeout
 
 logger = logging.getLogger(__name__)
@@ -54,9 +50,7 @@ class ReplicaSettings:
     """What all servers of an engine have in common.
 
     Attributes:
-        log_folder: where the servers' logs go.
         owner: name of the worker, in the logs' names.
-        is_cuda: servers compute on GPUs.
         api_key: of the servers that are started; random.
     """
 
@@ -75,104 +69,89 @@ class ReplicaSettings:
         return self.handle.servers
 
 
-class Replica:
-    """Made down; `bring_up` makes it serve.
+class Replica(ServerLoad):
+    """Made down; `bring_up` makes it run.
 
     Attributes:
-        load: the dispatcher's account of it; says whether it is open, and which version it has.
+        is_serving: it has the current weights, and whether it fails is watched.
+        is_own: this process starts and ends the server.
         num_starts: how often it was brought up.
         num_pauses: how often its requests were interrupted.
         is_paused: it generates nothing until `resume`.
-        groups: weight groups that the running server is in.
+        server: its process, while it runs and is our own.
     """
 
-    def __init__(self, index: int, settings: ReplicaSettings, dispatcher: Dispatcher) -> None:
-        urls = settings.servers.urls
+    def __init__(
+        self, index: int, settings: ReplicaSettings, dispatcher: Dispatcher[Replica]
+    ) -> None:
         slots = -(-settings.config.max_running_sequences // settings.handle.num_servers)
+        super().__init__(f"{settings.owner}/server-{index}", slots)
+        urls = settings.servers.urls
         self.index = index
         self.url = urls[index] if urls else ""
-        self.load = ServerLoad(f"{settings.owner}/server-{index}", slots)
+        self.is_own = not urls
+        self.is_serving = False
         self.num_starts = 0
         self.num_pauses = 0
         self.is_paused = False
-        self.groups: set[str] = set()
         self.server: ServerProcess | None = None
         self._settings = settings
         self._dispatcher = dispatcher
         self._client: ServerClient | None = None
-        self._abilities: ServerAbilities | None = None
         self._watch: Watch | None = None
-        self._flights: set[asyncio.Task[AnswerPart]] = set()
         self._failure = "it has not been started"
         self._is_held = True
 
     @property
-    def is_own(self) -> bool:
-        """This process starts and ends the server."""
-        return not self._settings.servers.urls
-
-    @property
     def client(self) -> ServerClient:
+        """Of the life that it is in.
+
+        Raises: PeerLost: it is down.
+        """
         if self._client is None:
-            raise PeerLost(f"{self.load.name} is down: {self._failure}")
+            raise PeerLost(f"{self.name} is down: {self._failure}")
         return self._client
 
     @property
-    def abilities(self) -> ServerAbilities:
-        if self._abilities is None:
-            raise PeerLost(f"{self.load.name} is down: {self._failure}")
-        return self._abilities
-
-    @property
     def is_up(self) -> bool:
-        """It runs and its abilities are known; it may be paused or not open yet."""
-        return self._abilities is not None
+        return self._client is not None
 
-    def as_paused(self) -> PausedServer:
-        return PausedServer(self.client, self.is_own, frozenset(self.groups))
-
-    async def bring_up(self) -> None:
+    async def bring_up(self, *, wait_s: float = 0.0) -> None:
         """Starts the server, or connects to it, and finds out what it can do.
 
-        Its `load.version` is known then; it is closed to requests until `open`.
+        Its version is known then; it is closed to requests until `open`.
+
+        Args:
+            wait_s: how long it is tried to connect to a server of somebody else's.
         Raises: ConfigError, ModelError, WorkerStartError, TransportError: what is wrong with it;
             nothing of it is left running then.
         """
-        settings, servers = self._settings, self._settings.servers
-        try:
+        settings, servers, server = self._settings, self._settings.servers, None
+        key = os.environ.get(servers.api_key_env, "") if servers.api_key_env else ""
+        async with AsyncExitStack() as undo:
             if self.is_own:
-                await self._start_server()
+                server, key = await self._start_server(), settings.api_key
+                self.url = server.url
+                undo.push_async_callback(server.kill)
+            client = settings.handle.connect(self.url, key, is_own=self.is_own)
+            undo.push_async_callback(client.close)
+            if server is not None:
+                await server.wait_ready(client, servers.start_timeout_s)
             else:
-                key = os.environ.get(servers.api_key_env, "") if servers.api_key_env else ""
-                self._client = settings.handle.connect(self.url, key)
-                await self.client.resume()  # an earlier run may have left it paused
-            abilities = await self.client.ask_abilities(timeout_s=servers.control_timeout_s)
-            abilities.check(self.url, settings.config.path, settings.config.max_context_tokens)
-            self.load.version = 0 if self.is_own else await self._find_version()
-        except BaseException as error:  # raised again: no start that is broken off leaves a server
-            await self.take_down(f"it did not start: {error!r}")
-            raise
-        self._abilities = abilities
+                await _resume_soon(client, wait_s)  # an earlier run may have left it paused
+            client.abilities = await client.ask_abilities()
+            model_folder, max_tokens = settings.config.path, settings.config.max_context_tokens
+            client.abilities.check(self.url, model_folder, max_tokens)
+            self.version = 0 if self.is_own else await self._find_version(client)
+            undo.pop_all()
+        self._client, self.server = client, server
         self.is_paused = False
         self.num_starts += 1
-        self._watch = Watch(self.client, self.server, servers, self._reopen)
+        self._watch = Watch(client, server, servers, self._reopen)
         logger.info(
             "server=%s url=%s version=%s abilities=%s",
-            *(self.load.name, self.url, self.load.version, abilities),
+            *(self.name, self.url, self.version, client.abilities),
         )
-
-    async def reconnect(self, timeout_s: float) -> None:
-        """`bring_up`, for a server of somebody else's: tries until it is there again."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while True:
-            try:
-                await self.bring_up()
-                return
-            except (PeerLost, RpcTimeout):
-                if loop.time() >= deadline:
-                    raise
-                await asyncio.sleep(_RECONNECT_POLL_S)
 
     def open(self) -> None:
         """Lets the dispatcher place requests on it."""
@@ -182,7 +161,7 @@ class Replica:
     def hold(self) -> None:
         """The dispatcher places nothing on it until `open`; what it has goes on."""
         self._is_held = True
-        self.load.is_open = False
+        self.is_open = False
 
     async def watch(self) -> str:
         """Returns why the server has to be replaced."""
@@ -191,59 +170,46 @@ class Replica:
 
     def fail(self, reason: str) -> None:
         """Gives the server up; `watch` returns."""
+        self.is_serving = False
         self.hold()
         if self._watch is not None:
             self._watch.fail(reason)
 
     async def take_down(self, reason: str, *, is_gentle: bool = False) -> None:
-        """Ends all requests with PeerLost, and the server if it is ours.
-
-        Args:
-            is_gentle: the server is asked to end before it is killed.
-        """
+        """Ends all requests with PeerLost, and the server if it is ours: asked to, or killed."""
+        self.is_serving = False
         self.hold()
         self._failure = reason
-        self._abilities = None
         self._watch = None
-        self.groups.clear()
-        self._dispatcher.forget_homes(self.load)
-        for flight in self._flights:
-            flight.cancel()
-        if self.server is not None:
-            server, self.server = self.server, None
-            await (server.stop() if is_gentle else server.kill())
-        if self._client is not None:
-            client, self._client = self._client, None
+        self._dispatcher.forget_homes(self)
+        client, self._client = self._client, None
+        server, self.server = self.server, None
+        if client is not None:
             await client.close()
+        if server is not None:
+            await (server.stop() if is_gentle else server.kill())
 
-    async def generate(self, request: PartRequest) -> AnswerPart:
-        """The server's answer to one request.
-
-        Raises: PeerLost: the server is lost, and the request with it. Else as `ServerClient`.
-        """
-        flight = asyncio.create_task(self.client.generate(request))
-        self._flights.add(flight)
+    async def generate(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AnswerPart:
+        """As `ServerClient.generate`. Raises: PeerLost: the request is lost with the server."""
+        client = self.client
         try:
-            return await asyncio.shield(flight)
-        except asyncio.CancelledError:
-            if flight.cancelled():
-                raise PeerLost(f"{self.load.name} was lost: {self._failure}") from None
-            flight.cancel()
-            raise
-        except PeerLost:
+            return await client.generate(request, request_id, max_support)
+        except PeerLost as error:
+            if self._client is not client:
+                raise PeerLost(f"{self.name} was lost: {self._failure}") from error
             if self._watch is not None:  # nothing is placed there before it has answered
-                self.load.is_open = False
+                self.is_open = False
                 self._watch.suspect()
             raise
-        finally:
-            self._flights.discard(flight)
 
     def max_support(self, sampling: GenerationConfig) -> int:
         """Largest number of tokens that a truncated distribution of a request may have.
 
         Raises: ConfigError: none, or fewer than are asked for.
         """
-        limit = self.abilities.max_support
+        limit = self.client.abilities.max_support
         if limit == 0:
             raise ConfigError(
                 f"{self.url} gives no log-probabilities under top_p and top_k: set "
@@ -258,19 +224,19 @@ class Replica:
         return limit
 
     async def abort(self, request_id: str) -> None:
-        """Asks the server to end a request; one that is lost has ended it already."""
+        """Asks the server to end a request; one that is lost has ended it."""
         with suppress(ArealError):
             await self.client.abort(request_id)
 
     async def pause(self) -> None:
-        """Returns when the server generates nothing; it is held.
+        """Holds the server, and returns when it generates nothing.
 
         Running requests are held where the server tells which weights sampled which token.
         """
         self.hold()
         if not self.is_paused:
             self.num_pauses += 1
-            await self.client.pause(holds_requests=self.abilities.has_version_spans)
+            await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
             self.is_paused = True
 
     async def resume(self) -> None:
@@ -280,7 +246,7 @@ class Replica:
             self.is_paused = False
 
     def set_updating(self, is_updating: bool) -> None:
-        """While it loads weights it may be silent for longer."""
+        """See `Watch`."""
         if self._watch is not None:
             self._watch.set_updating(is_updating)
 
@@ -289,25 +255,23 @@ class Replica:
 
         Raises: EngineFailed: it did not.
         """
-        await self.client.set_version(version)
-        told, _ = await self.client.served_weights()
+        client = self.client
+        await client.set_version(version)
+        told, _ = await client.served_weights()
         if told != version:
             raise EngineFailed(f"{self.url} says its weights are {told}, expected {version}")
-        self.load.version = version
+        self.version = version
 
-    async def _start_server(self) -> None:
+    async def _start_server(self) -> ServerProcess:
         settings, servers = self._settings, self._settings.servers
         port = servers.ports[self.index] if servers.ports else free_port(servers.host)
-        place = ServerPlace(self.index, port, settings.api_key, is_cuda=settings.is_cuda)
-        name = f"{settings.owner}-{settings.handle.section}-{self.index}.log"
-        self.server = await ServerProcess.start(settings.handle, place, settings.log_folder / name)
-        self.url = self.server.url
-        self._client = settings.handle.connect(self.url, settings.api_key)
-        await self.server.wait_ready(self.client, servers.start_timeout_s)
+        instance = ServerInstance(self.index, port, settings.api_key, is_cuda=settings.is_cuda)
+        log = settings.log_folder / f"{settings.owner}-{settings.handle.section}-{self.index}.log"
+        return await ServerProcess.start(settings.handle, instance, log)
 
-    async def _find_version(self) -> int:
+    async def _find_version(self, client: ServerClient) -> int:
         """Of a server that somebody else has started: 0 when it has the model folder's weights."""
-        version, served = await self.client.served_weights()
+        version, served = await client.served_weights()
         if version != 0:
             return UNKNOWN_VERSION
         config = self._settings.config
@@ -318,12 +282,24 @@ class Replica:
                 "server=%s serves %s: it has to hold the weights of %s",
                 *(self.url, served, config.path),
             )
-        await self.client.set_version(0)
+        await client.set_version(0)
         return 0
 
     def _reopen(self) -> None:
-        self.load.is_open = self.is_up and not self._is_held
+        self.is_open = self.is_up and not self._is_held
         self._dispatcher.changed()
+
+
+async def _resume_soon(client: ServerClient, wait_s: float) -> None:
+    """Returns when the server has answered. Raises what its first failure after `wait_s` was."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return await client.resume()
+        except (PeerLost, RpcTimeout):
+            if time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(_RECONNECT_POLL_S)
 
 
 def _is_same_folder(one: str, other: str) -> bool:

@@ -16,11 +16,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
-from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.client import ServerClient
+from areal_sc.engines.servers.dispatch import Dispatcher
 from areal_sc.engines.servers.replica import Replica, ReplicaSettings
-from areal_sc.engines.servers.updates import UpdateTimes, update_wave
-from areal_sc.engines.servers.weights import DiskWeights, LoadableWeights, Weights
+from areal_sc.engines.servers.updates import update_wave
+from areal_sc.engines.servers.weights import DiskWeights, UpdateTimes, Weights, for_each
 from areal_sc.errors import (
     ArealError,
     ConfigError,
@@ -51,35 +53,32 @@ class ReplicaSet:
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        self._settings = settings
-        loads: list[ServerLoad] = []
-        self.dispatcher = Dispatcher(loads)
-        num_servers = settings.handle.num_servers
-        self.replicas = [Replica(i, settings, self.dispatcher) for i in range(num_servers)]
-        loads.extend(replica.load for replica in self.replicas)
-        self.dispatcher.fail(self._failure("has not been started"))
+        self.replicas: list[Replica] = []
+        self.dispatcher = Dispatcher(self.replicas)
         self.version = 0
         self.times = UpdateTimes()
         self.num_updates = 0
         self.num_losses = 0
-        self._by_load = {replica.load: replica for replica in self.replicas}
-        self._weights: Weights = DiskWeights(0, settings.config.path)
-        self._serving: set[Replica] = set()
-        self._given_up: set[Replica] = set()
+        self._settings = settings
+        self._weights: Weights = DiskWeights(0, Path(settings.config.path))
+        self._num_left = settings.handle.num_servers
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()  # one update, pause or resume at a time
         self._group_sizes: dict[str, int] = {}
         self._is_paused = False
         self._is_closed = False
-        self._starts: list[asyncio.Task[None]] = []
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        for index in range(settings.handle.num_servers):
+            self.replicas.append(Replica(index, settings, self.dispatcher))
+        self.dispatcher.fail(self._failure("has not been started"))
 
-    def replica(self, load: ServerLoad) -> Replica:
-        return self._by_load[load]
+    @property
+    def serving(self) -> list[Replica]:
+        """Those that serve, in a fixed order."""
+        return [replica for replica in self.replicas if replica.is_serving]
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the servers compute on GPUs."""
         return self._settings.is_cuda
 
     async def start(self) -> None:
@@ -89,35 +88,30 @@ class ReplicaSet:
         Raises: ConfigError, ModelError, WorkerStartError: what is wrong, and what to change; none
             is left running then.
         """
-        self._starts = [asyncio.create_task(self._start_one(r)) for r in self.replicas]
+        starts = [asyncio.create_task(self._start_one(r)) for r in self.replicas]
+        self._tasks += starts
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             try:
-                await asyncio.gather(*self._starts)
-            except asyncio.CancelledError:
-                self._require_open()
-                raise
-            self._require_open()
+                await asyncio.gather(*starts)
+            finally:
+                if self._is_closed:
+                    raise self._failure("is closed")
             undo.pop_all()
         self.dispatcher.failure = None
         for replica in self.replicas:
             task = asyncio.create_task(self._supervise(replica))
             task.add_done_callback(self._note_end)
-            self._supervisors.append(task)
+            self._tasks.append(task)
 
     async def close(self) -> None:
-        """Ends the servers that were started here; those of others generate again if paused.
-
-        Pending and later calls raise WorkerError.
-        """
+        """Ends the servers that were started here; those of others generate again if paused."""
         self._is_closed = True
         self.dispatcher.fail(self._failure("is closed"))
         self._changed.set()
-        tasks = [*self._starts, *self._supervisors]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._serving.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for replica in self.replicas:
             if not replica.is_own and replica.is_up:
                 with suppress(ArealError):
@@ -134,21 +128,18 @@ class ReplicaSet:
         """
         if self.dispatcher.failure is not None:
             raise self.dispatcher.failure
-        config = self._settings.config
         async with self._control:
             started = time.perf_counter()
-            async with weights.opened() as loadable:
+            async with weights.opened():
                 self.times.update_open_s += time.perf_counter() - started
                 self._weights = weights
                 self._changed.set()
-                serving = self._in_order()
-                size = config.max_unavailable or max(1, len(serving))
+                serving = self.serving
+                size = self._settings.config.max_unavailable or max(1, len(serving))
                 for start in range(0, len(serving), size):
-                    still = [r for r in serving[start : start + size] if r in self._serving]
-                    if still:
-                        await self._update(still, weights.version, loadable)
+                    await self._update([r for r in serving[start : start + size] if r.is_serving])
             await self._until_current()
-            self.version = min(replica.load.version for replica in self._serving)
+            self.version = min(replica.version for replica in self.serving)
             self.num_updates += 1
 
     async def pause(self) -> None:
@@ -161,7 +152,7 @@ class ReplicaSet:
         async with self._control:
             self._is_paused = False
             await self._tell_serving(Replica.resume)
-            for replica in self._serving:
+            for replica in self.serving:
                 replica.open()
 
     async def join_group(self, group: WeightGroup, first_rank: int) -> None:
@@ -170,42 +161,37 @@ class ReplicaSet:
         Waits for all ranks of the group, so the others must join at the same time.
         Raises: EngineFailed, TransportError: a server did not join; the group is of no use then.
         """
-        members = self._in_order()
-        timeout_s = self._settings.config.weight_update.step_timeout_s
-        rank = first_rank
+        clients = [replica.client for replica in self.serving]
         joins = []
-        for replica in members:
-            joins.append(replica.client.join_group(group, rank, timeout_s=timeout_s))
-            rank += replica.abilities.tp_size
-        outcomes = await asyncio.gather(*joins, return_exceptions=True)
-        for outcome in outcomes:
+        for client in clients:
+            joins.append(client.join_group(group, first_rank))
+            first_rank += client.abilities.tp_size
+        for outcome in await asyncio.gather(*joins, return_exceptions=True):
             if outcome is not None:
                 raise outcome
-        for replica in members:
-            replica.groups.add(group.name)
-        self._group_sizes = {group.name: len(members)}  # one group at a time
+        for client in clients:
+            client.groups.add(group.name)
+        self._group_sizes = {group.name: len(clients)}  # one group at a time
 
     async def leave_group(self, name: str) -> None:
-        """Ends a weight group on the servers that are in it."""
-        for replica in [r for r in self._serving if name in r.groups]:
-            replica.groups.discard(name)
+        for client in self._members(name):
+            client.groups.discard(name)
             try:
-                await replica.client.leave_group(name)
+                await client.leave_group(name)
             except (EngineFailed, PeerLost, RpcTimeout) as error:
-                logger.warning("server=%s group=%s %s", replica.load.name, name, error)
+                logger.warning("server=%s group=%s %s", client.url, name, error)
 
     def has_whole_group(self, name: str) -> bool:
         """Whether every serving server is in the weight group, and nobody has left it."""
-        members = [replica for replica in self._serving if name in replica.groups]
-        return len(self._serving) == len(members) == self._group_sizes.get(name, 0) > 0
+        num_members = len(self._members(name))
+        return len(self.serving) == num_members == self._group_sizes.get(name, 0) > 0
 
     def count_ranks(self) -> int:
-        """Ranks of the serving servers."""
-        return sum(replica.abilities.tp_size for replica in self._serving)
+        return sum(replica.client.abilities.tp_size for replica in self.serving)
 
-    def _in_order(self) -> list[Replica]:
-        """Those that serve."""
-        return [replica for replica in self.replicas if replica in self._serving]
+    def _members(self, group_name: str) -> list[ServerClient]:
+        clients = (replica.client for replica in self.serving)
+        return [client for client in clients if group_name in client.groups]
 
     async def _start_one(self, replica: Replica) -> None:
         try:
@@ -221,16 +207,24 @@ class ReplicaSet:
         await self._become_serving(replica)
 
     async def _supervise(self, replica: Replica) -> None:
-        while True:
+        is_back = True
+        while is_back:
             reason = await replica.watch()
-            self._serving.discard(replica)
             self.num_losses += 1
-            logger.warning("server=%s lost: %s", replica.load.name, reason)
+            logger.warning("server=%s lost: %s", replica.name, reason)
             await replica.take_down(reason)
-            if not await self._bring_back(replica):
-                self._give_up(replica)
-                return
-            logger.info("server=%s is back version=%d", replica.load.name, replica.load.version)
+            is_back = await self._bring_back(replica)
+        self._num_left -= 1
+        logger.error("server=%s is given up; %d are left", replica.name, self._num_left)
+        if self._num_left == 0:
+            self.dispatcher.fail(
+                EngineFailed(
+                    f"all {len(self.replicas)} {self._settings.handle.name} servers are lost, the "
+                    f"last one after {self._settings.servers.max_restarts} failed starts; see "
+                    f"{self._settings.log_folder}"
+                )
+            )
+        self._changed.set()
 
     def _note_end(self, supervisor: asyncio.Task[None]) -> None:
         """A supervisor that raises leaves its server alone: nothing may rely on it any more."""
@@ -244,16 +238,14 @@ class ReplicaSet:
         servers = self._settings.servers
         for attempt in range(servers.max_restarts):
             try:
-                if replica.is_own:
-                    await replica.bring_up()
-                else:
-                    await replica.reconnect(servers.start_timeout_s)
+                await replica.bring_up(wait_s=servers.start_timeout_s)
                 await self._become_serving(replica)
+                logger.info("server=%s is back version=%d", replica.name, replica.version)
                 return True
             except ArealError as error:
                 logger.warning(
                     "server=%s attempt=%d of %d failed: %s",
-                    *(replica.load.name, attempt + 1, servers.max_restarts, error),
+                    *(replica.name, attempt + 1, servers.max_restarts, error),
                 )
                 await replica.take_down(str(error))
                 await asyncio.sleep(min(2.0**attempt, _MAX_BACKOFF_S))
@@ -263,22 +255,21 @@ class ReplicaSet:
         """Gives the server what has changed since it started, until nothing has."""
         while True:
             weights = self._weights
-            if replica.load.version != weights.version:
+            if replica.version != weights.version:
                 try:
-                    async with weights.again.opened() as loadable:
-                        errors, _ = await update_wave(
+                    async with weights.again.opened():
+                        failed = await update_wave(
                             [replica],
-                            weights.version,
-                            loadable,
-                            self.dispatcher,
+                            weights.again,
+                            UpdateTimes(),
                             self._settings.config,
                             stays_paused=True,
                         )
                 except ShardGone:  # the trainers have newer ones, which will be published
                     await self._until_newer(weights)
                     continue
-                if errors[0] is not None:
-                    raise errors[0]
+                if failed:
+                    raise failed[replica]
             elif self._is_paused and not replica.is_paused:
                 await replica.pause()
             elif replica.is_paused and not self._is_paused:
@@ -286,7 +277,7 @@ class ReplicaSet:
             else:
                 break
         # from here on without an await: see the top of the file
-        self._serving.add(replica)
+        replica.is_serving = True
         if not self._is_paused:
             replica.open()
         self._changed.set()
@@ -294,43 +285,18 @@ class ReplicaSet:
     def _failure(self, state: str) -> WorkerError:
         return WorkerError(f"the {self._settings.handle.name} engine {state}")
 
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise self._failure("is closed")
-
-    def _give_up(self, replica: Replica) -> None:
-        self._given_up.add(replica)
-        left = len(self.replicas) - len(self._given_up)
-        logger.error("server=%s is given up; %d are left", replica.load.name, left)
-        if left == 0:
-            self.dispatcher.fail(
-                EngineFailed(
-                    f"all {len(self.replicas)} {self._settings.handle.name} servers are lost, the "
-                    f"last one after {self._settings.servers.max_restarts} failed starts; see "
-                    f"{self._settings.log_folder}"
-                )
-            )
-        self._changed.set()
-
-    async def _update(
-        self, wave: Sequence[Replica], version: int, weights: LoadableWeights
-    ) -> None:
-        lives = [replica.num_starts for replica in wave]
-        errors, times = await update_wave(
-            wave,
-            version,
-            weights,
-            self.dispatcher,
-            self._settings.config,
-            stays_paused=self._is_paused,
+    async def _update(self, wave: Sequence[Replica]) -> None:
+        if not wave:
+            return
+        weights, lives = self._weights, [replica.num_starts for replica in wave]
+        failed = await update_wave(
+            wave, weights, self.times, self._settings.config, stays_paused=self._is_paused
         )
-        self.times.add(times)
-        for replica, error, life in zip(wave, errors, lives, strict=True):
+        for replica, life in zip(wave, lives, strict=True):
             if replica.num_starts != life:
                 continue  # it has started again meanwhile, and has found the weights by itself
-            if error is not None:
-                self._serving.discard(replica)
-                replica.fail(f"its weight update to version {version} failed: {error}")
+            if error := failed.get(replica):
+                replica.fail(f"its weight update to version {weights.version} failed: {error}")
             elif not self._is_paused:
                 replica.open()
 
@@ -339,11 +305,14 @@ class ReplicaSet:
 
         Bounded by the limits of a start.
         """
-        while not any(r.load.version == self._weights.version for r in self._serving):
+        while not any(r.version == self._weights.version for r in self.serving):
             if self.dispatcher.failure is not None:
                 raise self.dispatcher.failure
-            self._changed.clear()
-            await self._changed.wait()
+            await self._next_change()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     async def _until_newer(self, weights: Weights) -> None:
         """Waits for the next publication.
@@ -353,8 +322,7 @@ class ReplicaSet:
         try:
             async with asyncio.timeout(self._settings.config.group_timeout_s):
                 while self._weights is weights:
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self._next_change()
         except TimeoutError as error:
             raise WaitTimeout(
                 f"version {weights.version} is not to be had any more, and no newer one came"
@@ -362,11 +330,7 @@ class ReplicaSet:
 
     async def _tell_serving(self, action: Callable[[Replica], Awaitable[None]]) -> None:
         """A server that does not do it is given up."""
-
-        async def tell(replica: Replica) -> None:
-            try:
-                await action(replica)
-            except ArealError as error:
-                replica.fail(f"it did not pause or resume: {error}")
-
-        await asyncio.gather(*map(tell, list(self._serving)))
+        failed: dict[Replica, ArealError] = {}
+        await for_each(self.serving, action, failed)
+        for replica, error in failed.items():
+            replica.fail(f"it did not pause or resume: {error}")

@@ -11,29 +11,22 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from areal_sc.engines.servers.weights import (
-    LoadableWeights,
-    LoadReport,
-    PausedServer,
-    Weights,
-    for_each,
-)
+from areal_sc.engines.servers.weights import UpdateTimes, Weights, for_each
 from areal_sc.engines.weight_group import (
     NamedTensor,
     in_byte_order,
     layout_of,
     split_into_buckets,
 )
-from areal_sc.errors import ConfigError
-from areal_sc.weights import BucketLayout
+from areal_sc.errors import ArealError, ConfigError
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
+    from areal_sc.engines.servers.client import ServerClient
 
 NUM_BUFFERS = 2
 
@@ -47,15 +40,15 @@ class SharedBuckets:
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
+        self.close()
+
+    def close(self) -> None:
+        """Gives the memory back, once no server maps it."""
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
 
     async def fill(self, bucket: Sequence[NamedTensor], number: int) -> torch.Tensor:
         """[n] uint8 in shared memory: the bucket's bytes, in the order of its layout."""
         return await asyncio.to_thread(self._fill, bucket, number)
-
-    def close(self) -> None:
-        """Gives the memory back, once no server maps it."""
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
 
     def _fill(self, bucket: Sequence[NamedTensor], number: int) -> torch.Tensor:
         size = sum(tensor.nbytes for _, tensor in bucket)
@@ -70,7 +63,7 @@ class SharedBuckets:
         return buffer[:size]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorWeights(Weights):
     """Tensors of this process, for servers that it has started; through shared memory.
 
@@ -83,78 +76,57 @@ class TensorWeights(Weights):
     source: TensorSource
     buckets: SharedBuckets
     bucket_bytes: int
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[LoadableWeights]:
-        tensors = list(await self.source())
-        yield LoadableTensors(list(split_into_buckets(tensors, self.bucket_bytes)), self.buckets)
-
-
-@dataclass
-class LoadableTensors(LoadableWeights):
-    """The tensors of `TensorWeights`, in buckets."""
-
-    cut: Sequence[Sequence[NamedTensor]]
-    buckets: SharedBuckets
+    _in_buckets: Sequence[Sequence[NamedTensor]] = ()  # while it is open
     _fills: deque[asyncio.Task[torch.Tensor]] = field(default_factory=deque)
 
     @asynccontextmanager
-    async def prepared(self) -> AsyncIterator[None]:
-        """Fills the first buckets, while the servers still generate."""
+    async def opened(self) -> AsyncIterator[None]:
+        tensors = list(await self.source())
         async with self.buckets.turn:
+            self._in_buckets = list(split_into_buckets(tensors, self.bucket_bytes))
             try:
-                for number in range(min(NUM_BUFFERS, len(self.cut))):
-                    self._begin_fill(number)
-                    await self._fills[number]
                 yield
             finally:
                 await asyncio.gather(*self._fills, return_exceptions=True)
                 self._fills.clear()
+                self._in_buckets = ()
 
-    async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
+    async def prepare(self) -> None:
+        for number in range(min(NUM_BUFFERS, len(self._in_buckets))):
+            self._begin_fill(number)
+            await self._fills[number]
+
+    async def load(
+        self, servers: Sequence[ServerClient], times: UpdateTimes
+    ) -> dict[ServerClient, ArealError]:
         """Every bucket is written once; its buffer is reused when every server has loaded it."""
 
-        async def begin(server: PausedServer) -> None:
+        async def begin(server: ServerClient) -> None:
             if not server.is_own:
                 raise ConfigError(
-                    f"{server.client.url} was not started by this worker, and tensors go only to "
+                    f"{server.url} was not started by this worker, and tensors go only to "
                     "servers that were: set weight_update.method to disk or collective"
                 )
-            await server.client.begin_update()
+            await server.begin_update()
 
-        errors = await for_each(servers, begin)
-        num_bytes = 0
-        for number, bucket in enumerate(self.cut):
+        async def load_bucket(server: ServerClient) -> None:
+            await server.load_tensors(flat, layout, drops_cache=is_last)
+
+        failed: dict[ServerClient, ArealError] = {}
+        await for_each(servers, begin, failed)
+        for number, bucket in enumerate(self._in_buckets):
             flat = await self._fills[0]
             self._fills.popleft()
-            load = partial(
-                _load_bucket,
-                flat=flat,
-                layout=layout_of(bucket),
-                drops_cache=number == len(self.cut) - 1,
-                timeout_s=timeout_s,
-            )
-            errors = await for_each(servers, load, errors)
-            num_bytes += flat.nbytes
-            if number + NUM_BUFFERS < len(self.cut):
+            layout, is_last = layout_of(bucket), number == len(self._in_buckets) - 1
+            await for_each(servers, load_bucket, failed)
+            times.update_bytes += flat.nbytes
+            if number + NUM_BUFFERS < len(self._in_buckets):
                 self._begin_fill(number + NUM_BUFFERS)
-        errors = await for_each(
-            servers, lambda server: server.client.end_update(timeout_s=timeout_s), errors
-        )
-        return LoadReport(errors, num_bytes)
+        await for_each(servers, lambda server: server.end_update(), failed)
+        return failed
 
     def _begin_fill(self, number: int) -> None:
-        self._fills.append(asyncio.create_task(self.buckets.fill(self.cut[number], number)))
-
-
-async def _load_bucket(
-    server: PausedServer,
-    flat: torch.Tensor,
-    layout: BucketLayout,
-    drops_cache: bool,
-    timeout_s: float,
-) -> None:
-    await server.client.load_tensors(flat, layout, drops_cache=drops_cache, timeout_s=timeout_s)
+        self._fills.append(asyncio.create_task(self.buckets.fill(self._in_buckets[number], number)))
 
 
 def _shared_bytes(size: int) -> torch.Tensor:

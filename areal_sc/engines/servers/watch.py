@@ -1,6 +1,5 @@
 """Watches one server until it has to be replaced: whether its silence is work, or the end.
 
-consumes     nothing
 waits for    the scheduler's answer to a question that is asked every `probe_interval_s`
 unblocked by an answer, the end of the process, `suspect`, `fail`, or the clock
 
@@ -14,7 +13,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from areal_sc.config.schema import ServersConfig
 from areal_sc.engines.servers.client import ServerClient
@@ -45,7 +43,6 @@ class Activity:
         self._ticks_at_answer = {pid: s.cpu_ticks for pid, s in _states(self.schedulers)}
 
     def ended(self) -> list[int]:
-        """Processes that are there no more."""
         return [pid for pid in self._all() if read_process(pid) is None]
 
     def stopped(self) -> list[int]:
@@ -104,7 +101,6 @@ class Watch:
         servers: ServersConfig,
         on_answer: Callable[[], None],
     ) -> None:
-        self.is_updating = False
         self._client = client
         self._server = server
         self._activity = Activity(server.pid, server.schedulers) if server else Activity()
@@ -113,8 +109,8 @@ class Watch:
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[str] = self._loop.create_future()
         self._ask_now = asyncio.Event()
-        self._answered_at = self._loop.time()
-        self._activity.note_answer()
+        self._is_updating = False
+        self._note_answer()
 
     def fail(self, reason: str) -> None:
         """The server is given up: `run` returns."""
@@ -123,9 +119,9 @@ class Watch:
 
     def set_updating(self, is_updating: bool) -> None:
         """While it loads weights it may be silent; its time starts anew when it has loaded them."""
-        if self.is_updating and not is_updating:
+        if self._is_updating and not is_updating:
             self._note_answer()
-        self.is_updating = is_updating
+        self._is_updating = is_updating
 
     def suspect(self) -> None:
         """Asks the server at once."""
@@ -133,50 +129,41 @@ class Watch:
 
     async def run(self) -> str:
         """Returns why the server has to be replaced."""
-        steps = [self._ask_repeatedly(), self._judge_repeatedly()]
+        reasons = [self._ask_until_refused(), self._judge_until_hung()]
         if self._server is not None:
-            steps.append(self._await_end(self._server))
-        tasks = [asyncio.create_task(step) for step in steps]
+            reasons.append(_end_of(self._server))
+        ends: list[asyncio.Future[str]] = [self._failed, *map(asyncio.ensure_future, reasons)]
         try:
-            ends: list[asyncio.Future[Any]] = [self._failed, *tasks]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
-            return await self._failed
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
 
-    async def _await_end(self, server: ServerProcess) -> None:
-        self.fail(f"its process ended with exit code {await server.wait()}")
-
-    async def _ask_repeatedly(self) -> None:
+    async def _ask_until_refused(self) -> str:
         num_refusals = 0
         while num_refusals < _MAX_REFUSALS:
             self._ask_now.clear()
             wait_s = self._servers.probe_interval_s
             try:
-                await self._client.probe(timeout_s=self._servers.busy_limit_s)
-            except RpcTimeout:
-                pass  # judged by its silence
+                with suppress(RpcTimeout):  # judged by its silence
+                    await self._client.probe(timeout_s=self._servers.busy_limit_s)
+                    num_refusals = 0
+                    self._note_answer()
+                    self._on_answer()
             except ArealError as error:
                 num_refusals += 1
                 reason = f"it does not answer: {error}"
                 wait_s = min(wait_s, _REFUSED_POLL_S)
-            else:
-                num_refusals = 0
-                self._note_answer()
-                self._on_answer()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._ask_now.wait()
-        self.fail(reason)
+        return reason
 
-    async def _judge_repeatedly(self) -> None:
-        interval_s = self._servers.probe_interval_s
-        while True:
+    async def _judge_until_hung(self) -> str:
+        interval_s, reason = self._servers.probe_interval_s, None
+        while reason is None:
             slept_at = self._loop.time()
             await asyncio.sleep(interval_s)
             late_s = self._loop.time() - slept_at - interval_s
@@ -184,18 +171,19 @@ class Watch:
                 self._answered_at += late_s
             silent_s = self._loop.time() - self._answered_at
             reason = why_replace(
-                silent_s, self._activity, self._servers, is_updating=self.is_updating
+                silent_s, self._activity, self._servers, is_updating=self._is_updating
             )
-            if reason is not None:
-                self.fail(reason)
+        return reason
 
     def _note_answer(self) -> None:
         self._answered_at = self._loop.time()
         self._activity.note_answer()
 
 
+async def _end_of(server: ServerProcess) -> str:
+    return f"its process ended with exit code {await server.wait()}"
+
+
 def _states(pids: Iterable[int]) -> Iterator[tuple[int, ProcessState]]:
-    for pid in pids:
-        state = read_process(pid)
-        if state is not None:
-            yield pid, state
+    found = ((pid, read_process(pid)) for pid in pids)
+    return ((pid, state) for pid, state in found if state is not None)

@@ -1,4 +1,4 @@
-"""One version of the weights, in a form that paused servers can be given, once or again later.
+"""One version of the weights, which paused servers are given, once or again later.
 
 Each way answers for every server by itself: one that refuses or fails is an error in its place,
 and the others go on.
@@ -10,7 +10,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,45 +33,30 @@ GRACE_S = 10.0
 """For the other servers to end a broadcast that one of them did not take part in."""
 
 
-@dataclass(frozen=True)
-class PausedServer:
-    """One life of a server, in which it generates nothing at the moment and is to get weights.
-
-    Attributes:
-        is_own: this process has started it, so it runs on this machine and with its rights.
-        groups: names of the weight groups that it is in.
-    """
-
-    client: ServerClient
-    is_own: bool
-    groups: frozenset[str]
-
-
 @dataclass
-class LoadReport:
-    """What became of one load.
+class UpdateTimes:
+    """Where the time of weight updates went; sums over updates.
 
     Attributes:
-        errors: one for each server, None where it has the weights.
-        num_bytes: that were written for the servers; 0 when they read for themselves.
-        broken_group: a weight group that cannot be used any more.
+        update_open_s: until the weights were at hand; the servers generate meanwhile.
+        update_drain_s: waiting for running answers, with `finish_running`.
+        update_pause_s: until the servers of a wave stood still.
+        update_load_s: loading.
+        update_resume_s: naming the version and going on.
+        update_stall_s: in which a server generated nothing, summed over servers.
+        update_bytes: written for servers to load; 0 when they read for themselves.
+        updated_servers, failed_servers: server updates that succeeded, and that failed.
     """
 
-    errors: list[ArealError | None]
-    num_bytes: int = 0
-    broken_group: str | None = None
-
-
-class LoadableWeights:
-    """Weights that are at hand, so that a server stands still for their loading alone."""
-
-    def prepared(self) -> AbstractAsyncContextManager[None]:
-        """Around one `load`: does beforehand what can be done while servers still generate."""
-        return nullcontext()
-
-    async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
-        """Gives the servers these weights. `timeout_s` bounds each step."""
-        raise NotImplementedError
+    update_open_s: float = 0.0
+    update_drain_s: float = 0.0
+    update_pause_s: float = 0.0
+    update_load_s: float = 0.0
+    update_resume_s: float = 0.0
+    update_stall_s: float = 0.0
+    update_bytes: float = 0.0
+    updated_servers: float = 0.0
+    failed_servers: float = 0.0
 
 
 class Weights:
@@ -84,55 +69,62 @@ class Weights:
         """What a server that starts later is given to have the same weights."""
         return self
 
-    def opened(self) -> AbstractAsyncContextManager[LoadableWeights]:
-        """Gets them from where they are; raises what that raises."""
+    def opened(self) -> AbstractAsyncContextManager[None]:
+        """Gets them from where they are, for the `load`s inside; raises what that raises."""
+        return nullcontext()
+
+    async def prepare(self) -> None:
+        """Before a `load`: does what can be done while the servers still generate."""
+
+    async def load(
+        self, servers: Sequence[ServerClient], times: UpdateTimes
+    ) -> dict[ServerClient, ArealError]:
+        """Gives paused servers these weights; returns those that do not have them, and why."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class DiskWeights(Weights, LoadableWeights):
+class DiskWeights(Weights):
     """A Hugging Face folder on a path that the servers see.
 
     It has to stay until the version after it has been published: a server that restarts reads it.
     """
 
     version: int
-    folder: str
+    folder: Path
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[LoadableWeights]:
-        yield self
-
-    async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
-        async def load_one(server: PausedServer) -> None:
-            await server.client.load_from_disk(self.folder, timeout_s=timeout_s)
-
-        return LoadReport(await for_each(servers, load_one))
+    async def load(
+        self, servers: Sequence[ServerClient], times: UpdateTimes
+    ) -> dict[ServerClient, ArealError]:
+        failed: dict[ServerClient, ArealError] = {}
+        folder = str(self.folder)
+        await for_each(servers, lambda s: s.load_from_disk(folder), failed)
+        return failed
 
 
 @dataclass(frozen=True)
-class WrittenWeights(Weights):
+class WrittenWeights(DiskWeights):
     """Tensors that are written to a folder when they are asked for, for servers that see it.
 
     Attributes:
-        source: gives every parameter, shaped, under its Hugging Face name.
         folder: is made, and removed after the load.
+        source: gives every parameter, shaped, under its Hugging Face name.
         model_folder: whose config the written folder gets.
     """
 
-    version: int
     source: TensorSource
-    folder: Path
     model_folder: Path
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[LoadableWeights]:
-        tensors = await self.source()
-        try:
-            await asyncio.to_thread(self._write, tensors)
-            yield DiskWeights(self.version, str(self.folder))
-        finally:
-            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+    async def opened(self) -> AsyncIterator[None]:
+        async with self._turn:
+            tensors = await self.source()
+            try:
+                await asyncio.to_thread(self._write, tensors)
+                yield
+            finally:
+                await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     def _write(self, tensors: Iterable[NamedTensor]) -> None:
         try:
@@ -145,7 +137,7 @@ class WrittenWeights(Weights):
 
 
 @dataclass(frozen=True)
-class CollectiveWeights(Weights, LoadableWeights):
+class CollectiveWeights(Weights):
     """Weights that the servers of a weight group receive while rank 0 broadcasts them.
 
     A broadcast waits for all ranks, so no server is asked to take part before all of them have
@@ -153,8 +145,7 @@ class CollectiveWeights(Weights, LoadableWeights):
     it does not wait for ranks that will not come, and all servers get the weights another way.
 
     Attributes:
-        group_name: of the group.
-        num_members: servers that have joined it; those that have restarted since are in it no more.
+        num_members: servers that have joined the group; one that has restarted has left it.
         buckets: in the order in which they are broadcast.
         other_way: the same weights.
         give_up: tells rank 0 that not all ranks will take part.
@@ -171,104 +162,87 @@ class CollectiveWeights(Weights, LoadableWeights):
     def again(self) -> Weights:
         return self.other_way
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[LoadableWeights]:
-        yield self
-
-    async def load(self, servers: Sequence[PausedServer], *, timeout_s: float) -> LoadReport:
+    async def load(
+        self, servers: Sequence[ServerClient], times: UpdateTimes
+    ) -> dict[ServerClient, ArealError]:
         """After a broadcast that failed, the servers that are left load `other_way`.
 
         One member that is missing fails it: all ranks of a group take part, or none can.
         """
+        failed: dict[ServerClient, ArealError] = {}
         members = [server for server in servers if self.group_name in server.groups]
-        errors: dict[PausedServer, ArealError | None] = {}
         if self.num_members == len(members) == len(servers):
-            errors = dict(zip(members, await self._receive(members, timeout_s), strict=True))
+            await self._receive(members, failed)
+            if not failed:
+                return {}
         else:
             await self.give_up()
-        is_broken = not errors or any(errors.values())
-        outside = [
-            server
-            for server in servers
-            if server not in errors or (is_broken and not isinstance(errors[server], _LOST))
-        ]
-        if any(errors.values()):
-            # whoever is not in an update any more says so, which is no failure
-            await for_each(outside, lambda s: s.client.end_update(timeout_s=timeout_s))
-        late = LoadReport([])
-        if outside:
-            async with self.other_way.opened() as weights, weights.prepared():
-                late = await weights.load(outside, timeout_s=timeout_s)
-        errors |= dict(zip(outside, late.errors, strict=True))
-        return LoadReport(
-            [errors[server] for server in servers],
-            late.num_bytes,
-            broken_group=self.group_name if is_broken else None,
-        )
+        left = [server for server in servers if not isinstance(failed.get(server), _LOST)]
+        if failed:
+            # a server that has no update open refuses to end it, which is no failure
+            await for_each(left, lambda s: s.end_update(), {})
+        for server in servers:
+            server.groups.discard(self.group_name)
+        lost = {server: error for server, error in failed.items() if server not in left}
+        if not left:
+            return lost
+        async with self.other_way.opened():
+            await self.other_way.prepare()
+            return lost | await self.other_way.load(left, times)
 
     async def _receive(
-        self, servers: Sequence[PausedServer], timeout_s: float
-    ) -> list[ArealError | None]:
-        errors = await for_each(servers, lambda server: server.client.begin_update())
+        self, servers: Sequence[ServerClient], failed: dict[ServerClient, ArealError]
+    ) -> None:
+        await for_each(servers, lambda server: server.begin_update(), failed)
         for number, layout in enumerate(self.buckets):
-            if any(errors):
+            if failed:
                 await self.give_up()
-                return errors
+                return
             is_last = number == len(self.buckets) - 1
-            errors = await self._receive_bucket(servers, layout, is_last, timeout_s)
-        if any(errors):
-            return errors
-        return await for_each(servers, lambda s: s.client.end_update(timeout_s=timeout_s))
+            failed |= await self._receive_bucket(servers, layout, is_last)
+        if not failed:
+            await for_each(servers, lambda s: s.end_update(), failed)
 
     async def _receive_bucket(
-        self, servers: Sequence[PausedServer], layout: BucketLayout, is_last: bool, timeout_s: float
-    ) -> list[ArealError | None]:
+        self, servers: Sequence[ServerClient], layout: BucketLayout, is_last: bool
+    ) -> dict[ServerClient, ArealError]:
         """When one does not take part, those that then wait for it are given up, too."""
-
-        async def receive(server: PausedServer) -> None:
-            await server.client.receive_broadcast(
-                self.group_name, layout, drops_cache=is_last, timeout_s=timeout_s
+        tasks = {
+            server: asyncio.ensure_future(
+                server.receive_broadcast(self.group_name, layout, drops_cache=is_last)
             )
-
-        tasks = [asyncio.create_task(receive(server)) for server in servers]
+            for server in servers
+        }
         try:
-            _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if any(task.done() and task.exception() for task in tasks):
+            _, waiting = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.done() and task.exception() for task in tasks.values()):
                 await self.give_up()
                 if waiting:
-                    _, waiting = await asyncio.wait(waiting, timeout=GRACE_S)
+                    await asyncio.wait(waiting, timeout=GRACE_S)
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        errors: list[ArealError | None] = []
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, asyncio.CancelledError):
-                errors.append(
-                    PeerLost(f"{server.client.url} waits in a broadcast that was given up")
-                )
-            elif outcome is None or isinstance(outcome, ArealError):
-                errors.append(outcome)
-            else:
-                raise outcome
-        return errors
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        failed: dict[ServerClient, ArealError] = {}
+        for server, task in tasks.items():
+            try:
+                task.result()
+            except asyncio.CancelledError:
+                failed[server] = PeerLost(f"{server.url} waits in a broadcast that was given up")
+            except ArealError as error:
+                failed[server] = error
+        return failed
 
 
 async def for_each(
-    servers: Sequence[S],
-    action: Callable[[S], Awaitable[None]],
-    errors: Sequence[ArealError | None] | None = None,
-) -> list[ArealError | None]:
-    """Runs an action on all servers at once, leaving out those that have an error already."""
+    servers: Iterable[S], action: Callable[[S], Awaitable[None]], failed: dict[S, ArealError]
+) -> None:
+    """Runs an action on all servers at once, but not on those in `failed`; adds to these."""
 
-    async def run(server: S, error: ArealError | None) -> ArealError | None:
-        if error is not None:
-            return error
+    async def run(server: S) -> None:
         try:
             await action(server)
-        except ArealError as failure:
-            return failure
-        return None
+        except ArealError as error:
+            failed[server] = error
 
-    before = errors or [None] * len(servers)
-    return list(await asyncio.gather(*map(run, servers, before)))
+    await asyncio.gather(*(run(server) for server in servers if server not in failed))

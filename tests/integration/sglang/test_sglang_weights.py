@@ -239,7 +239,7 @@ async def test_running_answers_may_finish_first(
     with settings(engine, on_weight_update=OnWeightUpdate.finish_running):
         tasks = await generating(lambda: start_answers(engine))
         update = asyncio.create_task(engine.update_weights(new, policies.source(new)))
-        await until(lambda: not any(replica.load.is_open for replica in engine.replicas))
+        await until(lambda: not any(replica.is_open for replica in engine.replicas))
         late = asyncio.create_task(engine.generate([7, 7], GenerationConfig(max_new_tokens=9)))
         answers = await asyncio.gather(*tasks)
         await update
@@ -336,9 +336,9 @@ def settings(engine: ServerEngine, **changed: object) -> Iterator[None]:
 def without_spans(engine: ServerEngine) -> Iterator[None]:
     """The servers count as ones that tell only one version an answer."""
     for replica in engine.replicas:
-        replica._abilities = replace(replica.abilities, has_version_spans=False)
+        replica.client.abilities = replace(replica.client.abilities, has_version_spans=False)
     try:
         yield
     finally:
         for replica in engine.replicas:
-            replica._abilities = replace(replica.abilities, has_version_spans=True)
+            replica.client.abilities = replace(replica.client.abilities, has_version_spans=True)

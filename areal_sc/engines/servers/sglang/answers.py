@@ -5,31 +5,73 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from areal_sc.engines.servers.client import ABORTED, AnswerPart, PartRequest
+from msgspec import Struct, ValidationError, convert
+
+from areal_sc.engines.servers.client import ABORTED
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import EngineFailed, ProtocolError
 
 _FINISHED = ("stop", "length")
 
 
-def request_body(request: PartRequest) -> dict[str, Any]:
-    """The body of `/generate`."""
+class _Finish(Struct):
+    type: str
+    message: str | None = None
+
+
+class _Span(Struct):
+    """Tokens `start .. end` of an answer, sampled by one version of the weights."""
+
+    version: int
+    start: int
+    end: int
+
+
+class _MetaInfo(Struct):
+    """Of an answer of `/generate`.
+
+    Attributes:
+        output_token_logprobs: log-probability, token id and text of each token; not a number and
+            infinity arrive as null. An aborted request that never ran has no list at all.
+        output_token_sampling_logprobs: the same under the truncated distribution, if asked for.
+        weight_version: at the end of the answer.
+        weight_versions: None from servers that do not tell.
+    """
+
+    finish_reason: _Finish
+    weight_version: str = ""
+    weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    output_token_sampling_logprobs: list[float | None] | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class _Answer(Struct):
+    meta_info: _MetaInfo
+
+
+def request_body(
+    request: CompletionRequest, request_id: str, max_support: int | None
+) -> dict[str, Any]:
+    """The body of `/generate`; see `ServerClient.generate`."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
-        "max_new_tokens": request.max_new_tokens,
+        "max_new_tokens": request.num_missing_tokens,
         "temperature": sampling.temperature,
         "stop_token_ids": list(request.stop_token_ids),
         "skip_special_tokens": False,
     }
     body: dict[str, Any] = {
-        "rid": request.request_id,
-        "input_ids": list(request.input_ids),
+        "rid": request_id,
+        "input_ids": [*request.prompt, *request.token_ids],
         "sampling_params": parameters,
         "return_logprob": True,
         "logprob_start_len": -1,
     }
-    if request.max_support is not None:
+    if max_support is not None:
         parameters["top_p"] = sampling.top_p
-        parameters["top_k"] = min(sampling.top_k or request.max_support, request.max_support)
+        parameters["top_k"] = min(sampling.top_k or max_support, max_support)
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return body
 
@@ -41,63 +83,55 @@ def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> AnswerPart:
         log-probability is not finite.
     """
     try:
-        meta = answer["meta_info"]
-        finish = meta["finish_reason"]["type"]
-        reason = str(meta["finish_reason"].get("message", ""))
-        # an aborted request that never ran has no list at all
-        entries = meta.get("output_token_logprobs") or []
-        token_ids = [int(entry[1]) for entry in entries]
-        logprobs = [entry[0] for entry in entries]
-        if is_truncated:
-            logprobs = meta.get("output_token_sampling_logprobs") or []
-        versions = read_versions(meta, len(token_ids))
-        num_prompt_tokens = int(meta.get("prompt_tokens", 0))
-        num_cached_tokens = int(meta.get("cached_tokens", 0))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ProtocolError(f"an answer of SGLang cannot be read: {error!r}") from error
-    if finish not in (*_FINISHED, ABORTED):
-        raise ProtocolError(f"an answer of SGLang ended for an unknown reason: {finish!r}")
-    if len(logprobs) != len(token_ids):
+        meta = convert(answer, _Answer, strict=False).meta_info
+        entries = meta.output_token_logprobs or []
+        versions = _versions(meta, len(entries))
+    except (ValidationError, ValueError) as error:
+        raise ProtocolError(f"an answer of SGLang cannot be read: {error}") from error
+    finish, logprobs = meta.finish_reason, [entry[0] for entry in entries]
+    if is_truncated:
+        logprobs = meta.output_token_sampling_logprobs or []
+    if finish.type not in (*_FINISHED, ABORTED):
+        raise ProtocolError(f"an answer of SGLang ended for an unknown reason: {finish.type!r}")
+    if len(logprobs) != len(entries):
         raise ProtocolError(
-            f"an answer of SGLang has {len(token_ids)} tokens and {len(logprobs)} log-probabilities"
+            f"an answer of SGLang has {len(entries)} tokens and {len(logprobs)} log-probabilities"
         )
-    # not a number and infinity arrive as null
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in logprobs):
+    finite = [value for value in logprobs if value is not None and math.isfinite(value)]
+    if len(finite) != len(logprobs):
         raise EngineFailed(
-            f"the model of policy version {versions[-1] if versions else '?'} gave a "
-            "log-probability that is not finite; its weights or its dtype's range are the likely "
-            "cause"
+            f"the model of policy version {versions[-1]} gave a log-probability that is not "
+            "finite; its weights or its dtype's range are the likely cause"
         )
     return AnswerPart(
-        token_ids,
-        [float(value) for value in logprobs],
+        [entry[1] for entry in entries],
+        finite,
         versions,
-        finish,
-        reason,
-        num_prompt_tokens,
-        num_cached_tokens,
+        finish.type,
+        finish.message or "",
+        meta.prompt_tokens,
+        meta.cached_tokens,
     )
 
 
-def read_versions(meta: dict[str, Any], num_tokens: int) -> list[int]:
+def _versions(meta: _MetaInfo, num_tokens: int) -> list[int]:
     """[num_tokens] policy version that sampled each token.
 
     A server without spans tells one version; then nothing may be updated under a running request,
     which is why such servers are paused by aborting.
-    Raises: ProtocolError: the spans leave tokens out or overlap.
     """
     if num_tokens == 0:
         return []
-    spans = meta.get("weight_versions")
-    if spans is None:
-        return [int(meta["weight_version"])] * num_tokens
+    if meta.weight_versions is None:
+        return [int(meta.weight_version)] * num_tokens
     versions: list[int] = []
-    for span in spans:
-        if span["start"] != len(versions) or span["end"] < span["start"]:
-            raise ProtocolError(f"the version spans of an answer do not join: {spans}")
-        versions += [int(span["version"])] * (span["end"] - span["start"])
+    for span in meta.weight_versions:
+        if span.start != len(versions) or span.end < span.start:
+            raise ProtocolError("the version spans of an answer of SGLang do not join")
+        versions += [span.version] * (span.end - span.start)
     if len(versions) != num_tokens:
         raise ProtocolError(
-            f"the version spans of an answer cover not {num_tokens} tokens: {spans}"
+            f"the version spans of an answer of SGLang cover not {num_tokens} tokens but "
+            f"{len(versions)}"
         )
     return versions

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.servers.handle import ServerPlace
+from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.errors import ConfigError
 
 OLDEST_VERSION = (0, 5, 11)
@@ -45,7 +45,7 @@ SETTINGS_OF: Mapping[str, str] = {
 """Arguments of SGLang that have a setting here, and may not be given a second time."""
 
 
-def server_arguments(config: RolloutConfig, place: ServerPlace) -> list[str]:
+def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[str]:
     """What follows `python -m sglang.launch_server`; `sglang.args` overrides our defaults.
 
     Raises: ConfigError: `sglang.args` holds an argument that has a setting of its own.
@@ -61,17 +61,17 @@ def server_arguments(config: RolloutConfig, place: ServerPlace) -> list[str]:
         "model_path": config.path,
         "dtype": str(config.dtype),
         "host": servers.host,
-        "port": place.port,
+        "port": instance.port,
         "tp_size": servers.tp_size,
-        "random_seed": config.seed + place.index,
+        "random_seed": config.seed + instance.index,
         "context_length": context_tokens,
         "max_running_requests": slots,
         "skip_tokenizer_init": True,  # token ids go in and come out
         "sleep_on_idle": True,
         "weight_version": "0",
-        "api_key": place.api_key,
+        "api_key": instance.api_key,
     }
-    if not place.is_cuda:
+    if not instance.is_cuda:
         arguments |= {
             "device": "cpu",
             "attention_backend": "torch_native",

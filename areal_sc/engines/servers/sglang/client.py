@@ -18,13 +18,8 @@ from torch.multiprocessing.reductions import (
     rebuild_typed_storage,
 )
 
-from areal_sc.engines.servers.client import (
-    AnswerPart,
-    PartRequest,
-    ServerAbilities,
-    ServerClient,
-    reason_of,
-)
+from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.sglang.answers import read_answer, request_body
 from areal_sc.engines.servers.sglang.arguments import check_version
 from areal_sc.errors import EngineFailed, ProtocolError
@@ -47,7 +42,6 @@ class SGLangClient(ServerClient):
 
     section: ClassVar[str] = "sglang"
     _has_update_session = True
-    _tp_size = 1
 
     async def check_health(self, *, timeout_s: float) -> None:
         await self.request("GET", "/health", None, timeout_s)
@@ -55,26 +49,25 @@ class SGLangClient(ServerClient):
     async def probe(self, *, timeout_s: float) -> None:
         await self._server_info(timeout_s)
 
-    async def ask_abilities(self, *, timeout_s: float) -> ServerAbilities:
+    async def ask_abilities(self) -> ServerAbilities:
         """Generates two tokens. Raises: ConfigError: the server is too old."""
         info = await self._server_info(self._control_timeout_s)
         version = str(info.get("version", ""))
         check_version(version, self.url)
         model = await self._model_info()
-        plain = await self._generate(_probe(), timeout_s)
+        plain = await self._post("/generate", _probe())
         route = "/begin_weight_update"  # takes POST alone, so it is not called here
         status, _ = await self.send("GET", route, None, self._control_timeout_s)
         self._has_update_session = status == _METHOD_NOT_ALLOWED
         try:
-            self._tp_size = int(info["tp_size"])
             return ServerAbilities(
                 version=version,
                 model_type=str(model.get("model_type") or ""),
                 architectures=tuple(model.get("architectures") or ()),
-                vocab_size=await self._ask_vocab_size(timeout_s),
+                vocab_size=await self._ask_vocab_size(),
                 max_context_tokens=int(info["max_req_input_len"]),
-                tp_size=self._tp_size,
-                max_support=await self._ask_max_support(info, timeout_s),
+                tp_size=int(info["tp_size"]),
+                max_support=await self._ask_max_support(info),
                 has_version_spans="weight_versions" in plain["meta_info"],
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -86,9 +79,12 @@ class SGLangClient(ServerClient):
         version = int(name) if name.isdecimal() else _INITIAL_VERSIONS.get(name)
         return version, str(info.get("model_path"))
 
-    async def generate(self, request: PartRequest) -> AnswerPart:
-        answer = await self._generate(request_body(request), None)
-        return read_answer(answer, is_truncated=request.max_support is not None)
+    async def generate(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AnswerPart:
+        body = request_body(request, request_id, max_support)
+        answer = await self.request("POST", "/generate", body, None)
+        return read_answer(answer, is_truncated=request.is_truncated)
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_request", {"rid": request_id})
@@ -103,31 +99,32 @@ class SGLangClient(ServerClient):
     async def set_version(self, version: int) -> None:
         # by default it would abort all requests
         body = {"new_version": str(version), "abort_all_requests": False}
-        await self._update("/update_weight_version", body, self._control_timeout_s)
+        await self._update("/update_weight_version", body)
 
-    async def load_from_disk(self, folder: str, *, timeout_s: float) -> None:
+    async def load_from_disk(self, folder: str) -> None:
         body = {"model_path": folder, "load_format": "auto", "flush_cache": True}
-        await self._update("/update_weights_from_disk", body, timeout_s)
+        await self._update("/update_weights_from_disk", body)
 
     async def begin_update(self) -> None:
         if self._has_update_session:
-            await self._update("/begin_weight_update", {}, self._control_timeout_s)
+            await self._update("/begin_weight_update", {})
 
-    async def end_update(self, *, timeout_s: float) -> None:
+    async def end_update(self) -> None:
         if self._has_update_session:
-            await self._update("/end_weight_update", {}, timeout_s)
+            await self._update("/end_weight_update", {})
 
     async def load_tensors(
-        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
+        num_readers = self.abilities.tp_size
         body = {
-            "serialized_named_tensors": [_pickle(flat, layout, self._tp_size)] * self._tp_size,
+            "serialized_named_tensors": [_pickle(flat, layout, num_readers)] * num_readers,
             "load_format": "flattened_bucket",
             "flush_cache": drops_cache,
         }
-        await self._update("/update_weights_from_tensor", body, timeout_s)
+        await self._update("/update_weights_from_tensor", body)
 
-    async def join_group(self, group: WeightGroup, first_rank: int, *, timeout_s: float) -> None:
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
         body = {
             "group_name": group.name,
             "master_address": group.master_address,
@@ -136,14 +133,14 @@ class SGLangClient(ServerClient):
             "rank_offset": first_rank,
             "backend": group.backend,
         }
-        await self._update("/init_weights_update_group", body, timeout_s)
+        await self._update("/init_weights_update_group", body)
 
     async def leave_group(self, name: str) -> None:
         body = {"group_name": name}
-        await self._update("/destroy_weights_update_group", body, self._control_timeout_s)
+        await self._update("/destroy_weights_update_group", body)
 
     async def receive_broadcast(
-        self, group_name: str, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+        self, group_name: str, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
         body = {
             "load_format": "flattened_bucket",
@@ -153,7 +150,7 @@ class SGLangClient(ServerClient):
             "shapes": [list(shape) for shape in layout.shapes],
             "flush_cache": drops_cache,
         }
-        await self._update("/update_weights_from_distributed", body, timeout_s)
+        await self._update("/update_weights_from_distributed", body)
 
     async def _server_info(self, timeout_s: float) -> dict[str, Any]:
         """The server's arguments and limits. Its scheduler answers this, also while paused."""
@@ -162,36 +159,33 @@ class SGLangClient(ServerClient):
     async def _model_info(self) -> dict[str, Any]:
         return await self.request("GET", "/model_info", None, self._control_timeout_s)
 
-    async def _generate(self, body: Mapping[str, Any], timeout_s: float | None) -> dict[str, Any]:
-        return await self.request("POST", "/generate", body, timeout_s)
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self.request("POST", path, body, self._control_timeout_s)
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        await self.request("POST", path, body, self._control_timeout_s)
-
-    async def _update(self, path: str, body: Mapping[str, Any], timeout_s: float) -> None:
-        answer = await self.request("POST", path, body, timeout_s)
+    async def _update(self, path: str, body: Mapping[str, Any]) -> None:
+        answer = await self.request("POST", path, body, self._step_timeout_s)
         if answer.get("success") is not True:
             raise EngineFailed(f"{self.url}{path} did not succeed: {reason_of(answer)}")
 
-    async def _ask_vocab_size(self, timeout_s: float) -> int | None:
+    async def _ask_vocab_size(self) -> int | None:
         """From the refusal of a token that no vocabulary has; it never reaches the model."""
         body = _probe(sampling_params={"logit_bias": {str(_NO_TOKEN): 0.0}})
         try:
-            await self._generate(body, timeout_s)
+            await self._post("/generate", body)
         except EngineFailed as refusal:
             if found := _VOCABULARY_RANGE.search(str(refusal)):
                 return int(found[1]) + 1
         logger.warning("server=%s does not tell its vocabulary: it is not checked", self.url)
         return None
 
-    async def _ask_max_support(self, info: Mapping[str, Any], timeout_s: float) -> int:
+    async def _ask_max_support(self, info: Mapping[str, Any]) -> int:
         body = _probe(
             sampling_params={"top_k": 2},
             return_sampling_mask=True,
             sampling_logprobs_mode="selected",
         )
         try:
-            answer = await self._generate(body, timeout_s)
+            answer = await self._post("/generate", body)
         except EngineFailed as refusal:
             logger.info("server=%s no truncated log-probabilities: %s", self.url, refusal)
             return 0

@@ -15,7 +15,7 @@ from typing import ClassVar
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.worker_plan import DTYPE_BYTES, HOST, Plan, WorkerPlan, format_bytes
-from areal_sc.engines.servers.handle import ServerPlace, ServersHandle
+from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.sglang.arguments import server_arguments
 from areal_sc.errors import ConfigError
 
@@ -42,19 +42,19 @@ class SGLangEngine(ServersHandle):
     # in which a server's processes tell each other how busy they are
     left_files: ClassVar[str] = "sglang_loads_*.shm"
 
-    def arguments(self, place: ServerPlace) -> list[str]:
-        return server_arguments(self.config, place)
+    def arguments(self, instance: ServerInstance) -> list[str]:
+        return server_arguments(self.config, instance)
 
-    def environment(self, place: ServerPlace) -> dict[str, str]:
+    def environment(self, instance: ServerInstance) -> dict[str, str]:
         # A server's context may exceed what the model was made for; no token is ever placed there.
         environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-        if not place.is_cuda:
+        if not instance.is_cuda:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return environment
 
     def plan_rank(self, shape: ModelShape, device: str, machine: Machine) -> WorkerPlan:
-        place = ServerPlace(0, 0, "", is_cuda=device != "cpu")
-        words = self.arguments(place)
+        instance = ServerInstance(0, 0, "", is_cuda=device != "cpu")
+        words = self.arguments(instance)
         given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
         value_bytes, tp_size = DTYPE_BYTES[self.config.dtype], self.servers.tp_size
         parameter_bytes = -(-value_bytes * (shape.num_parameters or 0) // tp_size)
@@ -64,7 +64,7 @@ class SGLangEngine(ServersHandle):
             asked_bytes = _max_total_tokens(given) * token_bytes
         kv_bytes = asked_bytes or 0
         memory = None
-        if place.is_cuda:
+        if instance.is_cuda:
             memory = machine.cuda_memory_bytes[int(device.removeprefix("cuda:"))]
         if memory is not None:
             left = int(_memory_fraction(given) * memory) - parameter_bytes

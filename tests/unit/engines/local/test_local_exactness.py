@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
-from areal_sc.engines.local.slots import Request, SlotTable
+from areal_sc.engines.local.slots import SlotRequest, SlotTable
 
 MAX_CONTEXT = 96
 
@@ -53,14 +53,14 @@ def test_mixed_requests_across_weight_updates(
     models = {0: copy.deepcopy(model), 4: changed(model, 1), 5: changed(model, 2)}
     generator = make_generator(model)
     rng = random.Random(1)
-    finished: list[tuple[Request, Completion]] = []
+    finished: list[tuple[SlotRequest, Completion]] = []
     for step in range(400):
         if step % 2 == 0 and step < 60:  # they join in groups and alone, at many steps
             prompt = [rng.randrange(40) for _ in range(rng.randrange(1, 40))]
             group = f"group {step}" if step % 4 == 0 else None
             for i in range(3 if group else 1):
                 generator.table.add(
-                    Request(
+                    SlotRequest(
                         request_id=10 * step + i,
                         prompt=np.array(prompt),
                         max_length=len(prompt) + rng.randrange(1, 40),
@@ -95,7 +95,7 @@ def test_top_p_and_top_k_are_part_of_the_log_probability(
     model = random_model()
     generator = make_generator(model)
     prompt = np.array([3, 1, 4])
-    generator.table.add(Request(0, prompt, 40, "length", temperature=0.8, top_p=0.9, top_k=6))
+    generator.table.add(SlotRequest(0, prompt, 40, "length", temperature=0.8, top_p=0.9, top_k=6))
     while generator.table.has_work:
         finished = generator.step()
     [(_, completion)] = finished
@@ -117,10 +117,10 @@ def test_the_same_request_samples_the_same_alone_and_in_company(
     def completions(num_others: int) -> list[int]:
         generator = make_generator(random_model())
         for i in range(num_others):
-            generator.table.add(Request(100 + i, np.arange(1 + i), 30 + i, "length"))
+            generator.table.add(SlotRequest(100 + i, np.arange(1 + i), 30 + i, "length"))
         for _ in range(num_others):
             generator.step()
-        generator.table.add(Request(7, np.array([2, 3, 5]), 40, "length"))
+        generator.table.add(SlotRequest(7, np.array([2, 3, 5]), 40, "length"))
         found: list[int] = []
         while generator.table.has_work:
             for request, completion in generator.step():
@@ -137,7 +137,7 @@ def test_greedy_completion_is_that_of_transformers(
 ) -> None:
     model = random_model("llama")
     generator = make_generator(model)
-    generator.table.add(Request(0, np.array([9, 8, 7]), 43, "length", temperature=0.0))
+    generator.table.add(SlotRequest(0, np.array([9, 8, 7]), 43, "length", temperature=0.0))
     while generator.table.has_work:
         finished = generator.step()
     expected = model.generate(
@@ -157,7 +157,7 @@ def test_bfloat16_stays_near_its_own_forward_pass(
     model = random_model().to(torch.bfloat16)
     generator = make_generator(model)
     for i in range(5):
-        generator.table.add(Request(i, np.arange(2 + 7 * i), 50, "length"))
+        generator.table.add(SlotRequest(i, np.arange(2 + 7 * i), 50, "length"))
     finished = []
     while generator.table.has_work:
         finished += generator.step()

@@ -14,7 +14,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
-from areal_sc.engines.local.slots import Request, SlotTable
+from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.errors import ModelError
 
 MAX_CONTEXT = 64
@@ -57,7 +57,7 @@ def test_generation_beyond_every_limit(family: str) -> None:
     generator = SlotGenerator(LocalModel(copy.deepcopy(model)), table, MAX_CONTEXT)
     for index, length in enumerate((3, 3 * LIMIT, LIMIT + 1)):
         prompt = (np.arange(length) * 7 + index) % 64
-        table.add(Request(index, prompt, length + 2 * LIMIT, "length"))
+        table.add(SlotRequest(index, prompt, length + 2 * LIMIT, "length"))
     finished = []
     while table.has_work:
         finished += generator.step()

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from areal_sc.engines.base import Completion
-from areal_sc.engines.local.slots import Request, SlotTable, StepPlan
+from areal_sc.engines.local.slots import SlotRequest, SlotTable, StepPlan
 
 
 def make_table(max_rows: int = 4, max_prefill_tokens: int = 100) -> SlotTable:
@@ -21,8 +21,8 @@ def add(
     new: int,
     group: str | None = None,
     stop: tuple[int, ...] = (),
-) -> Request:
-    request = Request(
+) -> SlotRequest:
+    request = SlotRequest(
         request_id,
         np.array(prompt),
         len(prompt) + new,
@@ -36,7 +36,7 @@ def add(
 
 def step(
     table: SlotTable, token: int = 9, version: int = 0
-) -> tuple[StepPlan, list[tuple[Request, Completion]]]:
+) -> tuple[StepPlan, list[tuple[SlotRequest, Completion]]]:
     """One step in which every row samples `token`; returns the plan and what finished."""
     table.admit()
     plan = table.plan()
@@ -45,7 +45,7 @@ def step(
 
 
 def spans(plan: StepPlan) -> list[tuple[int, int, int]]:
-    return [(segment.row, segment.start, segment.end) for segment in plan.segments]
+    return [(chunk.row, chunk.start, chunk.end) for chunk in plan.chunks]
 
 
 def test_a_prompt_is_computed_once_and_then_decoded() -> None:
@@ -102,7 +102,7 @@ def test_a_late_member_copies_the_common_prefix() -> None:
     add(table, 2, [5, 6, 1, 2, 3], new=9, group="g")
     add(table, 3, [5, 6, 7, 8], new=9)  # of no group
     plan, _ = step(table)
-    assert plan.row_copies == [(0, 1, 3), (0, 2, 2)]
+    assert plan.row_copies == {3: [(0, 1)], 2: [(0, 2)]}
     assert spans(plan) == [(2, 2, 4), (3, 0, 3)]
     assert plan.is_ready.all()
 
@@ -195,18 +195,19 @@ def test_random_schedules_keep_the_tables_promises() -> None:
             for row in np.flatnonzero(table.cached[: table.num_rows] == 0):
                 held[row] = [None] * 64
             plan = table.plan()
-            for source, target, length in plan.row_copies:
-                assert None not in held[source][:length]
-                held[target][:length] = held[source][:length]
+            for length, pairs in plan.row_copies.items():
+                for source, target in pairs:
+                    assert None not in held[source][:length]
+                    held[target][:length] = held[source][:length]
             for row, token in zip(plan.write_rows, plan.write_tokens, strict=True):
                 held[row][plan.positions[token]] = int(plan.token_ids[token])
-            assert sum(s.end - s.start for s in plan.segments) <= table.max_prefill_tokens
+            assert sum(chunk.num_tokens for chunk in plan.chunks) <= table.max_prefill_tokens
             for row in np.flatnonzero(plan.is_ready):
                 length = int(table.length[row])
                 assert held[row][:length] == table.tokens[row, :length].tolist()
-            for segment in plan.segments:
-                expected = table.tokens[segment.row, : segment.end].tolist()
-                assert held[segment.row][: segment.end] == expected
+            for chunk in plan.chunks:
+                expected = table.tokens[chunk.row, : chunk.end].tolist()
+                assert held[chunk.row][: chunk.end] == expected
             sampled = np.array([rng.randrange(9) for _ in range(plan.num_rows)])
             done = table.record(plan, sampled, np.zeros(plan.num_rows, dtype=np.float32), version)
             for request, completion in done:

@@ -7,22 +7,42 @@ from collections import Counter
 
 import pytest
 
-from areal_sc.engines.servers.dispatch import MAX_REMEMBERED_HOMES, Dispatcher, ServerLoad, Work
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.servers.dispatch import MAX_REMEMBERED_HOMES, Dispatcher, ServerLoad
+from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.errors import EngineFailed
 
 
-def make_dispatcher(*names: str, max_running: int = 1000) -> tuple[Dispatcher, list[ServerLoad]]:
+def make_dispatcher(
+    *names: str, max_running: int = 1000
+) -> tuple[Dispatcher[ServerLoad], list[ServerLoad]]:
     servers = [ServerLoad(name, max_running, is_open=True) for name in names]
     return Dispatcher(servers), servers
 
 
-def work(num_tokens: int, group: str | None = None, version: int = 0) -> Work:
-    return Work(num_tokens, group, version)
+def work(
+    num_tokens: int,
+    group: str | None = None,
+    version: int = 0,
+    cancelled: asyncio.Future[None] | None = None,
+) -> CompletionRequest:
+    """A request that has, and may still get, so many tokens."""
+    return CompletionRequest(
+        prompt=[0] * num_tokens,
+        sampling=GenerationConfig(),
+        max_new_tokens=0,
+        length_reason="length",
+        stop_token_ids=(),
+        prefix_group=group,
+        is_truncated=False,
+        cancelled=cancelled or asyncio.get_running_loop().create_future(),
+        min_version=version,
+    )
 
 
-async def names_of(dispatcher: Dispatcher, *works: Work) -> list[str]:
+async def names_of(dispatcher: Dispatcher[ServerLoad], *works: CompletionRequest) -> list[str]:
     """Where requests go that come one after the other."""
-    servers = [await dispatcher.enter(each, never()) for each in works]
+    servers = [await dispatcher.enter(each) for each in works]
     return [server.name for server in servers if server]
 
 
@@ -68,7 +88,7 @@ async def test_rows_of_a_group_stay_together_until_it_costs_too_much() -> None:
     assert many["b"] >= 20  # a group that is much larger than usual is spread
 
 
-def test_closed_full_and_old_servers_are_left_out() -> None:
+async def test_closed_full_and_old_servers_are_left_out() -> None:
     dispatcher, (closed, full, old, good) = make_dispatcher("closed", "full", "old", "good")
     closed.is_open = False
     full.max_running = 0
@@ -98,15 +118,11 @@ async def test_remembered_homes_are_bounded() -> None:
     assert len(dispatcher._homes) == MAX_REMEMBERED_HOMES
 
 
-def never() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
-
-
 async def test_requests_wait_in_order_for_room() -> None:
     dispatcher, (server,) = make_dispatcher("a", max_running=1)
-    first = await dispatcher.enter(work(10), never())
+    first = await dispatcher.enter(work(10))
     assert first
-    waiting = [asyncio.create_task(dispatcher.enter(work(10), never())) for _ in range(3)]
+    waiting = [asyncio.create_task(dispatcher.enter(work(10))) for _ in range(3)]
     await asyncio.sleep(0)
     assert dispatcher.num_waiting == 3
     for number in range(3):
@@ -117,9 +133,9 @@ async def test_requests_wait_in_order_for_room() -> None:
 
 async def test_one_who_cannot_be_placed_does_not_block_the_others() -> None:
     dispatcher, (server,) = make_dispatcher("a")
-    newer = asyncio.create_task(dispatcher.enter(work(10, version=5), never()))
+    newer = asyncio.create_task(dispatcher.enter(work(10, version=5)))
     await asyncio.sleep(0)
-    assert await dispatcher.enter(work(10), never())
+    assert await dispatcher.enter(work(10))
     assert not newer.done()
     server.version = 5
     dispatcher.changed()
@@ -128,12 +144,12 @@ async def test_one_who_cannot_be_placed_does_not_block_the_others() -> None:
 
 async def test_cancelled_requests_leave_no_trace() -> None:
     dispatcher, (server,) = make_dispatcher("a", max_running=1)
-    first = await dispatcher.enter(work(10), never())
+    first = await dispatcher.enter(work(10))
     assert first
-    given_up = never()
-    by_event = asyncio.create_task(dispatcher.enter(work(10), given_up))
-    by_task = asyncio.create_task(dispatcher.enter(work(10), never()))
-    just_placed = asyncio.create_task(dispatcher.enter(work(10), never()))
+    given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    by_event = asyncio.create_task(dispatcher.enter(work(10, cancelled=given_up)))
+    by_task = asyncio.create_task(dispatcher.enter(work(10)))
+    just_placed = asyncio.create_task(dispatcher.enter(work(10)))
     await asyncio.sleep(0)
     given_up.set_result(None)
     by_task.cancel()
@@ -150,19 +166,19 @@ async def test_cancelled_requests_leave_no_trace() -> None:
 
 async def test_a_failure_ends_all_waiting() -> None:
     dispatcher, _ = make_dispatcher("a", max_running=0)
-    waiting = asyncio.create_task(dispatcher.enter(work(10), never()))
+    waiting = asyncio.create_task(dispatcher.enter(work(10)))
     await asyncio.sleep(0)
     dispatcher.fail(EngineFailed("no server is left"))
-    for request in (waiting, dispatcher.enter(work(10), never())):
+    for request in (waiting, dispatcher.enter(work(10))):
         with pytest.raises(EngineFailed, match="no server is left"):
             await request
 
 
 async def test_until_empty() -> None:
     dispatcher, (server,) = make_dispatcher("a")
-    await dispatcher.until_empty(server)
-    places = [await dispatcher.enter(work(10), never()) for _ in range(2)]
-    empty = asyncio.create_task(dispatcher.until_empty(server))
+    await server.is_empty.wait()
+    places = [await dispatcher.enter(work(10)) for _ in range(2)]
+    empty = asyncio.create_task(server.is_empty.wait())
     for entered in places:
         await asyncio.sleep(0)
         assert not empty.done()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ import torch
 from areal_sc.config.model_folder import read_stored_shapes
 from areal_sc.engines.servers.model import as_shaped, check_weights_folder
 from areal_sc.engines.servers.sglang.client import _pickle
-from areal_sc.engines.servers.tensors import LoadableTensors, SharedBuckets
-from areal_sc.engines.servers.weights import PausedServer
+from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
+from areal_sc.engines.servers.weights import UpdateTimes
 from areal_sc.engines.weight_group import (
     NamedTensor,
     in_byte_order,
@@ -54,6 +55,7 @@ class Client:
     """Notes what it is given to load; `on_load` does more with it."""
 
     url = "server"
+    is_own = True
 
     def __init__(self) -> None:
         self.loads: list[tuple[int, bool]] = []
@@ -61,10 +63,10 @@ class Client:
 
     async def begin_update(self) -> None: ...
 
-    async def end_update(self, *, timeout_s: float) -> None: ...
+    async def end_update(self) -> None: ...
 
     async def load_tensors(
-        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool, timeout_s: float
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
         self.loads.append((flat.nbytes, drops_cache))
         if self.on_load is not None:
@@ -75,13 +77,16 @@ async def load(
     buckets: SharedBuckets, tensors: list[NamedTensor], bucket_bytes: int, client: Client
 ) -> int:
     """Bytes that were written."""
-    cut = list(split_into_buckets(tensors, bucket_bytes))
-    weights = LoadableTensors(cut, buckets)
-    server = PausedServer(client, is_own=True, groups=frozenset())  # type: ignore[arg-type]
-    async with weights.prepared():
-        report = await weights.load([server], timeout_s=5.0)
-    assert report.errors == [None]
-    return report.num_bytes
+
+    async def source() -> list[NamedTensor]:
+        return tensors
+
+    weights, times = TensorWeights(1, source, buckets, bucket_bytes), UpdateTimes()
+    server: Any = client
+    async with weights.opened():
+        await weights.prepare()
+        assert await weights.load([server], times) == {}
+    return int(times.update_bytes)
 
 
 async def test_another_process_reads_what_was_written() -> None:

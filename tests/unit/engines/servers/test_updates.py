@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.updates import update_wave
+from areal_sc.engines.servers.weights import UpdateTimes, Weights
 
 
 class Replica:
     """Notes what becomes of it."""
 
-    num_starts = 1
+    client: Any = None
 
     def __init__(self) -> None:
         self.is_updating = False
@@ -26,9 +25,6 @@ class Replica:
 
     async def pause(self) -> None: ...
 
-    def as_paused(self) -> Replica:
-        return self
-
     def set_updating(self, is_updating: bool) -> None:
         self.is_updating = is_updating
 
@@ -36,27 +32,26 @@ class Replica:
         self.reasons.append(reason)
 
 
-class Weights:
+class SlowWeights(Weights):
     """Weights whose load waits, and then raises what it is given."""
+
+    version = 3
 
     def __init__(self) -> None:
         self.is_loading = asyncio.Event()
         self.error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    @asynccontextmanager
-    async def prepared(self) -> AsyncIterator[None]:
-        yield
-
-    async def load(self, paused: Any, *, timeout_s: float) -> Any:
+    async def load(self, servers: Any, times: UpdateTimes) -> Any:
         self.is_loading.set()
         await self.error
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_all_servers_of_the_wave_are_given_up(is_cancelled: bool) -> None:
-    wave, weights = [Replica(), Replica()], Weights()
+    wave: Any = [Replica(), Replica()]
+    weights = SlowWeights()
     update = asyncio.create_task(
-        update_wave(wave, 3, weights, None, RolloutConfig(path="model"), stays_paused=False)
+        update_wave(wave, weights, UpdateTimes(), RolloutConfig(path="model"), stays_paused=False)
     )
     await weights.is_loading.wait()
     assert all(replica.is_updating for replica in wave)

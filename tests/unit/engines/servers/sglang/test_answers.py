@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ from areal_sc.config.schema import (
     GenerationConfig,
     RolloutConfig,
 )
-from areal_sc.engines.servers.client import PartRequest
-from areal_sc.engines.servers.completion import CompletionRequest
 from areal_sc.engines.servers.engine import ServerEngine
-from areal_sc.engines.servers.sglang.answers import read_answer, read_versions, request_body
+from areal_sc.engines.servers.requests import CompletionRequest
+from areal_sc.engines.servers.sglang.answers import read_answer, request_body
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError, WorkflowError
 
@@ -69,7 +69,8 @@ def test_an_aborted_answer_may_be_empty() -> None:
 
 
 def test_a_server_without_spans_tells_one_version() -> None:
-    assert read_versions({"weight_version": "5"}, 3) == [5, 5, 5]
+    reply = answer(weight_version="5", weight_versions=None)
+    assert read_answer(reply, is_truncated=False).versions == [5, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,21 @@ def test_a_logprob_that_is_not_finite_is_the_engine_s_failure() -> None:
 
 
 def body(sampling: GenerationConfig, max_support: int | None) -> dict[str, Any]:
-    return request_body(PartRequest("id", [1, 2], sampling, 5, (9,), max_support))
+    request = CompletionRequest(
+        prompt=[1],
+        sampling=sampling,
+        max_new_tokens=6,
+        length_reason="length",
+        stop_token_ids=(9,),
+        prefix_group=None,
+        is_truncated=max_support is not None,
+        cancelled=asyncio.get_running_loop().create_future(),
+        token_ids=[2],  # sampled before
+    )
+    return request_body(request, "id", max_support)
 
 
-def test_the_whole_distribution_is_asked_for_without_filters() -> None:
+async def test_the_whole_distribution_is_asked_for_without_filters() -> None:
     asked = body(GenerationConfig(temperature=0.7), None)
     assert asked["sampling_params"] == {
         "max_new_tokens": 5,
@@ -114,7 +126,7 @@ def test_the_whole_distribution_is_asked_for_without_filters() -> None:
     assert (asked["rid"], asked["input_ids"], asked["return_logprob"]) == ("id", [1, 2], True)
 
 
-def test_a_truncated_distribution_has_a_bound_that_the_server_can_tell() -> None:
+async def test_a_truncated_distribution_has_a_bound_that_the_server_can_tell() -> None:
     asked = body(GenerationConfig(top_p=0.9), 64)
     assert asked["sampling_params"]["top_p"] == 0.9
     assert asked["sampling_params"]["top_k"] == 64

@@ -120,6 +120,23 @@ async def test_a_client_that_was_closed() -> None:
             await client.probe(timeout_s=5.0)
 
 
+async def test_closing_ends_requests_that_wait() -> None:
+    asked, over = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await over.wait()
+        return web.Response()
+
+    async with serving(wait) as client:
+        waiting = asyncio.create_task(client.probe(timeout_s=60.0))
+        await asked.wait()
+        await client.close()
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(waiting, 5.0)
+        over.set()
+
+
 async def test_nobody_there_to_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "_CONNECT_TIMEOUT_S", 0.05)
     with socket.socket() as full:  # a queue that is full drops further connections silently
@@ -169,7 +186,7 @@ async def test_what_is_sent() -> None:
         await client.set_version(7)
         await client.pause(holds_requests=True)
         await client.abort("r1")
-        await client.load_from_disk("/weights", timeout_s=1.0)
+        await client.load_from_disk("/weights")
     version = {"new_version": "7", "abort_all_requests": False}
     assert seen[0] == ("POST", "/update_weight_version", version, "Bearer secret")
     assert seen[1][1:3] == ("/pause_generation", {"mode": "retract"})
@@ -180,10 +197,10 @@ async def test_what_is_sent() -> None:
 async def test_a_server_that_is_too_old() -> None:
     async with serving(answering(200, {"version": "0.5.10"})) as client:
         with pytest.raises(ConfigError, match=r"SGLang 0\.5\.10: 0\.5\.11 or newer is needed"):
-            await client.ask_abilities(timeout_s=5.0)
+            await client.ask_abilities()
     async with serving(answering(200, {"hello": "world"})) as client:
         with pytest.raises(ConfigError, match="of an unknown version"):
-            await client.ask_abilities(timeout_s=5.0)
+            await client.ask_abilities()
 
 
 OLD_SERVER: dict[str, Any] = {
@@ -200,7 +217,7 @@ async def test_a_server_that_can_less() -> None:
         return web.json_response(OLD_SERVER[request.path])
 
     async with serving(answer) as client:
-        abilities = await client.ask_abilities(timeout_s=5.0)
+        abilities = await client.ask_abilities()
         await client.begin_update()  # it has no such route, and is not asked
     assert not abilities.has_version_spans
     assert abilities.max_support == 0

@@ -8,7 +8,7 @@ import pytest
 
 from areal_sc.config.schema import Dtype, RolloutConfig, SGLangConfig
 from areal_sc.engines.servers.client import ServerAbilities
-from areal_sc.engines.servers.handle import ServerPlace
+from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.process import server_environment
 from areal_sc.engines.servers.sglang.arguments import (
     as_command_line,
@@ -18,8 +18,8 @@ from areal_sc.engines.servers.sglang.arguments import (
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, ModelError
 
-PLACE = ServerPlace(index=1, port=4000, api_key="secret", is_cuda=False)
-ON_GPU = ServerPlace(index=1, port=4000, api_key="secret", is_cuda=True)
+PLACE = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=False)
+ON_GPU = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=True)
 
 
 def rollout(**settings: Any) -> RolloutConfig:

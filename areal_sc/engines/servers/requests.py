@@ -1,0 +1,84 @@
+"""One completion to sample, and what servers answer to it. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """One server's part of a completion.
+
+    Attributes:
+        token_ids, logprobs, versions: [S] tokens that the server sampled, the stop token included.
+        finish: `stop`, `length`, or `abort`: there may be more.
+        reason: with `abort`: what the server says of it.
+        num_prompt_tokens: of the request, earlier parts included.
+        num_cached_tokens: of these, those whose KV the server had.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: str
+    reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(eq=False)
+class CompletionRequest:
+    """One `generate` call, and what is known of its answer.
+
+    Attributes:
+        prompt: [P] token ids.
+        max_new_tokens: that its length or the context allows.
+        length_reason: `length` or `context`, whichever of the two is the limit.
+        stop_token_ids: all that end it.
+        prefix_group: requests that share their prompt, or None.
+        is_truncated: the distribution that is sampled from is not the whole one.
+        cancelled: done when its group is cancelled.
+        min_version: of the weights of servers that it may go to: those of its last token.
+        token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
+        num_losses: attempts that brought nothing, as a server was lost.
+        busy_since_s: since when servers have refused it as they are full; None: they have not.
+    """
+
+    prompt: list[int]
+    sampling: GenerationConfig
+    max_new_tokens: int
+    length_reason: str
+    stop_token_ids: tuple[int, ...]
+    prefix_group: str | None
+    is_truncated: bool
+    cancelled: asyncio.Future[None]
+    min_version: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_losses: int = 0
+    busy_since_s: float | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """Of prompt and completion together."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return self.max_new_tokens - len(self.token_ids)
+
+    def extend(self, part: AnswerPart) -> None:
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        self.min_version = max((self.min_version, *part.versions))
+
+    def completion(self, finish_reason: str) -> Completion:
+        return Completion(
+            self.token_ids, self.logprobs, self.versions, finish_reason, self.sampling.temperature
+        )
