@@ -1,7 +1,7 @@
-"""What lies where in a shard, and the ticket by which other processes find it.
+"""What lies where in a shard, and the header by which other processes know it.
 
-A shard is one block of bytes: its fields one after the other, each a packed 1-D tensor that starts
-on a cache line. A ticket says in which segment of an arena the block lies, and its layout.
+A shard is one stretch of bytes: its fields one after the other, each a packed 1-D tensor that
+starts on a cache line. In shared memory a header with this layout stands before it.
 """
 
 from __future__ import annotations
@@ -9,37 +9,77 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Final
+from typing import Annotated, Final, Literal
 
-import msgpack
+import msgspec
 import torch
+from msgspec import Meta, Struct
 
 from areal_sc.errors import MetadataError, ProtocolError
 from areal_sc.metadata import FIELD_ALIGNMENT_BYTES
 from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
 
-TICKET_VERSION: Final = 1
 MAX_NAME_BYTES: Final = 256
 """Of a field, in UTF-8: requests name many."""
 
-_FIELD_TYPES: Final = (str, str, int, int)
-"""Of a field of a ticket: name, dtype, first byte within the shard, which of the row lengths."""
+_LENGTH_BYTES: Final = 8
+"""The header begins with its length."""
+
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class _FieldHeader(Struct, array_like=True, forbid_unknown_fields=True):
+    """One field; `rows` says which of the header's row lengths are its own."""
+
+    name: str
+    dtype: str
+    start: Annotated[int, Meta(ge=0, multiple_of=FIELD_ALIGNMENT_BYTES)]
+    rows: _Count
+
+
+class _Header(Struct, array_like=True, forbid_unknown_fields=True):
+    """A layout; row lengths that fields have in common are written once."""
+
+    version: Literal[2]
+    num_bytes: _Count
+    row_lengths: list[tuple[_Count, ...]]
+    fields: list[_FieldHeader]
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(_Header)
 
 
 @dataclass(frozen=True, slots=True)
-class SealedField:
-    """One field of a sealed shard.
+class FieldLayout:
+    """Where one field lies.
 
     Attributes:
         dtype: name of the values' dtype.
         row_lengths: values in each row.
-        row_bounds: first byte of each row within `values`, and the end; ascending.
-        values: read-only bytes of the packed rows.
+        row_bounds: first byte of each row within the field, and the end; ascending.
+        start: the field's first byte within the shard.
     """
 
     dtype: str
     row_lengths: tuple[int, ...]
     row_bounds: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Byte after the field's last, within the shard."""
+        return self.start + self.row_bounds[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class SealedField(FieldLayout):
+    """One field of a sealed shard.
+
+    Attributes:
+        values: read-only bytes of the packed rows.
+    """
+
     values: memoryview
 
     @property
@@ -63,28 +103,6 @@ class SealedField:
             if len(part):
                 found.append(part)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class FieldLayout:
-    """Where one field lies.
-
-    Attributes:
-        dtype: name of the values' dtype.
-        row_lengths: values in each row.
-        row_bounds: first byte of each row within the field, and the end; ascending.
-        start: the field's first byte within the shard.
-    """
-
-    dtype: str
-    row_lengths: tuple[int, ...]
-    row_bounds: tuple[int, ...]
-    start: int
-
-    @property
-    def stop(self) -> int:
-        """Byte after the field's last, within the shard."""
-        return self.start + self.row_bounds[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,65 +152,49 @@ class ShardLayout:
             position = _aligned(field.stop)
         return cls(position, fields)
 
-    def over(self, block: memoryview) -> dict[str, SealedField]:
-        """The fields in a block that holds a shard of this layout."""
+    def over(self, memory: memoryview) -> dict[str, SealedField]:
+        """The fields in memory that holds a shard of this layout."""
         return {
             name: SealedField(
-                field.dtype, field.row_lengths, field.row_bounds, block[field.start : field.stop]
+                field.dtype,
+                field.row_lengths,
+                field.row_bounds,
+                field.start,
+                memory[field.start : field.stop],
             )
             for name, field in self.fields.items()
         }
 
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """Says where a sealed shard lies in its arena.
-
-    Attributes:
-        segment: number of the segment file.
-        start: the block's first byte within it.
-        span: bytes of the block; the shard fills its beginning.
-    """
-
-    segment: int
-    start: int
-    span: int
-    layout: ShardLayout
-
-    def to_bytes(self) -> bytes:
-        """Row lengths that fields have in common are written once."""
+    def header(self) -> bytes:
+        """The layout, padded so that a shard that follows begins on a cache line."""
         rows: dict[tuple[int, ...], int] = {}
         fields = [
-            [name, field.dtype, field.start, rows.setdefault(field.row_lengths, len(rows))]
-            for name, field in self.layout.fields.items()
+            _FieldHeader(
+                name, field.dtype, field.start, rows.setdefault(field.row_lengths, len(rows))
+            )
+            for name, field in self.fields.items()
         ]
-        place = [self.segment, self.start, self.span]
-        content = [TICKET_VERSION, *place, self.layout.num_bytes, list(rows), fields]
-        packed: bytes = msgpack.packb(content)
-        return packed
+        packed = _encoder.encode(_Header(2, self.num_bytes, list(rows), fields))
+        num_bytes = _aligned(_LENGTH_BYTES + len(packed))
+        return (len(packed).to_bytes(_LENGTH_BYTES, "little") + packed).ljust(num_bytes, b"\0")
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Ticket:
-        """Inverse of `to_bytes`; whatever it returns, all fields lie within the block.
+    def behind_header(cls, memory: memoryview) -> tuple[ShardLayout, int]:
+        """What `header` wrote, and where the shard begins; all of it lies within `memory`.
 
-        Raises: ProtocolError: the bytes are not a ticket of this version.
+        Raises: ProtocolError: there is no header of this version, or the shard is longer.
         """
+        end = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
         try:
-            unpacked = msgpack.unpackb(content)
-        except (ValueError, msgpack.exceptions.UnpackException) as error:
-            raise ProtocolError(f"a ticket of {len(content)} bytes is not msgpack") from error
-        match unpacked:
-            case [version, *_] if version != TICKET_VERSION:
-                raise ProtocolError(
-                    f"expected a ticket of version {TICKET_VERSION}, got {version!r}"
-                )
-            case [_, int(segment), int(start), int(span), int(num_bytes), [*rows], [*fields]] if (
-                min(segment, start, num_bytes) >= 0 and num_bytes <= span
-            ):
-                lengths = [_row_lengths(row) for row in rows]
-                found = _field_layouts(fields, lengths, num_bytes)
-                return cls(segment, start, span, ShardLayout(num_bytes, found))
-        raise ProtocolError(f"a ticket of {len(content)} bytes is malformed")
+            header = _decoder.decode(memory[_LENGTH_BYTES:end])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"the header of a shard is malformed: {error!s:.200}") from None
+        start = _aligned(end)
+        if start + header.num_bytes > len(memory):
+            raise ProtocolError(
+                f"the header names bytes {start} to {start + header.num_bytes} of {len(memory)}"
+            )
+        return cls(header.num_bytes, _field_layouts(header)), start
 
 
 def check_field_name(name: str) -> None:
@@ -207,36 +209,27 @@ def check_field_name(name: str) -> None:
         )
 
 
-def _field_layouts(
-    entries: Sequence[Any], rows: Sequence[tuple[int, ...]], num_bytes: int
-) -> dict[str, FieldLayout]:
-    """The fields of a ticket, all within its shard. Raises: ProtocolError.
-
-    Written out: a pull reads many tickets. Fields of like rows and sizes of values share bounds.
-    """
+def _field_layouts(header: _Header) -> dict[str, FieldLayout]:
+    """The fields, all within the shard; those of like rows and sizes of values share bounds."""
     found = {}
     shared: dict[tuple[int, int], tuple[int, ...]] = {}
-    for entry in entries:
-        if type(entry) is not list or len(entry) != 4:
-            raise ProtocolError(f"not a field of a ticket: {entry!r:.200}")
-        name, dtype, start, row = entry
-        if (
-            (type(name), type(dtype), type(start), type(row)) != _FIELD_TYPES
-            or not 0 <= row < len(rows)
-            or start < 0
-            or start % FIELD_ALIGNMENT_BYTES
-        ):
-            raise ProtocolError(f"not a field of a ticket: {entry!r:.200}")
+    for field in header.fields:
+        if field.rows >= len(header.row_lengths):
+            raise ProtocolError(f"the header of a shard, field {field.name!r}: no row lengths")
+        lengths = header.row_lengths[field.rows]
         try:
-            key = row, dtype_named(dtype).itemsize
+            key = field.rows, dtype_named(field.dtype).itemsize
         except MetadataError as error:
-            raise ProtocolError(f"field {name!r} of a ticket: {error}") from error
-        bounds = shared.get(key)
-        if bounds is None:
-            bounds = shared[key] = _row_bounds(dtype, rows[row])
-        if start + bounds[-1] > num_bytes:
-            raise ProtocolError(f"a field of a ticket lies outside its shard of {num_bytes} bytes")
-        found[name] = FieldLayout(dtype, rows[row], bounds, start)
+            raise ProtocolError(f"the header of a shard, field {field.name!r}: {error}") from error
+        if key not in shared:
+            shared[key] = _row_bounds(field.dtype, lengths)
+        layout = FieldLayout(field.dtype, lengths, shared[key], field.start)
+        if layout.stop > header.num_bytes:
+            raise ProtocolError(
+                f"the header of a shard, field {field.name!r}: it ends at byte {layout.stop} of "
+                f"{header.num_bytes}"
+            )
+        found[field.name] = layout
     return found
 
 
@@ -249,12 +242,6 @@ def _runs(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
     for _, run in groupby(enumerate(rows), lambda item: item[1] - item[0]):
         run_rows = [row for _, row in run]
         yield run_rows[0], run_rows[-1]
-
-
-def _row_lengths(row: Any) -> tuple[int, ...]:
-    if type(row) is not list or not {int}.issuperset(map(type, row)) or min(row, default=0) < 0:
-        raise ProtocolError("the row lengths of a ticket are not counts")
-    return tuple(row)
 
 
 def _row_bounds(dtype: str, lengths: Sequence[int]) -> tuple[int, ...]:

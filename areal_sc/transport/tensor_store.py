@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -24,53 +23,53 @@ from areal_sc.transport.shard_layout import SealedField, ShardLayout
 from areal_sc.transport.tensor_bytes import copy_to_bytes
 
 
-class StoreBlock(Protocol):
-    """The memory of one shard. Called from any thread."""
+class StoreBlock:
+    """The memory of one shard, in the process itself. Called from any thread.
 
-    @property
-    def memory(self) -> memoryview:
-        """As many bytes as were asked for, to be written until the block is sealed."""
-        ...
+    Attributes:
+        memory: as many bytes as were asked for, to be written until the block is sealed.
+    """
 
-    def seal(self, sequence: int, layout: ShardLayout) -> None:
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+
+    def seal(self, sequence: int) -> None:
         """Makes the shard visible outside of the process, whole, where others can see it."""
-        ...
 
     def free(self) -> None:
         """Gives the block back, sealed or not; views of it that are being sent stay readable."""
-        ...
 
 
-class StoreBackend(Protocol):
-    """Where the bytes of shards live. Called from any thread."""
+class StoreBackend:
+    """Where the bytes of shards live. Called from any thread.
 
-    @property
-    def retired_bytes(self) -> int:
-        """Bytes of freed shards whose memory is not back yet, because somebody reads it."""
-        ...
+    Here it is ordinary memory, which is freed when the last view of it is dropped.
 
-    def allocate(self, num_bytes: int) -> StoreBlock:
+    Attributes:
+        retired_bytes: of freed shards whose memory is not back yet, because somebody reads it.
+    """
+
+    retired_bytes = 0
+
+    def allocate(self, layout: ShardLayout) -> StoreBlock:
         """A new block.
 
         Raises: StoreFull: there is no memory for it.
         """
-        ...
+        return StoreBlock(torch.empty(layout.num_bytes, dtype=torch.uint8).numpy().data)
 
     def reclaim(self) -> None:
         """Takes back the memory of freed shards that nobody reads any more."""
-        ...
 
     def end_sweep(self) -> None:
         """Reclaims, and returns to the system what was not needed lately."""
-        ...
 
     def adopt(self) -> Sequence[AdoptedShard]:
         """Sealed shards of dead predecessors, each of them once."""
-        ...
+        return ()
 
     def close(self) -> None:
         """Gives up all memory that no view is left of."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,39 +80,6 @@ class AdoptedShard:
     sequence: int
     layout: ShardLayout
     block: StoreBlock
-
-
-class HeapBackend:
-    """Ordinary memory of the process; freed when the last view of it is dropped."""
-
-    retired_bytes = 0
-
-    def allocate(self, num_bytes: int) -> StoreBlock:
-        return _HeapBlock(torch.empty(num_bytes, dtype=torch.uint8).numpy().data)
-
-    def reclaim(self) -> None:
-        """Nothing to do: the garbage collector counts the views."""
-
-    def end_sweep(self) -> None:
-        """Nothing to do."""
-
-    def adopt(self) -> Sequence[AdoptedShard]:
-        """None: such memory ends with its process."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class _HeapBlock:
-    memory: memoryview
-
-    def seal(self, sequence: int, layout: ShardLayout) -> None:
-        """Nobody else can see it."""
-
-    def free(self) -> None:
-        """Nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +118,7 @@ class TensorStore:
         self.num_sealed = 0
         self.num_swept = 0
         self.swept_bytes = 0
-        self._backend: StoreBackend = backend or HeapBackend()
+        self._backend = backend or StoreBackend()
         self._lock = threading.Lock()
         self._sealing = threading.Lock()
         self._shards: dict[int, _Shard] = {}
@@ -202,7 +168,7 @@ class TensorStore:
         layout = ShardLayout.of(fields, row_lengths)
         self._reserve(layout.num_bytes)
         try:
-            block = self._backend.allocate(layout.num_bytes)
+            block = self._backend.allocate(layout)
             try:
                 _copy(fields.values() if values is None else values, layout, block.memory)
                 sequence = self._seal(block, layout)
@@ -322,7 +288,7 @@ class TensorStore:
         # a lock of its own: writing the ticket must not hold up those who read
         with self._sealing:
             sequence = self._last_sequence + 1
-            block.seal(sequence, layout)
+            block.seal(sequence)
             fields = layout.over(block.memory.toreadonly())
             with self._lock:
                 self._last_sequence = sequence

@@ -24,6 +24,7 @@ from areal_sc.errors import ShardGone
 from areal_sc.transport.arena.backend import ArenaBackend
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.arena.map import ArenaMap, MappedShard
+from areal_sc.transport.shard_layout import ShardLayout
 from areal_sc.transport.tensor_store import TensorStore
 
 MIB = 1 << 20
@@ -62,7 +63,7 @@ def is_intact(shard: MappedShard, seed: int) -> bool:
 class Program:
     def __init__(self, root: str, run_id: str, worker: str, incarnation: str) -> None:
         self.folder = ArenaFolder(Path(root), run_id)
-        backend = ArenaBackend(self.folder, worker, incarnation, first_segment_bytes=MIB)
+        backend = ArenaBackend(self.folder, worker, incarnation)
         self.store = TensorStore(worker, incarnation, max_bytes=256 * MIB, backend=backend)
         self.arenas = ArenaMap(self.folder)
         self.held: dict[str, tuple[MappedShard, int]] = {}
@@ -92,7 +93,7 @@ class Program:
 
     def put_half(self) -> None:
         """Leaves a block without a ticket, as a process does that dies while it puts."""
-        self.unsealed = self.store._backend.allocate(3 * MIB)
+        self.unsealed = self.store._backend.allocate(ShardLayout(3 * MIB, {}))
 
     def fork(self) -> list[int]:
         """Starts two children that live on, and do away with all or nothing of what they inherit;

@@ -72,7 +72,6 @@ TORCH_FREE = (
         for name in (
             "arena.files",
             "arena.folder",
-            "arena.free_extents",
             "curve",
             "endpoint",
             "hub",

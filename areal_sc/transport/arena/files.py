@@ -1,38 +1,41 @@
-"""The files of one arena: segments with blocks of shards, and a ticket for each sealed shard.
-
-No torch. Nothing here is named by what came over a socket: numbers name files, and the folder is
-one that was listed.
-"""
+"""The files of one arena: blocks that hold shards, and a ticket for each sealed shard. No torch."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from areal_sc.errors import ProtocolError
 from areal_sc.file_lock import HeldLock
+from areal_sc.transport.arena.memory import ShardLocks
 
-_SEGMENT: Final = "segment-"
+_BLOCK: Final = "block-"
 _OWNER_ONLY_FILE: Final = 0o600
-_OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+_PAGE_BYTES: Final = 4096
 
 logger = logging.getLogger(__name__)
 
 
-class ArenaFiles:
-    """The files of one arena, owned by this process.
+class Arena:
+    """The shards of one incarnation of a worker: a folder that this process owns.
+
+    No file is named by what came over a socket.
 
     Attributes:
         incarnation: of the worker that made it.
+        locks: tell which shards are being read.
+    Raises: OSError: the folder cannot be used.
     """
 
     def __init__(self, path: Path, incarnation: str, lock: HeldLock) -> None:
         self.path = path
         self.incarnation = incarnation
+        self.locks = ShardLocks(readers_path(str(path)))
         self._lock = lock
 
     @property
@@ -40,68 +43,36 @@ class ArenaFiles:
         """False in a child of a fork, which must change nothing, and after `close`."""
         return self._lock.is_held
 
-    def create_segment(self, number: int, num_bytes: int) -> None:
-        """Makes a file and reserves its space: writing to it cannot fail later.
+    def file_path(self, name: str) -> str:
+        return f"{self.path}/{name}"
 
-        Raises: OSError: there is no room.
-        """
-        path = self.segment_path(number)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, _OWNER_ONLY_FILE)
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """Makes a file, so that writing to it cannot fail later. Raises: OSError: no room."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(self.file_path(name), flags, _OWNER_ONLY_FILE)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
         except OSError:
-            os.unlink(path)
+            self.delete(name)
             raise
         finally:
             os.close(fd)
 
-    def segment_path(self, number: int) -> str:
-        return segment_path(str(self.path), number)
+    def link(self, sequence: int, block: str) -> None:
+        """Makes a shard visible to other processes. Raises: OSError: there is no room."""
+        os.symlink(block, self.file_path(str(sequence)))
 
-    def segment_bytes(self, number: int) -> int:
-        return os.stat(self.segment_path(number)).st_size
-
-    def remove_segment(self, number: int) -> None:
-        """What is mapped stays readable."""
+    def delete(self, name: str) -> None:
+        """Deletes a file, if it is there; what is mapped of it stays readable."""
         with suppress(FileNotFoundError):
-            os.unlink(self.segment_path(number))
+            os.unlink(self.file_path(name))
 
-    def segments(self) -> list[int]:
-        """Numbers of the segments."""
-        names = [e.name for e in self._files() if e.name.startswith(_SEGMENT)]
-        return sorted(int(name.removeprefix(_SEGMENT)) for name in names)
+    def sequences(self) -> list[int]:
+        """Numbers of the sealed shards, ascending."""
+        return sorted(int(name) for name in os.listdir(self.path) if name.isdecimal())
 
-    def write_ticket(self, sequence: int, content: bytes) -> None:
-        """Makes a shard visible to other processes: from now on its ticket is there, whole.
-
-        Raises: OSError: there is no room.
-        """
-        target = ticket_path(str(self.path), sequence)
-        unfinished = f"{self.path}/.{sequence}.partial"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OPEN
-        fd = os.open(unfinished, flags, _OWNER_ONLY_FILE)
-        try:
-            while content:
-                content = content[os.write(fd, content) :]
-            os.rename(unfinished, target)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(unfinished)
-            raise
-        finally:
-            os.close(fd)
-
-    def read_ticket(self, sequence: int) -> bytes:
-        return Path(ticket_path(str(self.path), sequence)).read_bytes()
-
-    def remove_ticket(self, sequence: int) -> None:
-        """No reader that looks from now on gets at the shard."""
-        with suppress(FileNotFoundError):
-            os.unlink(ticket_path(str(self.path), sequence))
-
-    def tickets(self) -> list[int]:
-        """Sequence numbers of the sealed shards, ascending."""
-        return sorted(int(e.name) for e in self._files() if e.name.isdecimal())
+    def block_names(self) -> set[str]:
+        return {name for name in os.listdir(self.path) if name.startswith(_BLOCK)}
 
     def remove(self) -> None:
         """Deletes the arena. Memory that is mapped stays readable."""
@@ -113,19 +84,26 @@ class ArenaFiles:
         """Gives up the ownership; a successor may take the arena over."""
         self._lock.close()
 
-    def _files(self) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self.path) as entries:
-            yield from entries
+
+def readers_path(arena: str) -> str:
+    """The file whose locks tell which shards are being read."""
+    return f"{arena}/readers"
 
 
-def ticket_path(arena: str, sequence: int) -> str:
-    """The file that exists as long as the shard may be opened."""
-    return f"{arena}/{sequence}"
+def block_path(arena: str, sequence: int) -> str:
+    """The block of a sealed shard, while the shard may be opened.
 
-
-def segment_path(arena: str, number: int) -> str:
-    """The file that holds blocks. A number is never used twice."""
-    return f"{arena}/{_SEGMENT}{number}"
+    Raises: FileNotFoundError: it is gone. ProtocolError: it is not a ticket.
+    """
+    try:
+        name = os.readlink(f"{arena}/{sequence}")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        name = "not a link"
+    if not name.startswith(_BLOCK) or "/" in name:
+        raise ProtocolError(f"{arena}/{sequence} is not the ticket of a shard: {name!r:.80}")
+    return f"{arena}/{name}"
 
 
 def delete_folder(path: Path) -> None:
@@ -133,3 +111,8 @@ def delete_folder(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be deleted; a later run tries again", path)
+
+
+def block_span(num_bytes: int) -> int:
+    """Bytes of the block that a shard of `num_bytes` takes: whole pages."""
+    return max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES

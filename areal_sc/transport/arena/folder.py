@@ -6,8 +6,9 @@
             node                      a random token: who reads the same one shares the memory
             <worker>.<incarnation>/   an arena
                 lock                  exclusively the living writer's (or its successor's)
-                segment-<n>           blocks of shards
-                <sequence>            the ticket of a sealed shard
+                readers               byte n is locked as long as a puller reads shard n
+                block-<n>             holds a shard, and later another one
+                <sequence>            ticket of a sealed shard: a link to its block
 
 Locks are the kernel's (`flock`), so they end with their process, however that ends. A run folder
 whose lock is free belongs to nobody: a later run deletes it. All is open to its owner alone. The
@@ -32,7 +33,7 @@ from typing import Final
 from areal_sc.errors import ConfigError, TransportError
 from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
-from areal_sc.transport.arena.files import ArenaFiles, delete_folder
+from areal_sc.transport.arena.files import Arena, delete_folder
 
 OFF: Final = "off"
 """`transport.shared_memory` that keeps tensors out of it."""
@@ -165,7 +166,7 @@ class ArenaFolder:
         own.unlink()
         return (self.path / _NODE).read_text()
 
-    def create(self, worker: str, incarnation: str) -> ArenaFiles:
+    def create(self, worker: str, incarnation: str) -> Arena:
         """A new arena, owned by this process.
 
         Raises: TransportError: the folder cannot be made, or this incarnation has had one.
@@ -178,20 +179,20 @@ class ArenaFolder:
             lock = take_lock(partial_path / _LOCK, fcntl.LOCK_EX)
             assert lock is not None
             partial_path.rename(self.path / name)
+            return Arena(self.path / name, incarnation, lock)
         except OSError as error:
             raise TransportError(
                 f"the arena {self.path / name} cannot be made: {error.strerror}"
             ) from error
-        return ArenaFiles(self.path / name, incarnation, lock)
 
-    def take_over(self, worker: str) -> list[ArenaFiles]:
+    def take_over(self, worker: str) -> list[Arena]:
         """The arenas of dead incarnations of a worker, owned by this process from now on."""
         taken = []
         for name, incarnation, path in _arenas(self.path):
             if name == _folder_name(worker):
                 lock = take_lock(path / _LOCK, fcntl.LOCK_EX)
                 if lock is not None:
-                    taken.append(ArenaFiles(path, incarnation, lock))
+                    taken.append(Arena(path, incarnation, lock))
         return taken
 
     def by_incarnation(self) -> dict[str, str]:

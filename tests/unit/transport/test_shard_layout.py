@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.errors import ProtocolError
-from areal_sc.transport.shard_layout import TICKET_VERSION, ShardLayout, Ticket
+from areal_sc.transport.shard_layout import ShardLayout
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
 
 
@@ -41,69 +41,80 @@ def test_fields_start_on_cache_lines() -> None:
         max_size=5,
     )
 )
-def test_a_ticket_is_read_as_it_was_written(shape: dict[str, tuple[str, list[int]]]) -> None:
+def test_a_header_is_read_as_it_was_written(shape: dict[str, tuple[str, list[int]]]) -> None:
     tensors = {
         name: torch.zeros(sum(rows), dtype=torch.uint8).to(dtype_named(dtype))
         for name, (dtype, rows) in shape.items()
     }
     layout = ShardLayout.of(tensors, {name: rows for name, (_, rows) in shape.items()})
-    ticket = Ticket(3, 8192, 12288, layout)
-    assert Ticket.from_bytes(ticket.to_bytes()) == ticket
+    header = layout.header()
+    memory = memoryview(header + bytes(layout.num_bytes))
+    assert ShardLayout.behind_header(memory) == (layout, len(header))
+    assert len(header) % 64 == 0
+    if layout.num_bytes:
+        with pytest.raises(ProtocolError, match="names bytes"):
+            ShardLayout.behind_header(memory[:-1])
 
 
 def test_common_row_lengths_are_written_once() -> None:
     rows = [1] * 1000
     one = ShardLayout.of({"a": torch.zeros(1000)}, rows)
     six = ShardLayout.of({name: torch.zeros(1000) for name in "abcdef"}, rows)
-    assert len(Ticket(1, 0, 1 << 20, six).to_bytes()) < len(Ticket(1, 0, 8192, one).to_bytes()) + 99
+    assert len(six.header()) < len(one.header()) + 99
 
 
-GOOD = [TICKET_VERSION, 1, 0, 4096, 128, [[2, 3]], [["a", "int64", 64, 0]]]
+GOOD = [2, 128, [[2, 3]], [["a", "int64", 64, 0]]]
 
 
-def test_the_ticket_that_is_spoiled_below_is_good() -> None:
-    assert Ticket.from_bytes(msgpack.packb(GOOD)).layout.fields["a"].stop == 104
+def header_of(content: object) -> memoryview:
+    packed = msgpack.packb(content)
+    return memoryview((len(packed).to_bytes(8, "little") + packed).ljust(64, b"\0") + bytes(128))
+
+
+def test_the_header_that_is_spoiled_below_is_good() -> None:
+    layout, start = ShardLayout.behind_header(header_of(GOOD))
+    assert (layout.fields["a"].stop, start) == (104, 64)
 
 
 @pytest.mark.parametrize(
     ("position", "value"),
     [
-        (0, TICKET_VERSION + 1),
+        (0, 3),
         (0, "1"),
         (1, -1),
-        (2, "0"),
-        (3, 127),
-        (4, -1),
-        (4, 100),  # the field ends at 104
-        (5, [[2, -3]]),
-        (5, [[2, 9]]),
-        (5, [2]),
-        (5, []),
-        (6, [["a", "int64", 60, 0]]),
-        (6, [["a", "int64", -64, 0]]),
-        (6, [["a", "int64", 128, 0]]),
-        (6, [["a", "int64", 64, 1]]),
-        (6, [["a", "object", 64, 0]]),
-        (6, [[1, "int64", 64, 0]]),
-        (6, [None]),
+        (1, 100),  # the field ends at 104
+        (1, 129),  # more than there is
+        (2, [[2, -3]]),
+        (2, [[2, 9]]),
+        (2, [[1 << 62, 1 << 62]]),
+        (2, [2]),
+        (2, []),
+        (3, [["a", "int64", 60, 0]]),
+        (3, [["a", "int64", -64, 0]]),
+        (3, [["a", "int64", 128, 0]]),
+        (3, [["a", "int64", 64, 1]]),
+        (3, [["a", "int64", 64, -1]]),
+        (3, [["a", "object", 64, 0]]),
+        (3, [[1, "int64", 64, 0]]),
+        (3, [None]),
     ],
 )
-def test_a_ticket_that_points_outside_or_is_malformed_is_refused(
+def test_a_header_that_points_outside_or_is_malformed_is_refused(
     position: int, value: object
 ) -> None:
     spoiled = [*GOOD[:position], value, *GOOD[position + 1 :]]
-    with pytest.raises(ProtocolError, match="ticket"):
-        Ticket.from_bytes(msgpack.packb(spoiled))
+    with pytest.raises(ProtocolError, match="header"):
+        ShardLayout.behind_header(header_of(spoiled))
 
 
-@given(st.binary(max_size=64) | st.builds(msgpack.packb, st.lists(st.integers(0, 300))))
-def test_any_bytes_are_a_ticket_or_refused(content: bytes) -> None:
-    with pytest.raises(ProtocolError, match="ticket"):
-        Ticket.from_bytes(content)
+@given(st.binary(max_size=64) | st.lists(st.integers(0, 300)).map(header_of))
+def test_any_bytes_are_a_header_or_refused(content: bytes | memoryview) -> None:
+    with pytest.raises(ProtocolError, match="header"):
+        ShardLayout.behind_header(memoryview(content))
 
 
-def test_a_ticket_cut_short_is_refused() -> None:
-    whole = msgpack.packb(GOOD)
+def test_a_header_cut_short_is_refused() -> None:
+    whole = header_of(GOOD)
     for length in range(len(whole)):
         with pytest.raises(ProtocolError):
-            Ticket.from_bytes(whole[:length])
+            ShardLayout.behind_header(whole[:length])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_sc.errors import MetadataError, ShardGone, StoreFull
 from areal_sc.transport.shard_layout import ShardLayout
-from areal_sc.transport.tensor_store import AdoptedShard, HeapBackend, TensorStore
+from areal_sc.transport.tensor_store import AdoptedShard, StoreBackend, StoreBlock, TensorStore
 
 
 def store_of(max_bytes: int = 1 << 20) -> TensorStore:
@@ -124,25 +124,25 @@ def test_bytes_being_sent_outlive_their_shard() -> None:
     assert int32s([view]) == [0, 1, 2, 3]
 
 
-class FailingBlock:
+class FailingBlock(StoreBlock):
     """Memory that is lost when it is sealed."""
 
     def __init__(self, backend: FailingBackend, num_bytes: int) -> None:
-        self.memory = memoryview(bytearray(num_bytes))
+        super().__init__(memoryview(bytearray(num_bytes)))
         self._backend = backend
 
-    def seal(self, sequence: int, layout: ShardLayout) -> None:
+    def seal(self, sequence: int) -> None:
         raise OSError("no space")
 
     def free(self) -> None:
         self._backend.num_freed += 1
 
 
-class FailingBackend(HeapBackend):
+class FailingBackend(StoreBackend):
     num_freed = 0
 
-    def allocate(self, num_bytes: int) -> FailingBlock:
-        return FailingBlock(self, num_bytes)
+    def allocate(self, layout: ShardLayout) -> FailingBlock:
+        return FailingBlock(self, layout.num_bytes)
 
 
 def test_a_put_that_fails_leaves_nothing_behind() -> None:
@@ -154,26 +154,20 @@ def test_a_put_that_fails_leaves_nothing_behind() -> None:
     assert (store.num_sealed, backend.num_freed) == (0, 1)
 
 
-class RetiringBackend(HeapBackend):
+class RetiringBackend(StoreBackend):
     """Memory that comes back one `reclaim` after it was freed."""
 
-    def __init__(self) -> None:
-        self.retired_bytes = 0
-
-    def allocate(self, num_bytes: int) -> RetiringBlock:
-        return RetiringBlock(self, num_bytes)
+    def allocate(self, layout: ShardLayout) -> RetiringBlock:
+        return RetiringBlock(self, layout.num_bytes)
 
     def reclaim(self) -> None:
         self.retired_bytes = 0
 
 
-class RetiringBlock:
+class RetiringBlock(StoreBlock):
     def __init__(self, backend: RetiringBackend, num_bytes: int) -> None:
-        self.memory = memoryview(bytearray(num_bytes))
+        super().__init__(memoryview(bytearray(num_bytes)))
         self._backend = backend
-
-    def seal(self, sequence: int, layout: ShardLayout) -> None:
-        pass
 
     def free(self) -> None:
         self._backend.retired_bytes += len(self.memory)
@@ -199,7 +193,7 @@ def test_counters_tell_what_was_sealed_and_swept() -> None:
     assert (store.num_shards, store.num_bytes) == (0, 0)
 
 
-class PredecessorBackend(HeapBackend):
+class PredecessorBackend(StoreBackend):
     """Has found shards 3 and 5 of an earlier life."""
 
     def adopt(self) -> list[AdoptedShard]:
@@ -207,7 +201,7 @@ class PredecessorBackend(HeapBackend):
         for sequence in (3, 5):
             values = torch.tensor([sequence, 0], dtype=torch.int32)
             layout = ShardLayout.of({"x": values}, [1, 1])
-            block = self.allocate(layout.num_bytes)
+            block = self.allocate(layout)
             block.memory[:8] = values.view(torch.uint8).numpy().data
             found.append(AdoptedShard("life0", sequence, layout, block))
         return found

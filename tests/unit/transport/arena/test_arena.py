@@ -20,6 +20,8 @@ from areal_sc.transport.tensor_store import TensorStore
 
 PAGE = 4096
 MIB = 1 << 20
+HEADER_BYTES = 64
+"""Of a shard with one field and one row."""
 
 
 @pytest.fixture
@@ -29,28 +31,21 @@ def folder(tmp_path: Path) -> Iterator[ArenaFolder]:
     folder.remove()
 
 
-def store_in(folder: ArenaFolder, incarnation: str = "life1", first: int = 8 * PAGE) -> TensorStore:
-    """A store whose segments have 8, 16, 32, 32 ... pages."""
-    backend = ArenaBackend(
-        folder,
-        "train/0",
-        incarnation,
-        first_segment_bytes=first,
-        max_segment_bytes=32 * PAGE,
-    )
+def store_in(folder: ArenaFolder, incarnation: str = "life1") -> TensorStore:
+    backend = ArenaBackend(folder, "train/0", incarnation)
     return TensorStore("train/0", incarnation, max_bytes=64 * MIB, backend=backend)
 
 
 def put_pages(store: TensorStore, num_pages: int, value: int = 1) -> int:
-    """Sequence number of a shard that fills so many pages."""
-    size = num_pages * PAGE
+    """Sequence number of a shard that fills so many pages with its header."""
+    size = num_pages * PAGE - HEADER_BYTES
     store.put({"x": torch.full((size,), value, dtype=torch.uint8)}, [size])
     return store.last_sequence
 
 
-def segments(folder: ArenaFolder) -> list[int]:
-    """Pages of each segment file; all of them are really allocated."""
-    found = sorted(folder.path.glob("*/segment-*"), key=lambda p: int(p.name.split("-")[1]))
+def blocks(folder: ArenaFolder) -> list[int]:
+    """Pages of each block, in the order in which they were made; all are really allocated."""
+    found = sorted(folder.path.glob("*/block-*"), key=lambda p: int(p.name.split("-")[1]))
     assert all(path.stat().st_blocks * 512 >= path.stat().st_size for path in found)
     return [path.stat().st_size // PAGE for path in found]
 
@@ -64,24 +59,13 @@ def test_shards_read_as_they_were_put(folder: ArenaFolder) -> None:
     }
     shard = store.put({**fields, "empty": torch.zeros(0)}, {name: [2, 0, 5] for name in fields})
     for name, expected in fields.items():
-        (read,) = store.read(shard, name)
+        read = store.describe(shard)[name].values
         assert read.readonly
         assert bytes(read) == expected.view(torch.uint8).numpy().tobytes()
-    assert store.read(shard, "empty") == []
-    assert bytes(store.read(shard, "torch.int64", [2])[0]) == values[2:].numpy().tobytes()
+    assert store.describe(shard)["empty"].slices() == []
+    (last,) = store.describe(shard)["torch.int64"].slices([2])
+    assert bytes(last) == values[2:].numpy().tobytes()
     assert store.describe(store.put({}, [])) == {}
-
-
-def test_segments_double_and_larger_shards_get_their_own(folder: ArenaFolder) -> None:
-    store = store_in(folder)
-    for _ in range(8):
-        put_pages(store, 1)
-    assert segments(folder) == [8]
-    for _ in range(16 + 32 + 32):
-        put_pages(store, 1)
-    assert segments(folder) == [8, 16, 32, 32]
-    put_pages(store, 50)
-    assert segments(folder) == [8, 16, 32, 32, 50]
 
 
 def test_what_comes_and_goes_finds_its_memory_in_place(folder: ArenaFolder) -> None:
@@ -95,57 +79,69 @@ def test_what_comes_and_goes_finds_its_memory_in_place(folder: ArenaFolder) -> N
         first = store.last_sequence - 11
         store.sweep(range(first, store.last_sequence + 1), store.last_sequence)
         if step == 3:
-            before = segments(folder)
+            before = blocks(folder)
     assert store.num_shards == 12
-    assert segments(folder) == before
-    assert len(list(folder.path.glob("*/*"))) == len(before) + 12 + 1  # tickets and the lock
+    assert blocks(folder) == before
+    assert len(before) == 18
+    # tickets, the lock, and that of the readers
+    assert len(list(folder.path.glob("*/*"))) == len(before) + 12 + 2
+
+
+def test_a_shard_takes_the_smallest_free_block_up_to_twice_its_size(folder: ArenaFolder) -> None:
+    store = store_in(folder)
+    numbers = [put_pages(store, pages) for pages in (9, 6, 4)]
+    store.sweep([], numbers[-1])
+    for pages in (3, 5, 4):  # in the blocks of 4, 6, and a new one: 9 pages are too many
+        put_pages(store, pages)
+    assert blocks(folder) == [9, 6, 4, 4]
+    put_pages(store, 9)
+    put_pages(store, 10)
+    assert blocks(folder) == [9, 6, 4, 4, 10]
 
 
 def test_a_burst_does_not_keep_its_memory(folder: ArenaFolder) -> None:
     store = store_in(folder)
-    steady = [put_pages(store, 1)]
     for _ in range(200):
         put_pages(store, 1)
-    assert sum(segments(folder)) >= 201
-    for sweep in range(IDLE_SWEEPS):
-        assert sum(segments(folder)) >= 201, sweep
+    steady: list[int] = []
+    for sweep in range(IDLE_SWEEPS + 2):
+        assert sum(blocks(folder)) >= (200 if sweep < IDLE_SWEEPS else 0), sweep
         steady.append(put_pages(store, 1))
         store.sweep(steady[-2:], store.last_sequence)
-    # those that were put while the burst was there lay behind it, until they were swept, too
-    for _ in range(2):
-        store.sweep(steady[-2:], store.last_sequence)
-    assert segments(folder) == [8]
+    # two that live, and those that were in use a moment ago
+    assert sum(blocks(folder)) <= 4
     assert store.num_shards == 2
 
 
 def test_memory_that_this_process_reads_is_not_reused(folder: ArenaFolder) -> None:
     store = store_in(folder)
+    held_bytes = 8 * PAGE - HEADER_BYTES
     shard = f"life1.{put_pages(store, 8, value=1)}"
-    view = store.read(shard, "x")[0][5:6]
+    view = store.describe(shard)["x"].values[5:6]
     store.remove(shard)
-    assert (store.num_bytes, store.mapped_retired_bytes) == (8 * PAGE, 8 * PAGE)
+    assert (store.num_bytes, store.mapped_retired_bytes) == (held_bytes, held_bytes)
     put_pages(store, 8, value=2)
-    assert (view[0], segments(folder)) == (1, [8, 16])
+    assert (view[0], blocks(folder)) == (1, [8, 8])
     del view
-    assert store.num_bytes == 16 * PAGE  # nobody has looked yet
-    put_pages(store, 16, value=3)  # fits nowhere else
-    put_pages(store, 8, value=4)
-    assert (store.num_bytes, store.mapped_retired_bytes) == (32 * PAGE, 0)
-    assert segments(folder) == [8, 16, 32]
+    assert store.num_bytes == 2 * held_bytes  # nobody has looked yet
+    put_pages(store, 8, value=3)  # fits nowhere else
+    assert (store.num_bytes, store.mapped_retired_bytes) == (2 * held_bytes, 0)
+    assert blocks(folder) == [8, 8]
 
 
 def test_a_put_that_fails_gives_its_block_back(folder: ArenaFolder) -> None:
     store = store_in(folder)
     put_pages(store, 1)
-    ticket = next(folder.path.glob("train-0.life1/1"))
     # the next ticket cannot be written
-    ticket.with_name(".2.partial").mkdir()
+    ticket = folder.path / "train-0.life1" / "2"
+    ticket.mkdir()
     for _ in range(20):
-        with pytest.raises(TransportError, match="Is a directory"):
+        with pytest.raises(TransportError, match="File exists"):
             put_pages(store, 4)
-    assert (store.num_bytes, store.last_sequence, segments(folder)) == (PAGE, 1, [8])
-    ticket.with_name(".2.partial").rmdir()
-    assert put_pages(store, 7) == 2
+    assert (store.num_bytes, store.last_sequence) == (PAGE - HEADER_BYTES, 1)
+    assert blocks(folder) == [1, 4]
+    ticket.rmdir()
+    assert put_pages(store, 4) == 2
 
 
 def test_a_full_file_system_is_a_typed_error_that_says_what_to_do(tmp_path: Path) -> None:
@@ -158,15 +154,14 @@ def test_a_full_file_system_is_a_typed_error_that_says_what_to_do(tmp_path: Path
         folder = ArenaFolder(root, "run")
         store = store_in(folder)
         put_pages(store, 2)
-        assert segments(folder) == [8]
-        # 16 pages are wanted, 15 are left, for a ticket takes one: as many as needed are taken
-        put_pages(store, 7)
-        assert segments(folder) == [8, 7]
+        put_pages(store, 15)
         with pytest.raises(StoreFull, match=rf"{root}.*of 98304 bytes free.*--shm-size"):
             put_pages(store, 8)
-        assert (store.num_bytes, segments(folder)) == (9 * PAGE, [8, 7])
-        store.sweep([], 1)
-        put_pages(store, 8)
+        assert blocks(folder) == [2, 15]
+        store.sweep([1], 2)
+        put_pages(store, 7)  # too small for the free block
+        assert blocks(folder) == [2, 15, 7] or blocks(folder) == [2, 7]
+        put_pages(store, 14 if len(blocks(folder)) == 3 else 13)
         store.close()
         folder.remove()
         assert list(root.iterdir()) == []
@@ -184,13 +179,13 @@ def test_a_limit_of_the_process_is_a_typed_error(folder: ArenaFolder) -> None:
             put_pages(store, 11)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (store.num_bytes, segments(folder)) == (3 * PAGE, [8])
+    assert (store.num_bytes, blocks(folder)) == (3 * PAGE - HEADER_BYTES, [3])
 
 
 def test_a_folder_that_was_deleted_is_a_typed_error(folder: ArenaFolder) -> None:
     store = store_in(folder)
     put_pages(store, 3, value=7)
-    (view,) = store.read("life1.1", "x")
+    view = store.describe("life1.1")["x"].values
     folder.remove()
     with pytest.raises(TransportError, match=r"train-0\.life1 cannot be used"):
         put_pages(store, 3)
@@ -202,7 +197,7 @@ def test_a_folder_that_was_deleted_is_a_typed_error(folder: ArenaFolder) -> None
 def test_a_closed_store_leaves_nothing_but_what_is_viewed(folder: ArenaFolder) -> None:
     store = store_in(folder)
     put_pages(store, 3, value=7)
-    (view,) = store.read("life1.1", "x")
+    view = store.describe("life1.1")["x"].values
     store.close()
     assert [path.name for path in folder.path.iterdir()] == ["lock"]
     assert (bytes(view[:2]), store.num_shards) == (b"\7\7", 0)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from areal_sc.errors import ConfigError, TransportError
+from areal_sc.transport.arena.files import block_path
 from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers, user_folder
-from areal_sc.transport.arena.memory import MappedFile
+from areal_sc.transport.arena.memory import map_file
 
 UID = os.geteuid()
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from areal_sc.transport.arena.folder import ArenaFolder
 folder = ArenaFolder(Path(sys.argv[1]), sys.argv[2])
 files = folder.create("train/0", "life0")
-files.write_ticket(1, b"x")
+files.link(1, "block-x")
 assert "torch" not in sys.modules
 print("here", flush=True)
 sys.stdin.read()
@@ -53,13 +54,14 @@ def test_everything_is_open_to_its_owner_alone(tmp_path: Path) -> None:
     try:
         folder = ArenaFolder(tmp_path / "root", "run")
         files = folder.create("train/0", "life1")
-        files.create_segment(1, 8192)
-        files.write_ticket(7, b"ticket")
+        files.reserve("block-1", 8192)
+        files.link(7, "block-1")
     finally:
         os.umask(before)
     modes = {
         str(path.relative_to(tmp_path)): stat.S_IMODE(path.lstat().st_mode)
         for path in (tmp_path / "root").rglob("*")
+        if not path.is_symlink()
     }
     base = f"root/{user_folder(tmp_path).name}"
     assert base.startswith(f"root/areal-sc-{UID}-")
@@ -70,10 +72,11 @@ def test_everything_is_open_to_its_owner_alone(tmp_path: Path) -> None:
         f"{run}/lock": 0o600,
         f"{run}/train-0.life1": 0o700,
         f"{run}/train-0.life1/lock": 0o600,
-        f"{run}/train-0.life1/segment-1": 0o600,
-        f"{run}/train-0.life1/7": 0o600,
+        f"{run}/train-0.life1/readers": 0o600,
+        f"{run}/train-0.life1/block-1": 0o600,
     }
-    assert (files.segments(), files.tickets(), files.read_ticket(7)) == ([1], [7], b"ticket")
+    assert (files.block_names(), files.sequences()) == ({"block-1"}, [7])
+    assert block_path(str(files.path), 7) == f"{files.path}/block-1"
     folder.remove()
     files.close()
     assert list((tmp_path / "root").iterdir()) == []
@@ -134,7 +137,7 @@ def test_what_a_killed_run_left_is_deleted_by_the_next(tmp_path: Path) -> None:
         mine = ArenaFolder(tmp_path, "mine")
         assert clean_leftovers(tmp_path) == 1
         assert sorted(path.name for path in base.iterdir()) == ["living", "mine"]
-        assert (base / "living" / "train-0.life0" / "1").read_bytes() == b"x"
+        assert os.readlink(base / "living" / "train-0.life0" / "1") == "block-x"
         mine.close()
         assert clean_leftovers(tmp_path) == 1
     finally:
@@ -154,8 +157,8 @@ for i in range(int(sys.argv[3])):
     folder = ArenaFolder(root, f"{sys.argv[2]}-{i % 3}")
     clean_leftovers(root)
     files = folder.create("train/0", f"life{i}")
-    files.write_ticket(1, b"x")
-    assert files.read_ticket(1) == b"x" and folder.by_incarnation() == {f"life{i}": str(files.path)}
+    files.link(1, "block-x")
+    assert files.sequences() == [1] and folder.by_incarnation() == {f"life{i}": str(files.path)}
     files.remove() if i % 2 else files.close()
     folder.remove() if i % 3 else folder.close()
 """
@@ -220,7 +223,7 @@ def test_links_are_never_followed(tmp_path: Path) -> None:
     base.mkdir(parents=True)
     (base / "linked").symlink_to(elsewhere)
     (base / "dead" / "train-0.life0").mkdir(parents=True)
-    (base / "dead" / "train-0.life0" / "segment-1").symlink_to(elsewhere / "deep" / "kept")
+    (base / "dead" / "train-0.life0" / "block-1").symlink_to(elsewhere / "deep" / "kept")
     (base / "dead" / "train-0.life1").symlink_to(elsewhere / "deep")
     (base / "locked").mkdir()
     (base / "locked" / "lock").symlink_to(elsewhere / "deep" / "lock")
@@ -232,7 +235,7 @@ def test_links_are_never_followed(tmp_path: Path) -> None:
     assert list(folder.by_incarnation()) == ["life0"]
     (files,) = folder.take_over("train/0")
     with pytest.raises(OSError, match="symbolic links"):
-        MappedFile(files.segment_path(1), writable=True)
+        map_file(files.file_path("block-1"), writable=True)
     folder.close()
     files.close()
     (base / "locked" / "lock").unlink()

@@ -58,7 +58,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def store_in(folder: ArenaFolder, incarnation: str) -> TensorStore:
-    backend = ArenaBackend(folder, "train/0", incarnation, first_segment_bytes=4 * PAGE)
+    backend = ArenaBackend(folder, "train/0", incarnation)
     return TensorStore("train/0", incarnation, max_bytes=1 << 30, backend=backend)
 
 
@@ -128,48 +128,46 @@ def test_a_swept_shard_is_gone_also_for_those_who_knew_it(node: Node) -> None:
     assert held.tensor("x")[0] == 1
 
 
-def test_a_lost_shard_does_not_unlock_the_one_in_its_place(node: Node) -> None:
-    first = node.put(1, num_pages=4)
-    node.arenas.open_shard(first)
-    node.sweep_all()
-    second = node.arenas.open_shard(node.put(2, num_pages=4))
-    (segment,) = node.folder.path.glob("*/segment-*")
-    assert segment.stat().st_size == 4 * PAGE  # the same bytes
-    with pytest.raises(ShardGone):
-        node.arenas.open_shard(first)
-    node.sweep_all()
-    assert node.store.mapped_retired_bytes == 4 * PAGE
-    assert second.tensor("x")[-1] == 2
-
-
-@pytest.mark.parametrize("num_known", [0, 1], ids=["first time", "remembered"])
-@pytest.mark.parametrize("moment", [1, 2])
-def test_a_sweep_at_any_moment_of_opening_is_noticed(
-    node: Node, monkeypatch: pytest.MonkeyPatch, num_known: int, moment: int
+@pytest.mark.parametrize("is_known", [False, True], ids=["first time", "held"])
+def test_a_sweep_just_before_the_ticket_is_read_is_noticed(
+    node: Node, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    """The sweep comes right before the reader looks for the ticket for the n-th time."""
     shard = node.put(1, num_pages=4)
-    for _ in range(num_known):
-        node.arenas.open_shard(shard)
-    num_looks = 0
-    look = os.access
+    held = [node.arenas.open_shard(shard)] if is_known else []
+    read_link = os.readlink
 
-    def sweep_first(path: str, mode: int) -> bool:
-        nonlocal num_looks
-        num_looks += 1
-        if num_looks == moment:
-            node.sweep_all()
-            node.put(2, num_pages=4)
-        return look(path, mode)
+    def sweep_first(path: str) -> str:
+        node.sweep_all()
+        node.put(2, num_pages=4)
+        return read_link(path)
 
-    monkeypatch.setattr(os, "access", sweep_first)
-    if moment <= num_known + 1:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", sweep_first)
         with pytest.raises(ShardGone):
             node.arenas.open_shard(shard)
+    assert all(view.tensor("x")[0] == 1 for view in held)
+    held.clear()
+    node.sweep_all()
+    assert node.store.num_bytes == 0  # no lock is left
+
+
+def test_a_sweep_after_the_ticket_was_read_keeps_the_block(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = node.put(1, num_pages=4)
+    read_link = os.readlink
+
+    def sweep_then(path: str) -> str:
+        target = read_link(path)
         node.sweep_all()
-        assert node.store.num_bytes == 0  # no lock is left
-    else:
-        assert node.arenas.open_shard(shard).tensor("x")[0] == 1
+        node.put(2, num_pages=4)
+        return target
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", sweep_then)
+        opened = node.arenas.open_shard(shard)
+    assert opened.tensor("x")[0] == 1
+    assert node.store.mapped_retired_bytes == 4 * PAGE
 
 
 def test_a_puller_that_comes_just_before_the_sweep_keeps_its_block(
@@ -223,29 +221,21 @@ def test_news_of_a_drop_that_come_late_unlock_nothing_that_is_in_use(
     node.sweep_all()
     assert node.store.num_bytes == 0
 
-    # opened, dropped, lost while it is opened again, and its block taken by another shard
+    # the news come between the lock and the look for the ticket
     second = node.put(2, num_pages=4)
     arenas.open_shard(second)
-    look = os.access
-    num_looks = 0
+    read_link = os.readlink
 
-    def sweep_before_the_second(path: str, mode: int) -> bool:
-        nonlocal num_looks
-        num_looks += 1
-        if num_looks == 2:
-            node.sweep_all()
-        return look(path, mode)
+    def deliver_first(path: str) -> str:
+        arenas.deliver()
+        return read_link(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "access", sweep_before_the_second)
-        with pytest.raises(ShardGone):
-            arenas.open_shard(second)
-    node.sweep_all()
-    third = arenas.open_shard(node.put(3, num_pages=4))
-    arenas.deliver()
+        patch.setattr(os, "readlink", deliver_first)
+        held = arenas.open_shard(second)
     node.sweep_all()
     assert node.store.mapped_retired_bytes == 4 * PAGE
-    assert third.tensor("x")[0] == 3
+    assert held.tensor("x")[0] == 2
 
 
 def test_other_spellings_of_an_id_are_the_same_shard(node: Node) -> None:
@@ -298,15 +288,16 @@ def maps_of(path: Path) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
 
 
-def test_memory_of_deleted_segments_is_let_go(node: Node) -> None:
+def test_memory_of_deleted_blocks_is_let_go(node: Node) -> None:
     store = store_in(node.folder, "life2")
     node.clock.now_s += LOOK_AGAIN_S
+    node.arenas.find("life2")
     shards = [node.arenas.open_shard(store.put({"x": torch.zeros(9)}, [9])) for _ in range(2)]
     path = node.folder.path / "train-0.life2"
     tensor = shards[1].tensor("x")
     num_files = len(os.listdir("/proc/self/fd"))
     store.close()
-    assert len(maps_of(path)) == 2  # the writer's view and the reader's
+    assert len(maps_of(path)) == 2  # the reader's
     shards.clear()
     node.arenas.find("life1")
     assert len(maps_of(path)) == 2
@@ -348,14 +339,14 @@ def test_garbage_may_be_collected_inside_of_the_map(
     """A tensor that ends while its own thread holds the lock of the map neither waits nor stays."""
     shards = [node.put(value) for value in range(3)]
     Cycle(node.arenas.open_shard(shards[0]).tensor("x"))
-    look = os.access
+    read_link = os.readlink
 
-    def collect_first(path: str, mode: int) -> bool:
+    def collect_first(path: str) -> str:
         assert gc.collect() > 0
         Cycle(None)
-        return look(path, mode)
+        return read_link(path)
 
-    monkeypatch.setattr(os, "access", collect_first)
+    monkeypatch.setattr(os, "readlink", collect_first)
     last = node.arenas.open_shard(shards[1])
     monkeypatch.undo()
     assert node.sweep_all() == 3
@@ -387,24 +378,33 @@ def test_tensors_may_end_in_any_thread(node: Node) -> None:
     assert node.store.num_bytes == 0
 
 
-def spoil(node: Node, change: Callable[[bytes], bytes]) -> str:
+@pytest.mark.parametrize("target", ["../train-0.life1/block-1", "/etc/passwd", "1", "block-1/x"])
+def test_tickets_that_lead_elsewhere_are_refused(node: Node, target: str) -> None:
+    ticket = node.folder.path / "train-0.life1" / node.put(1).rpartition(".")[2]
+    ticket.unlink()
+    ticket.symlink_to(target)
+    with pytest.raises(ProtocolError, match="not the ticket of a shard"):
+        node.arenas.open_shard("life1.1")
+
+
+def test_tickets_and_headers_that_lie_are_refused(node: Node) -> None:
+    arena = node.folder.path / "train-0.life1"
     shard = node.put(1)
-    path = node.folder.path / "train-0.life1" / shard.rpartition(".")[2]
-    path.write_bytes(change(path.read_bytes()))
-    return shard
-
-
-def test_tickets_that_lie_are_refused(node: Node) -> None:
-    with pytest.raises(ProtocolError, match="not msgpack"):
-        node.arenas.open_shard(spoil(node, lambda ticket: ticket[:-1]))
-    # msgpack: version, segment and start of the second block
-    start, beyond = (b"\xcd" + n.to_bytes(2, "big") for n in (PAGE, 4 * PAGE))
-    moved = spoil(node, lambda ticket: ticket.replace(start, beyond, 1))
-    with pytest.raises(ProtocolError, match=r"names bytes 16384 to 20480 of a segment of 16384"):
-        node.arenas.open_shard(moved)
-    elsewhere = spoil(node, lambda ticket: ticket[:2] + b"\x09" + ticket[3:])
+    (arena / "1").rename(arena / "kept")
+    (arena / "1").write_text("no link")
+    with pytest.raises(ProtocolError, match="not the ticket of a shard"):
+        node.arenas.open_shard(shard)
+    (arena / "1").unlink()
+    (arena / "1").symlink_to("block-9")
     with pytest.raises(ShardGone):
-        node.arenas.open_shard(elsewhere)
+        node.arenas.open_shard(shard)
+    (arena / "kept").rename(arena / "1")
+    with (arena / "block-1").open("r+b") as block:
+        block.write(b"\xff" * 64)
+    with pytest.raises(ProtocolError, match="header"):
+        node.arenas.open_shard(shard)
+    node.sweep_all()
+    assert node.store.num_bytes == 0  # no lock is left
 
 
 def test_want_of_descriptors_is_a_typed_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
