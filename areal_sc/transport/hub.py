@@ -1,7 +1,7 @@
 """One ROUTER socket that connects to any number of servers, and tells the life of each.
 
 consumes     messages of all peers, and the life events of all connections (one monitor)
-waits for    nothing by itself; a sender waits for room in its peer's queue
+waits for    nothing
 unblocked by the peers, and by ZMQ's I/O thread, which connects and reconnects in the background
 
 A socket per peer would cost a controller of thousands of workers as many file descriptors, reader
@@ -99,10 +99,6 @@ class Link:
         Raises: PeerLost: the link is not open.
         """
         return self.hub.socket.send_nowait([self.routing_id, *frames])
-
-    async def send(self, frames: Sequence[Buffer]) -> None:
-        """Queues a message, waiting for room; raises as `send_nowait`."""
-        await self.hub.socket.send_multipart([self.routing_id, *frames])
 
     def close(self) -> None:
         """Ends the connection; the peer hears nothing more."""

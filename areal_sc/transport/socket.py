@@ -1,7 +1,7 @@
 """An asyncio ZMQ socket that is driven from its file descriptor.
 
 consumes     readiness of the socket's FD; every message goes to `on_message`, on the event loop
-waits for    room to write, where a peer's queue is full
+waits for    nothing; who finds no room in a peer's queue tries again after `SEND_RETRY_S`
 unblocked by ZMQ's I/O thread, which signals the FD. The FD is edge-triggered in effect: every send
              or receive may swallow the signal, so the inbox is looked at again after each send.
 
@@ -27,7 +27,7 @@ RECEIVES_PER_TURN: Final = 32
 """Messages taken without giving the event loop a turn; a full inbox must not starve timers."""
 
 SEND_RETRY_S: Final = 0.01
-"""A ROUTER is "writable" as long as any peer has room, so waiting for one full peer also polls."""
+"""A ROUTER is "writable" as long as any peer has room, so waiting for one full peer is polling."""
 
 FRAME_BYTES: Final = 32 << 10
 """The last part of a message travels in frames of at most this size. ZMQ keeps a frame of whoever
@@ -62,29 +62,12 @@ class AsyncSocket:
         self._on_message = on_message
         self._max_parts = max_parts
         self._loop = asyncio.get_running_loop()
-        self._senders: list[asyncio.Future[None]] = []
         self._is_looking = False
         self._is_look_scheduled = False
         self._is_closed = False
         self._fd = socket.fileno()
-        self._loop.add_reader(self._fd, self._on_signal)
+        self._loop.add_reader(self._fd, self._look)
         self._look_soon()
-
-    async def send_multipart(self, frames: Sequence[Buffer]) -> None:
-        """Queues a message, waiting while the peer's queue is at its high-water mark.
-
-        Raises: PeerLost: a ROUTER's peer is gone, or this socket was closed.
-        """
-        while not self.send_nowait(frames):
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            self._senders.append(waiter)
-            retry = self._loop.call_later(SEND_RETRY_S, self._wake_senders)
-            try:
-                await waiter
-            finally:
-                retry.cancel()
-                if waiter in self._senders:
-                    self._senders.remove(waiter)
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         """Queues a message if there is room; tells whether it did.
@@ -124,21 +107,12 @@ class AsyncSocket:
             self._on_message(frames)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes the socket; messages not sent after `linger_s` are dropped.
-
-        A waiting sender gets PeerLost.
-        """
+        """Closes the socket; messages not sent after `linger_s` are dropped."""
         if self._is_closed:
             return
         self._is_closed = True
         self._loop.remove_reader(self._fd)
-        self._wake_senders()
         self.raw.close(linger=round(linger_s * 1000))
-
-    def _on_signal(self) -> None:
-        self._look()
-        if self._senders:
-            self._wake_senders()
 
     def _look_soon(self) -> None:
         self._is_look_scheduled = True
@@ -183,15 +157,7 @@ class AsyncSocket:
                 parts.append(part.buffer)
             if not part.more:
                 break
-        if self._senders:
-            self._wake_senders()
         return parts
 
     def _has_arrived(self) -> bool:
         return bool(self.raw.get(_EVENTS) & _POLLIN)  # type: ignore[operator]
-
-    def _wake_senders(self) -> None:
-        senders, self._senders = self._senders, []
-        for waiter in senders:
-            if not waiter.done():
-                waiter.set_result(None)

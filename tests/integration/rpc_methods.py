@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.rpc.codec import MessageLimits
+from areal_sc.transport.rpc.codec import MAX_MESSAGE_BYTES
 from areal_sc.transport.rpc.transport import (
     Method,
     RpcClient,
@@ -19,7 +19,6 @@ from areal_sc.transport.rpc.transport import (
 )
 
 LIFE = "life1"
-LIMITS = MessageLimits()
 
 
 @cache
@@ -57,7 +56,7 @@ class Methods:
         return bytes(1 << 20)
 
     async def too_large(self, args: dict[str, Any]) -> bytes:
-        return bytes(LIMITS.max_bytes)
+        return bytes(MAX_MESSAGE_BYTES)
 
     async def wait(self, args: dict[str, Any]) -> int:
         self.num_calls += 1

@@ -54,7 +54,7 @@ async def serve(keys: str) -> None:
         return {
             "num_calls": num_calls,
             "num_malformed": server.num_malformed,
-            "num_dropped_replies": server.num_dropped_replies,
+            "num_dropped_replies": server._outbox.num_dropped if server._outbox else 0,
             "num_refused": authenticator.num_refused if authenticator else 0,
         }
 

@@ -29,8 +29,8 @@ from areal_sc.transport.outbox import Outbox
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.codec import (
     ANY_INCARNATION,
+    MAX_FRAMES,
     Cancel,
-    MessageLimits,
     Reply,
     Request,
     decode,
@@ -89,7 +89,6 @@ class RpcServer:
         incarnation: str,
         bind: str = "tcp://127.0.0.1",
         authenticator: Authenticator | None = None,
-        limits: MessageLimits | None = None,
         max_running: int = 16_384,
         max_running_bytes: int = 256 << 20,
         reply_timeout_s: float = 30.0,
@@ -100,7 +99,6 @@ class RpcServer:
         self._served = {served.method.name: served for served in methods}
         self._bind = bind if bind.count(":") == 2 else f"{bind}:0"
         self._authenticator = authenticator
-        self._limits = limits or MessageLimits()
         self._max_running = max_running
         self._max_running_bytes = max_running_bytes
         self._reply_timeout_s = reply_timeout_s
@@ -118,11 +116,6 @@ class RpcServer:
     def num_malformed(self) -> int:
         """Messages dropped because no correct peer sends them."""
         return self._malformed.num
-
-    @property
-    def num_dropped_replies(self) -> int:
-        """Replies whose caller had left or did not read."""
-        return self._outbox.num_dropped if self._outbox else 0
 
     @property
     def bytes_sent(self) -> int:
@@ -155,7 +148,7 @@ class RpcServer:
                 f"{self.node_id} cannot listen on {self._bind}: {error}"
             ) from error
         address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = AsyncSocket(raw, self._on_message, max_parts=1 + self._limits.max_frames)
+        self._socket = AsyncSocket(raw, self._on_message, max_parts=1 + MAX_FRAMES)
         self._outbox = Outbox(self._socket, node_id=self.node_id, timeout_s=self._reply_timeout_s)
         return address
 
@@ -181,7 +174,7 @@ class RpcServer:
             return
         caller = bytes(frames[0])
         try:
-            message = decode(frames[1:], self._limits)
+            message = decode(frames[1:])
             num_bytes = sum(map(len, frames[1:]))
             self.bytes_received += num_bytes
             if type(message) is Request:
@@ -253,7 +246,7 @@ class RpcServer:
         self._refuse(caller, request, error)
 
     def _refuse(self, caller: bytes, request: Request, error: ArealError) -> None:
-        self._send(caller, encode(failure_of(error, request.request_id), self._limits))
+        self._send(caller, encode(failure_of(error, request.request_id)))
 
     def _execute(self, caller: bytes, request: Request, num_bytes: int) -> None:
         served = self._served[request.method]
@@ -277,7 +270,7 @@ class RpcServer:
             if self._is_closing:
                 return  # its callers learn it from the end of the connection
             cancelled = TransportError(f"{request.method} on {self.node_id} was cancelled")
-            reply = encode(failure_of(cancelled, request.request_id), self._limits)
+            reply = encode(failure_of(cancelled, request.request_id))
         elif (error := task.exception()) is not None:
             reply = self._failure(request, error)
         else:
@@ -291,7 +284,7 @@ class RpcServer:
 
     def _reply(self, request: Request, value: Any) -> bytes:
         try:
-            return encode(Reply(request.request_id, pack(value)), self._limits)
+            return encode(Reply(request.request_id, pack(value)))
         except ProtocolError as error:
             return self._failure(request, error)
 
@@ -300,7 +293,7 @@ class RpcServer:
             "method_failed node=%s method=%s request=%s error=%r",
             *(self.node_id, request.method, request.request_id, error),
         )
-        return encode(failure_of(error, request.request_id), self._limits)
+        return encode(failure_of(error, request.request_id))
 
     def _on_cancel(self, cancel: Cancel) -> None:
         """An id is one caller's, whichever connection it has by now."""

@@ -6,7 +6,7 @@ import pytest
 
 from areal_sc import errors
 from areal_sc.errors import ArealError, ConfigError, RemoteError, WorkflowError
-from areal_sc.transport.rpc.codec import Failure, MessageLimits, decode, encode
+from areal_sc.transport.rpc.codec import Failure, decode, encode
 from areal_sc.transport.rpc.remote_errors import error_of, failure_of
 
 
@@ -19,8 +19,8 @@ def raised(error: Exception) -> Exception:
 
 
 def over_the_wire(error: Exception) -> ArealError:
-    frame = encode(failure_of(raised(error), "id"), MessageLimits())
-    failure = decode([memoryview(frame)], MessageLimits())
+    frame = encode(failure_of(raised(error), "id"))
+    failure = decode([memoryview(frame)])
     assert isinstance(failure, Failure)
     return error_of(failure, node_id="train/0", method="step")
 
