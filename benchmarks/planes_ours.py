@@ -28,7 +28,9 @@ from areal_sc.schedulers.base import Node
 from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import Connection, Method, RpcServer, Served, ZmqTransport
+from areal_sc.transport.rpc.method import Method, Served
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import Connection, ZmqTransport
 from areal_sc.workers.spec import (
     LAUNCH,
     STOP,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 
@@ -28,23 +28,6 @@ neither ZMQ's pings nor the kernel's probes are sent while there is output to se
 
 _SEALING_BYTES: Final = 64
 """CURVE's own part of a frame (33 bytes), which ZMQ counts as well."""
-
-
-class Guard(Protocol):
-    """Keeps strangers out of one server socket."""
-
-    def close(self) -> None:
-        """Lets nobody in any more; must come before the socket is closed."""
-
-
-class Authenticator(Protocol):
-    """Prepares sockets before they bind or connect, so that strangers are not served."""
-
-    def configure_server(self, context: Context, socket: zmq.Socket[bytes]) -> Guard:
-        """Guards `socket`, which must be the only server of `context`; before it is bound."""
-
-    def configure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Gives `socket` the keys of a member; before it connects."""
 
 
 def configure_socket(socket: zmq.Socket[bytes]) -> None:

@@ -21,12 +21,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.endpoint import (
-    Authenticator,
-    configure_socket,
-    monitor_of,
-    parsed_address,
-)
+from areal_sc.transport.curve import CurveAuthenticator
+from areal_sc.transport.endpoint import configure_socket, monitor_of, parsed_address
 from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
 
 logger = logging.getLogger(__name__)
@@ -117,7 +113,7 @@ class PeerHub:
         self,
         *,
         max_frames: int,
-        authenticator: Authenticator | None = None,
+        authenticator: CurveAuthenticator | None = None,
     ) -> None:
         context = self._context = zmq.Context()
         raw = context.socket(zmq.ROUTER)

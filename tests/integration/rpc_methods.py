@@ -9,14 +9,11 @@ from functools import cache
 from typing import Any
 
 from areal_sc.errors import ShardGone
+from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.codec import MAX_MESSAGE_BYTES
-from areal_sc.transport.rpc.transport import (
-    Method,
-    RpcClient,
-    RpcServer,
-    Served,
-    ZmqTransport,
-)
+from areal_sc.transport.rpc.method import Method, Served
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 
 LIFE = "life1"
 

@@ -16,7 +16,9 @@ from typing import Any
 
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import Method, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 
 LIFE = "life1"
 

@@ -28,7 +28,9 @@ from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import KEYS_VARIABLE, RunKeys
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
-from areal_sc.transport.rpc.transport import Authenticator, Method, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.workers.spec import (
     DESCRIBE,
     LAUNCH,
@@ -82,7 +84,7 @@ async def service(keys: RunKeys) -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def transport(authenticator: Authenticator | None) -> AsyncIterator[ZmqTransport]:
+async def transport(authenticator: CurveAuthenticator | None) -> AsyncIterator[ZmqTransport]:
     made = ZmqTransport(authenticator=authenticator)
     try:
         yield made
@@ -91,7 +93,7 @@ async def transport(authenticator: Authenticator | None) -> AsyncIterator[ZmqTra
 
 
 async def call(
-    serving: Service, authenticator: Authenticator | None, who: str, timeout_s: float = LIMIT_S
+    serving: Service, authenticator: CurveAuthenticator | None, who: str, timeout_s: float = LIMIT_S
 ) -> Any:
     async with transport(authenticator) as made:
         connection = made.connect(serving.address, "train/0", "a1")
@@ -99,7 +101,7 @@ async def call(
 
 
 class Stranger:
-    """An `Authenticator` for callers that configures them as it was told."""
+    """In the place of a `CurveAuthenticator`: configures callers as it was told."""
 
     def __init__(self, configure: Callable[[zmq.Socket[bytes]], None]) -> None:
         self.configure_client = configure
@@ -128,7 +130,7 @@ def borrowed_public_key(keys: RunKeys) -> Stranger:
     return Stranger(configure)
 
 
-STRANGERS: dict[str, Callable[[RunKeys], Authenticator | None]] = {
+STRANGERS: dict[str, Callable[[RunKeys], CurveAuthenticator | None]] = {
     "no key": lambda keys: None,
     "keys of another run": lambda keys: CurveAuthenticator(RunKeys.create(), "stranger"),
     "a wrong server key": lambda keys: with_keys(RunKeys.create().server_public, keys),

@@ -24,7 +24,8 @@ from areal_sc.metadata import (
 from areal_sc.transport import slices
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.plane import DataPlane
-from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.weights import ShardReference, WeightsReference
 
 STORE_BYTES = 64 << 20

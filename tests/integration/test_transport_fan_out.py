@@ -24,9 +24,10 @@ from areal_sc.errors import (
     ShardGone,
 )
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.client import CALLS_PER_TURN
+from areal_sc.transport.rpc.client import CALLS_PER_TURN, RpcClient
 from areal_sc.transport.rpc.codec import decode
-from areal_sc.transport.rpc.transport import RpcClient, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 
 
 @asynccontextmanager

@@ -36,7 +36,8 @@ from areal_sc.transport.bulk.wire import DescribedField
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.pull import Puller
 from areal_sc.transport.pull_plan import Owner as Address
-from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
 from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import ShardReference, WeightsReference

@@ -19,7 +19,8 @@ from areal_sc.errors import (
     ShardGone,
     TransportError,
 )
-from areal_sc.transport.rpc.transport import Method, RpcServer
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.server import RpcServer
 
 
 async def test_values_travel_both_ways_and_bytes_are_counted() -> None:

@@ -12,8 +12,10 @@ import zmq
 from integration.rpc_methods import LIFE, connected, named, serving, transport, until
 
 from areal_sc.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
+from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.codec import MAX_MESSAGE_BYTES, Reply, Request, decode, encode
-from areal_sc.transport.rpc.transport import RpcClient, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 
 
 async def test_a_server_that_ends_fails_what_waits_for_it() -> None:

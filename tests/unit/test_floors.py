@@ -82,7 +82,6 @@ TORCH_FREE = (
             "refusals",
             "rpc.",
             "socket",
-            "zap",
         )
     ),
     "areal_sc.workers.calls",

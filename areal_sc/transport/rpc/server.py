@@ -24,7 +24,8 @@ from areal_sc.errors import (
     ServerBusy,
     TransportError,
 )
-from areal_sc.transport.endpoint import Authenticator, Context, Guard, configure_socket
+from areal_sc.transport.curve import CurveAuthenticator, Guard
+from areal_sc.transport.endpoint import Context, configure_socket
 from areal_sc.transport.outbox import Outbox
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.codec import (
@@ -88,7 +89,7 @@ class RpcServer:
         node_id: str,
         incarnation: str,
         bind: str = "tcp://127.0.0.1",
-        authenticator: Authenticator | None = None,
+        authenticator: CurveAuthenticator | None = None,
         max_running: int = 16_384,
         max_running_bytes: int = 256 << 20,
         reply_timeout_s: float = 30.0,

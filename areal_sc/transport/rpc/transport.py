@@ -15,23 +15,11 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from areal_sc.errors import ArealError, TransportError
-from areal_sc.transport.endpoint import Authenticator
+from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.rpc.client import RequestIds, RpcClient, call_all, random_request_ids
 from areal_sc.transport.rpc.codec import MAX_FRAMES
-from areal_sc.transport.rpc.method import A, Method, R, Served
-from areal_sc.transport.rpc.server import RpcServer
-
-__all__ = [
-    "Authenticator",
-    "Connection",
-    "Method",
-    "RpcClient",
-    "RpcServer",
-    "Served",
-    "Transport",
-    "ZmqTransport",
-]
+from areal_sc.transport.rpc.method import A, Method, R
 
 
 class Connection(Protocol):
@@ -80,7 +68,7 @@ class ZmqTransport:
     def __init__(
         self,
         *,
-        authenticator: Authenticator | None = None,
+        authenticator: CurveAuthenticator | None = None,
         new_request_id: RequestIds | None = None,
     ) -> None:
         self._authenticator = authenticator

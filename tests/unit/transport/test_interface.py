@@ -9,7 +9,7 @@ import pytest
 
 from areal_sc.errors import TransportError
 from areal_sc.transport.interface import Interface
-from areal_sc.transport.rpc.transport import RpcServer
+from areal_sc.transport.rpc.server import RpcServer
 
 
 def stands_for(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
