@@ -25,7 +25,7 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.schedulers.base import Node
-from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers
+from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers, memory_root
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.method import Method, Served
@@ -79,7 +79,7 @@ def _arenas(folder: Path) -> ArenaFolder:
 
 
 def _arena_root(folder: Path) -> Path:
-    return choose_root("auto", 2 * STORE_BYTES, folder / "arenas")
+    return memory_root("auto", folder, needed_bytes=2 * STORE_BYTES)
 
 
 class Worker:

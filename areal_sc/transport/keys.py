@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import zmq
 
 from areal_sc.durable import replace_file
@@ -96,24 +97,13 @@ class RunKeys:
 
     @classmethod
     def _parse(cls, content: bytes, source: str) -> RunKeys:
-        names = {field.name for field in fields(cls)}
-        # No cause is kept: that of a parser quotes what it could not read.
-        malformed = TransportError(f"{source} does not hold the keys of a run; start it anew")
-        if len(content) > MAX_FILE_BYTES:
-            raise malformed
         try:
-            keys = json.loads(content)
-            if not isinstance(keys, dict) or keys.keys() != names:
-                raise malformed
-            return cls(**{name: _as_bytes(keys[name]) for name in names})
-        except (ValueError, RecursionError, TransportError):
-            raise malformed from None
-
-
-def _as_bytes(key: object) -> bytes:
-    if not isinstance(key, str):
-        raise ValueError("a key is text")
-    return key.encode("ascii")
+            if len(content) <= MAX_FILE_BYTES:
+                keys = msgspec.json.decode(content, type=dict[str, str])
+                return cls(**{name: key.encode("ascii") for name, key in keys.items()})
+        except (msgspec.MsgspecError, ValueError, TypeError, TransportError):
+            pass  # no cause is kept: that of a parser quotes what it could not read
+        raise TransportError(f"{source} does not hold the keys of a run; start it anew")
 
 
 def _is_pair(public: bytes, secret: bytes) -> bool:

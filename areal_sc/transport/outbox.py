@@ -45,22 +45,16 @@ class Outbox:
         timeout_s: how long a caller may take nothing before what waits for it is dropped.
 
     Attributes:
-        bytes_sent: of all replies handed to ZMQ.
+        dropped: replies that nobody will get.
     """
 
     def __init__(self, socket: AsyncSocket, *, node_id: str, timeout_s: float) -> None:
-        self.bytes_sent = 0
-        self._dropped = Refusals(logger, "replies_dropped", node_id, level=logging.INFO)
+        self.dropped = Refusals(logger, "replies_dropped", node_id, level=logging.INFO)
         self._socket = socket
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._backlogs: dict[bytes, _Backlog] = {}
         self._retry: asyncio.TimerHandle | None = None
-
-    @property
-    def num_dropped(self) -> int:
-        """Replies that nobody will get."""
-        return self._dropped.num
 
     def send(self, caller: bytes, reply: bytes) -> None:
         """Sends a reply now or, while the caller's queue is full, later."""
@@ -71,7 +65,7 @@ class Outbox:
             backlog = self._backlogs[caller] = _Backlog(self._loop.time())
         num_bytes = backlog.num_bytes + _ENTRY_BYTES + len(reply)
         if num_bytes > MAX_WAITING_BYTES:
-            self._dropped.add(f"caller {caller.hex()} reads slower than it asks")
+            self.dropped.add(f"caller {caller.hex()} reads slower than it asks")
             return
         backlog.num_bytes = num_bytes
         backlog.replies.append(reply)
@@ -83,7 +77,7 @@ class Outbox:
         if self._retry is not None:
             self._retry.cancel()
         for backlog in self._backlogs.values():
-            self._dropped.add("the server ends", len(backlog.replies))
+            self.dropped.add("the server ends", len(backlog.replies))
         self._backlogs.clear()
 
     def _try_again(self) -> None:
@@ -95,7 +89,7 @@ class Outbox:
                 backlog.since_s = now_s
             if now_s - backlog.since_s >= self._timeout_s:
                 reason = f"caller {caller.hex()} read nothing for {self._timeout_s:g} s"
-                self._dropped.add(reason, len(replies))
+                self.dropped.add(reason, len(replies))
                 replies.clear()
             if not replies:
                 del self._backlogs[caller]
@@ -106,9 +100,7 @@ class Outbox:
     def _is_settled(self, caller: bytes, reply: bytes) -> bool:
         """Whether the reply needs no further attempt; False where there is no room for it."""
         try:
-            if not self._socket.send_nowait([caller, reply]):
-                return False
-            self.bytes_sent += len(reply)
+            return self._socket.send_nowait([caller, reply])
         except PeerLost:
-            self._dropped.add(f"caller {caller.hex()} has left")
-        return True
+            self.dropped.add(f"caller {caller.hex()} has left")
+            return True

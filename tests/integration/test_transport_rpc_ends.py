@@ -53,7 +53,7 @@ async def test_the_last_reply_of_an_ending_server_still_arrives() -> None:
         call = asyncio.create_task(client.call(named("wait"), {}, timeout_s=20))
         await methods.started.wait()
         methods.go_on.set()
-        await until(lambda: server.bytes_sent > 0)
+        await until(lambda: len(server._finished) > 0)
         await server.close()
         assert await call == 1
 
@@ -284,7 +284,7 @@ async def test_a_caller_that_does_not_read_delays_nobody_and_loses_its_replies()
             num_sent = 0
             async with asyncio.timeout(60):
                 # beyond the 1000 messages of ZMQ's own queue, until what waits for room is dropped
-                while server._outbox is None or server._outbox.num_dropped == 0:
+                while server._outbox is None or server._outbox.dropped.num == 0:
                     if not sleeper.poll(0, zmq.POLLOUT):
                         await asyncio.sleep(0.001)
                         continue

@@ -54,24 +54,22 @@ _OWNER_ONLY_FOLDER: Final = 0o700
 logger = logging.getLogger(__name__)
 
 
-def memory_root(shared_memory: str, run_dir: Path) -> Path:
-    """Where the shared memory of runs lies on this node, as `transport.shared_memory` says."""
-    fallback = run_dir / "shared_memory"
-    if shared_memory == OFF:
-        return choose_root("auto", 0, fallback)
-    return choose_root(shared_memory, MIN_ROOM_BYTES, fallback)
-
-
-def choose_root(
-    wanted: str, needed_bytes: int, fallback: Path, *, shared_memory: Path = SHARED_MEMORY
+def memory_root(
+    wanted: str,
+    run_dir: Path,
+    *,
+    needed_bytes: int = MIN_ROOM_BYTES,
+    shared_memory: Path = SHARED_MEMORY,
 ) -> Path:
     """The folder that arenas are made under; says so where it is not the machine's memory.
 
     Args:
-        wanted: `auto`, or a folder.
+        wanted: `transport.shared_memory`: `auto`, `off` or a folder.
+        run_dir: a folder in it is used instead of `shared_memory` where that has no room.
         needed_bytes: what the stores of this node may hold together.
-        fallback: used instead of `shared_memory` where that has no room.
     """
+    if wanted == OFF:
+        wanted, needed_bytes = "auto", 0
     if wanted != "auto":
         return Path(wanted).expanduser().absolute()
     try:
@@ -84,12 +82,13 @@ def choose_root(
             return shared_memory
         size_bytes = space.f_blocks * space.f_frsize
         why = f"{shared_memory} has {_gib(free_bytes)} free of {_gib(size_bytes)}"
+    fallback = (run_dir / "shared_memory").absolute()
     logger.warning(
         "%s, the tensor stores of this node may need %s: shared memory is in files under %s, "
         "which is slower; enlarge it (docker run --shm-size=%dg), or lower store_bytes",
         *(why, _gib(needed_bytes), fallback, -(-needed_bytes // (1 << 30)) + 1),
     )
-    return fallback.absolute()
+    return fallback
 
 
 def user_folder(root: Path) -> Path:
@@ -136,7 +135,7 @@ class ArenaFolder:
     """The arenas of one run on this node. While it is open, no other run deletes them.
 
     Args:
-        root: what `choose_root` chose.
+        root: what `memory_root` chose.
         run_id: letters, digits, `_` and `-`.
 
     Attributes:

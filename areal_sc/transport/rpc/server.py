@@ -77,9 +77,6 @@ class RpcServer:
             generates a group stays for minutes, so it is far above what controllers ask for.
         max_running_bytes: of these requests.
         reply_timeout_s: how long a caller may read nothing before it is dropped with its replies.
-
-    Attributes:
-        bytes_received: of all frames.
     """
 
     def __init__(
@@ -96,7 +93,6 @@ class RpcServer:
     ) -> None:
         self.node_id = node_id
         self.incarnation = incarnation
-        self.bytes_received = 0
         self._served = {served.method.name: served for served in methods}
         self._bind = bind if bind.count(":") == 2 else f"{bind}:0"
         self._authenticator = authenticator
@@ -117,11 +113,6 @@ class RpcServer:
     def num_malformed(self) -> int:
         """Messages dropped because no correct peer sends them."""
         return self._malformed.num
-
-    @property
-    def bytes_sent(self) -> int:
-        """Of all frames handed to ZMQ."""
-        return self._outbox.bytes_sent if self._outbox else 0
 
     async def start(self) -> str:
         """Starts to serve on the running event loop; returns the address to connect to.
@@ -177,7 +168,6 @@ class RpcServer:
         try:
             message = decode(frames[1:])
             num_bytes = sum(map(len, frames[1:]))
-            self.bytes_received += num_bytes
             if type(message) is Request:
                 self._on_request(caller, message, num_bytes)
             elif type(message) is Cancel:

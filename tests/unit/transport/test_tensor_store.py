@@ -29,33 +29,33 @@ def test_a_shard_holds_copies_of_its_fields() -> None:
     ids.zero_()
     assert shard == "life1.1"
     fields = store.describe(shard)
-    assert {name: (f.dtype, f.numel, f.row_lengths) for name, f in fields.items()} == {
-        "ids": ("int32", 6, (1, 2, 3)),
-        "logp": ("bfloat16", 6, (1, 2, 3)),
-        "mask": ("bool", 6, (1, 2, 3)),
+    assert {name: (f.dtype, f.row_lengths) for name, f in fields.items()} == {
+        "ids": ("int32", (1, 2, 3)),
+        "logp": ("bfloat16", (1, 2, 3)),
+        "mask": ("bool", (1, 2, 3)),
     }
     assert fields["ids"].numel == 6
-    assert int32s(store.read(shard, "ids")) == [0, 1, 2, 3, 4, 5]
-    assert bytes(store.read(shard, "mask")[0]) == b"\0\0\0\1\1\1"
+    assert int32s(store.describe(shard)["ids"].slices()) == [0, 1, 2, 3, 4, 5]
+    assert bytes(store.describe(shard)["mask"].slices()[0]) == b"\0\0\0\1\1\1"
 
 
 def test_rows_are_read_in_the_asked_order_and_runs_come_as_one_slice() -> None:
     store = store_of()
     shard = store.put({"ids": torch.arange(10, dtype=torch.int32)}, [2, 0, 3, 1, 4])
-    assert int32s(store.read(shard, "ids", [2, 0])) == [2, 3, 4, 0, 1]
-    assert len(store.read(shard, "ids", [0, 1, 2, 3])) == 1
-    assert store.read(shard, "ids", [1]) == []
-    assert store.read(shard, "ids", []) == []
+    assert int32s(store.describe(shard)["ids"].slices([2, 0])) == [2, 3, 4, 0, 1]
+    assert len(store.describe(shard)["ids"].slices([0, 1, 2, 3])) == 1
+    assert store.describe(shard)["ids"].slices([1]) == []
+    assert store.describe(shard)["ids"].slices([]) == []
     for rows in ([5], [-1], [-1, 0], [3, 4, 5]):
         with pytest.raises(MetadataError, match=r"rows 0\.\.4"):
-            store.read(shard, "ids", rows)
+            store.describe(shard)["ids"].slices(rows)
 
 
 def test_sealed_bytes_cannot_be_written() -> None:
     store = store_of()
     shard = store.put({"ids": torch.arange(4)}, [4])
     with pytest.raises(TypeError, match="read-only"):
-        store.read(shard, "ids")[0][0] = 1
+        store.describe(shard)["ids"].slices()[0][0] = 1
 
 
 def test_fields_may_have_their_own_rows() -> None:
@@ -70,7 +70,7 @@ def test_fields_may_have_their_own_rows() -> None:
 def test_empty_shards_can_be_put() -> None:
     store = store_of()
     assert store.describe(store.put({}, [])) == {}
-    assert store.read(store.put({"ids": torch.zeros(0)}, []), "ids") == []
+    assert store.describe(store.put({"ids": torch.zeros(0)}, []))["ids"].slices() == []
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,13 @@ def test_missing_shards_say_why() -> None:
     store.remove(shard)
     for shard_id, why in [(shard, "swept"), ("life0.1", "restarted"), ("life1.9", "never sealed")]:
         with pytest.raises(ShardGone, match=rf"{shard_id} on rollout/0 is gone.*{why}"):
-            store.read(shard_id, "x")
-    with pytest.raises(MetadataError, match="'y'"):
-        store.read(store.put({"x": torch.zeros(1)}, [1]), "y")
+            store.describe(shard_id)
 
 
 def test_bytes_being_sent_outlive_their_shard() -> None:
     store = store_of()
     shard = store.put({"ids": torch.arange(4, dtype=torch.int32)}, [4])
-    view = store.read(shard, "ids")[0]
+    view = store.describe(shard)["ids"].slices()[0]
     store.remove(shard)
     store.put({"ids": torch.zeros(4, dtype=torch.int32)}, [4])
     assert int32s([view]) == [0, 1, 2, 3]
@@ -212,14 +210,14 @@ def test_adopted_shards_keep_their_ids_until_they_are_live_no_more() -> None:
     own = store.put({"x": torch.zeros(1, dtype=torch.int32)}, [1])
     assert store.adopt() == 2
     assert (store.num_shards, store.num_bytes, store.last_sequence) == (3, 192, 1)
-    assert int32s(store.read("life0.5", "x")) == [5, 0]
+    assert int32s(store.describe("life0.5")["x"].slices()) == [5, 0]
     # sequence numbers are those of the own shards, whatever happened to be adopted
     assert store.sweep([], acknowledged=0, dead=[3, 5]) == 0
     assert store.sweep([1], acknowledged=9) == 0
     assert store.sweep([1], acknowledged=9, adopted_live=["life0.5", own]) == 1
-    assert int32s(store.read("life0.5", "x", [0])) == [5]
+    assert int32s(store.describe("life0.5")["x"].slices([0])) == [5]
     with pytest.raises(ShardGone, match=r"life0\.3 on rollout/0 is gone.*restarted"):
-        store.read("life0.3", "x")
+        store.describe("life0.3")["x"].slices()
     store.remove("life0.5")
     store.remove("life0.5")
     assert (store.num_shards, store.num_bytes, store.num_swept) == (1, 64, 1)
@@ -248,7 +246,7 @@ def test_sweep_keeps_the_live_and_the_young(actions: list[int | tuple[set[int], 
         assert store.last_sequence == sealed
         assert (store.num_shards, store.num_bytes) == (len(expected), sum(expected.values()))
     for sequence in expected:
-        store.read(f"life1.{sequence}", "x")
+        store.describe(f"life1.{sequence}")["x"].slices()
 
 
 def test_threads_may_put_read_and_sweep_at_once() -> None:
@@ -259,7 +257,7 @@ def test_threads_may_put_read_and_sweep_at_once() -> None:
         try:
             for i in range(100):
                 shard = store.put({"x": torch.full((50,), value, dtype=torch.int32)}, [50])
-                assert int32s(store.read(shard, "x")) == [value] * 50
+                assert int32s(store.describe(shard)["x"].slices()) == [value] * 50
                 if i % 2:
                     store.remove(shard)
         except BaseException as error:

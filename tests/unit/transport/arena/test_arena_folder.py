@@ -13,7 +13,7 @@ import pytest
 
 from areal_sc.errors import ConfigError, TransportError
 from areal_sc.transport.arena.files import block_path
-from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers, user_folder
+from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers, memory_root, user_folder
 from areal_sc.transport.arena.memory import map_file
 
 UID = os.geteuid()
@@ -302,17 +302,20 @@ def test_a_root_without_room_is_replaced_with_one_warning(
     space = os.statvfs(tmp_path)
     free_bytes = space.f_bavail * space.f_frsize
     caplog.set_level(logging.WARNING)
-    fallback = tmp_path / "fallback"
-    assert choose_root("auto", free_bytes // 2, fallback, shared_memory=tmp_path) == tmp_path
-    assert choose_root(str(tmp_path / "x"), 1 << 60, fallback) == tmp_path / "x"
+    fallback = tmp_path / "shared_memory"
+    assert (
+        memory_root("auto", tmp_path, needed_bytes=free_bytes // 2, shared_memory=tmp_path)
+        == tmp_path
+    )
+    assert memory_root(str(tmp_path / "x"), tmp_path, needed_bytes=1 << 60) == tmp_path / "x"
     assert caplog.records == []
-    assert choose_root("auto", 1 << 60, fallback, shared_memory=tmp_path) == fallback
+    assert memory_root("auto", tmp_path, needed_bytes=1 << 60, shared_memory=tmp_path) == fallback
     (record,) = caplog.records
     text = record.getMessage()
     for part in (f"{tmp_path} has", f"{(1 << 60) / 2**30:.1f} GiB", "--shm-size=", str(fallback)):
         assert part in text
     missing = tmp_path / "missing"
-    assert choose_root("auto", 1, fallback, shared_memory=missing) == fallback
+    assert memory_root("auto", tmp_path, shared_memory=missing) == fallback
     assert "missing cannot be used" in caplog.records[1].getMessage()
 
 
