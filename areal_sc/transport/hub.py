@@ -61,7 +61,7 @@ class Peer(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class Route:
     """The way to one server.
 
     Attributes:
@@ -92,7 +92,7 @@ class Link:
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         """Queues a message if there is room; tells whether it did.
 
-        Raises: PeerLost: the link is not open.
+        Raises: PeerLost: the route is not open.
         """
         return self.hub.socket.send_nowait([self.routing_id, *frames])
 
@@ -129,12 +129,12 @@ class PeerHub:
         self._loop = asyncio.get_running_loop()
         self._routing_ids = itertools.count(1)
         self._widths = itertools.cycle(range(1, MAX_PORT_DIGITS))
-        self._links: dict[bytes, Link] = {}
-        self._by_endpoint: dict[str, Link] = {}
+        self._routes: dict[bytes, Route] = {}
+        self._by_endpoint: dict[str, Route] = {}
         self._is_closed = False
 
-    def connect(self, address: str, peer: Peer) -> Link:
-        """A link that is connected in the background; messages sent meanwhile wait in its queue.
+    def connect(self, address: str, peer: Peer) -> Route:
+        """A route that is connected in the background; messages sent meanwhile wait in its queue.
 
         Raises: TransportError: the address is not like tcp://10.0.0.1:5555, the hub is closed, or
             has too many connections to that address.
@@ -142,22 +142,22 @@ class PeerHub:
         host, port = parsed_address(address)
         if self._is_closed:
             raise TransportError(f"cannot connect to {address}: this side is closed")
-        link = Link(address, (host, port), peer, self)
-        self._open(link)
-        return link
+        route = Route(address, (host, port), peer, self)
+        self._open(route)
+        return route
 
-    def forget(self, link: Link) -> None:
-        """Ends one connection; see `Link.close`."""
-        self._disconnect(link)
-        link.is_closed = True
-        link.is_lost = "the connection was closed here"
+    def forget(self, route: Route) -> None:
+        """Ends one connection; see `Route.close`."""
+        self._disconnect(route)
+        route.is_closed = True
+        route.is_lost = "the connection was closed here"
 
     async def close(self) -> None:
         """Ends all connections; peers are not told."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._links.clear()
+        self._routes.clear()
         self._by_endpoint.clear()
         # Before its reader closes: ZMQ sends a last event, and would wait for room forever.
         self.socket.raw.disable_monitor()
@@ -165,70 +165,70 @@ class PeerHub:
         self.socket.close()
         self._context.term()
 
-    def _open(self, link: Link) -> None:
-        if link.is_closed or self._is_closed:
+    def _open(self, route: Route) -> None:
+        if route.is_closed or self._is_closed:
             return
         # Life events name no connection, only the endpoint as it was spelled. Leading zeros of the
         # port tell connections apart, the ended ones too, whose last events may still come.
-        host, port = link.server
+        host, port = route.server
         widths = itertools.islice(self._widths, MAX_PORT_DIGITS)
         spellings = (f"tcp://{host}:{port:0{width}d}" for width in widths)
         endpoint = next((text for text in spellings if text not in self._by_endpoint), None)
         if endpoint is None:
             raise TransportError(
-                f"cannot connect to {link.address}: this process has {MAX_PORT_DIGITS - 1} "
+                f"cannot connect to {route.address}: this process has {MAX_PORT_DIGITS - 1} "
                 "connections to it already"
             )
         # A fresh id each time: the pipe of the connection before may still hold the old one.
-        link.routing_id = next(self._routing_ids).to_bytes(8, "big")
-        self._links[link.routing_id] = link
-        link.endpoint = endpoint
-        self._by_endpoint[link.endpoint] = link
-        self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, link.routing_id)
-        self.socket.raw.connect(link.endpoint)
+        route.routing_id = next(self._routing_ids).to_bytes(8, "big")
+        self._routes[route.routing_id] = route
+        route.endpoint = endpoint
+        self._by_endpoint[route.endpoint] = route
+        self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, route.routing_id)
+        self.socket.raw.connect(route.endpoint)
 
-    def _disconnect(self, link: Link) -> None:
+    def _disconnect(self, route: Route) -> None:
         """Ends the connection; nothing that is still on its way from it is heard."""
-        if self._by_endpoint.pop(link.endpoint, None) is None:
+        if self._by_endpoint.pop(route.endpoint, None) is None:
             return
-        del self._links[link.routing_id]
-        self.socket.raw.disconnect(link.endpoint)
-        link.endpoint = ""
+        del self._routes[route.routing_id]
+        self.socket.raw.disconnect(route.endpoint)
+        route.endpoint = ""
 
     def _on_message(self, frames: list[Frame]) -> None:
-        link = self._links.get(bytes(frames[0]))
-        if link is not None:  # else: it came from a connection that was given up
-            link.num_failures = 0
-            link.peer.on_message(frames[1:])
+        route = self._routes.get(bytes(frames[0]))
+        if route is not None:  # else: it came from a connection that was given up
+            route.num_failures = 0
+            route.peer.on_message(frames[1:])
 
     def _on_life_event(self, frames: list[Frame]) -> None:
         happened = parse_monitor_message([bytes(frame) for frame in frames])
-        link = self._by_endpoint.get(happened["endpoint"].decode())
-        if link is None:
+        route = self._by_endpoint.get(happened["endpoint"].decode())
+        if route is None:
             return
         match happened["event"]:
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                link.is_up = link.was_up = True
-                link.is_lost = None
-                link.peer.on_connected()
-            case zmq.EVENT_DISCONNECTED if link.is_up:
-                self._end(link, "the connection ended")
+                route.is_up = route.was_up = True
+                route.is_lost = None
+                route.peer.on_connected()
+            case zmq.EVENT_DISCONNECTED if route.is_up:
+                self._end(route, "the connection ended")
             case zmq.EVENT_DISCONNECTED:
                 reason = "the handshake failed: it ended, or has the keys of another run"
-                self._end(link, reason, is_final=not link.was_up)
-            case zmq.EVENT_CLOSED if not link.is_up:
-                self._on_refusal(link)
+                self._end(route, reason, is_final=not route.was_up)
+            case zmq.EVENT_CLOSED if not route.is_up:
+                self._on_refusal(route)
 
-    def _on_refusal(self, link: Link) -> None:
+    def _on_refusal(self, route: Route) -> None:
         """ZMQ tries again by itself, with what is queued."""
-        if link.num_failures < FAILURES_UNTIL_LOST - 1:
-            link.num_failures += 1
-        elif link.is_lost is None:
+        if route.num_failures < FAILURES_UNTIL_LOST - 1:
+            route.num_failures += 1
+        elif route.is_lost is None:
             refused = f"it refused the connection {FAILURES_UNTIL_LOST} times"
             ended = "the connection ended, and a new one is refused"
-            self._end(link, ended if link.was_up else refused)
+            self._end(route, ended if route.was_up else refused)
 
-    def _end(self, link: Link, reason: str, *, is_final: bool = False) -> None:
+    def _end(self, route: Route, reason: str, *, is_final: bool = False) -> None:
         """A connection ended, or none was made; the next one is begun.
 
         Args:
@@ -236,22 +236,22 @@ class PeerHub:
         """
         # Replies that arrived before the end are still in the inbox.
         self.socket.receive_ready()
-        if link.routing_id not in self._links:
-            return  # one of them closed the link
-        was_up, link.is_up = link.is_up, False
-        link.num_failures += 1
-        if is_final or link.num_failures >= FAILURES_UNTIL_LOST:
-            link.is_lost = reason
+        if route.routing_id not in self._routes:
+            return  # one of them closed the route
+        was_up, route.is_up = route.is_up, False
+        route.num_failures += 1
+        if is_final or route.num_failures >= FAILURES_UNTIL_LOST:
+            route.is_lost = reason
         # A new connection instead of ZMQ's own reconnection, which would deliver the requests that
         # are still queued, also of calls that have failed. (IMMEDIATE would drop them too, but ZMQ
         # 4.3 then also loses the last of many replies that arrived before the end.)
-        self._disconnect(link)
-        if was_up and link.num_failures == 1:
-            self._open(link)
+        self._disconnect(route)
+        if was_up and route.num_failures == 1:
+            self._open(route)
         else:  # a server that refuses is not asked again at once
-            delay_s = min(REOPEN_S * 2 ** min(link.num_failures - 1, 10), MAX_REOPEN_S)
-            self._loop.call_later(delay_s, self._open, link)
-        if link.is_lost is not None:
-            link.peer.on_lost(reason)
+            delay_s = min(REOPEN_S * 2 ** min(route.num_failures - 1, 10), MAX_REOPEN_S)
+            self._loop.call_later(delay_s, self._open, route)
+        if route.is_lost is not None:
+            route.peer.on_lost(reason)
         elif was_up:
-            link.peer.on_interrupted()
+            route.peer.on_interrupted()

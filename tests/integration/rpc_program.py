@@ -56,7 +56,7 @@ async def serve(keys: str) -> None:
         return {
             "num_calls": num_calls,
             "num_malformed": server.num_malformed,
-            "num_dropped_replies": server._outbox.dropped.num if server._outbox else 0,
+            "num_dropped_replies": server._outbox.dropped.num,
             "num_refused": authenticator.num_refused if authenticator else 0,
         }
 

@@ -284,7 +284,7 @@ async def test_a_caller_that_does_not_read_delays_nobody_and_loses_its_replies()
             num_sent = 0
             async with asyncio.timeout(60):
                 # beyond the 1000 messages of ZMQ's own queue, until what waits for room is dropped
-                while server._outbox is None or server._outbox.dropped.num == 0:
+                while server._outbox.dropped.num == 0:
                     if not sleeper.poll(0, zmq.POLLOUT):
                         await asyncio.sleep(0.001)
                         continue

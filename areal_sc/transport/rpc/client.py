@@ -149,12 +149,12 @@ class RpcClient:
         self._is_interrupted = False
         self._repeating: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._link = hub.connect(address, self)
+        self._route = hub.connect(address, self)
 
     @property
     def is_lost(self) -> str | None:
         """Why the server is not reachable now; None while it is, or may still become so."""
-        return self._link.is_lost
+        return self._route.is_lost
 
     async def call(
         self,
@@ -194,7 +194,7 @@ class RpcClient:
 
     async def close(self) -> None:
         """Ends the connection; waiting calls raise PeerLost."""
-        self._link.close()
+        self._route.close()
         self._stop_repeating()
         self.fail_pending(self._peer_lost("call ended"))
 
@@ -204,7 +204,7 @@ class RpcClient:
         Raises: PeerLost: the server is gone. ProtocolError: the arguments are too large.
         """
         frame = encode(Request(call.request_id, self.incarnation, call.method.name, args))
-        if self._link.is_closed or (self._link.is_lost is not None and not self._keeps_trying):
+        if self._route.is_closed or (self._route.is_lost is not None and not self._keeps_trying):
             raise self._peer_lost(f"{call.method.name} not sent")
         is_sent = self._is_interrupted or self.send(frame)
         self._pending.setdefault(call.request_id, _Pending(frame, [])).calls.append(call)
@@ -212,9 +212,9 @@ class RpcClient:
 
     def send(self, frame: bytes) -> bool:
         """Queues a frame if there is room. Raises: PeerLost: the connection was closed."""
-        if not (self._link.is_open or self._link.is_closed):
+        if not (self._route.is_open or self._route.is_closed):
             return True  # requests that wait are sent when there is a connection again
-        if not self._link.send_nowait((frame,)):
+        if not self._route.send_nowait((frame,)):
             return False
         self.bytes_sent += len(frame)
         return True
@@ -287,7 +287,7 @@ class RpcClient:
             self._repeating = None
 
     def _peer_lost(self, what: str) -> PeerLost:
-        return PeerLost(f"{what}: {self.node_id} at {self.address} is lost: {self._link.is_lost}")
+        return PeerLost(f"{what}: {self.node_id} at {self.address} is lost: {self._route.is_lost}")
 
 
 async def call_all(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final
+from typing import Final, NamedTuple
 
 _ENTRY_BYTES: Final = 300
 """What an entry takes beside its reply: the id, the tuple, the dict's slot."""
 
 
-FinishedRequest = tuple[str, bytes | None]
-"""(method, encoded answer), the answer None when it was too large to keep."""
+class FinishedRequest(NamedTuple):
+    """`reply` is the encoded answer; None when it was too large to keep."""
+
+    method: str
+    reply: bytes | None
 
 
 class ReplayCache:
@@ -29,16 +32,13 @@ class ReplayCache:
     def __len__(self) -> int:
         return len(self._finished)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._finished
-
     def get(self, request_id: str) -> FinishedRequest | None:
         return self._finished.get(request_id)
 
     def add(self, request_id: str, method: str, reply: bytes) -> None:
         assert request_id not in self._finished
         kept = reply if len(reply) <= self._max_reply_bytes else None
-        self._finished[request_id] = method, kept
+        self._finished[request_id] = FinishedRequest(method, kept)
         self.num_bytes += _ENTRY_BYTES + len(kept or b"")
         while self.num_bytes > self._max_bytes:
             _, (_, oldest) = self._finished.popitem(last=False)

@@ -39,7 +39,7 @@ from areal_sc.transport.rpc.codec import (
 )
 from areal_sc.transport.rpc.method import Served, pack
 from areal_sc.transport.rpc.remote_errors import failure_of
-from areal_sc.transport.rpc.replay_cache import ReplayCache
+from areal_sc.transport.rpc.replay_cache import FinishedRequest, ReplayCache
 from areal_sc.transport.socket import AsyncSocket, Frame
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,6 @@ class RpcServer:
         self._context: Context | None = None
         self._guard: Guard | None = None
         self._socket: AsyncSocket | None = None
-        self._outbox: Outbox | None = None
 
     @property
     def num_malformed(self) -> int:
@@ -146,7 +145,7 @@ class RpcServer:
 
     async def close(self) -> None:
         """Cancels what runs and stops serving; replies already queued are still sent."""
-        if self._is_closing or not (self._context and self._socket and self._outbox):
+        if self._is_closing or not (self._context and self._socket):
             return
         self._is_closing = True
         tasks = [execution.task for execution in self._running.values()]
@@ -170,74 +169,61 @@ class RpcServer:
             num_bytes = sum(map(len, frames[1:]))
             if type(message) is Request:
                 self._on_request(caller, message, num_bytes)
-            elif type(message) is Cancel:
-                self._on_cancel(message)
+            elif type(message) is Cancel:  # of whichever connection: an id is one caller's
+                if message.request_id in self._running:
+                    self._running[message.request_id].task.cancel()
             else:
                 raise ProtocolError(f"a server takes no {type(message).__name__}")
         except ProtocolError as error:
             self._malformed.add(error)
 
     def _on_request(self, caller: bytes, request: Request, num_bytes: int) -> None:
-        request_id = request.request_id
-        if request.incarnation not in (self.incarnation, ANY_INCARNATION):
-            mismatch = IncarnationMismatch(
-                f"{request.method} was meant for incarnation {request.incarnation} of "
-                f"{self.node_id}, this is {self.incarnation}: it has been restarted"
-            )
-            self._refuse(caller, request, mismatch)
-        elif request_id in self._running or request_id in self._finished:
-            self._on_repeat(caller, request)
-        elif (refusal := self._refusal(request, num_bytes)) is not None:
-            self._refuse(caller, request, refusal)
+        running = self._running.get(request.request_id)
+        finished = self._finished.get(request.request_id)
+        error = self._refusal(request, num_bytes, running or finished)
+        if error is not None:
+            self._outbox.send(caller, encode(failure_of(error, request.request_id)))
+        elif running is not None:
+            running.callers.add(caller)
+        elif finished is not None and finished.reply is not None:
+            self._outbox.send(caller, finished.reply)
         else:
             self._execute(caller, request, num_bytes)
 
-    def _refusal(self, request: Request, num_bytes: int) -> ArealError | None:
-        """Why the request is not executed; None if it is."""
-        if request.method not in self._served:
-            return ProtocolError(
-                f"{self.node_id} has no method {request.method!r}, it has {sorted(self._served)}"
+    def _refusal(
+        self, request: Request, num_bytes: int, earlier: _Execution | FinishedRequest | None
+    ) -> ArealError | None:
+        """Why the request is neither executed nor answered as before; None if it is."""
+        method, request_id = request.method, request.request_id
+        if request.incarnation not in (self.incarnation, ANY_INCARNATION):
+            return IncarnationMismatch(
+                f"{method} was meant for incarnation {request.incarnation} of {self.node_id}, this "
+                f"is {self.incarnation}: it has been restarted"
             )
-        if (
+        if earlier is not None and earlier.method != method:
+            return ProtocolError(
+                f"request {request_id} called {earlier.method} before, now {method}: request ids "
+                "must be unique"
+            )
+        if isinstance(earlier, FinishedRequest) and earlier.reply is None:
+            return TransportError(
+                f"{method} on {self.node_id} was executed under request id {request_id}; its reply "
+                "was too large to be kept"
+            )
+        if method not in self._served:
+            return ProtocolError(
+                f"{self.node_id} has no method {method!r}, it has {sorted(self._served)}"
+            )
+        if earlier is None and (
             len(self._running) >= self._max_running
             or self._num_running_bytes + num_bytes > self._max_running_bytes
         ):
             return ServerBusy(
                 f"{self.node_id} is busy: it runs {len(self._running)} requests of "
                 f"{self._num_running_bytes} bytes, the limits are {self._max_running} and "
-                f"{self._max_running_bytes}; call {request.method} again later"
+                f"{self._max_running_bytes}; call {method} again later"
             )
         return None
-
-    def _on_repeat(self, caller: bytes, request: Request) -> None:
-        """Joins what runs, or answers from memory."""
-        running = self._running.get(request.request_id)
-        if running is not None:
-            method, reply = running.method, None
-        else:
-            finished = self._finished.get(request.request_id)
-            assert finished is not None
-            method, reply = finished
-        if method != request.method:
-            error: ArealError = ProtocolError(
-                f"request {request.request_id} called {method} before, "
-                f"now {request.method}: request ids must be unique"
-            )
-        elif running is not None:
-            running.callers.add(caller)
-            return
-        elif reply is not None:
-            self._send(caller, reply)
-            return
-        else:
-            error = TransportError(
-                f"{request.method} on {self.node_id} was executed under request id "
-                f"{request.request_id}; its reply was too large to be kept"
-            )
-        self._refuse(caller, request, error)
-
-    def _refuse(self, caller: bytes, request: Request, error: ArealError) -> None:
-        self._send(caller, encode(failure_of(error, request.request_id)))
 
     def _execute(self, caller: bytes, request: Request, num_bytes: int) -> None:
         served = self._served[request.method]
@@ -271,7 +257,7 @@ class RpcServer:
     def _finish(self, request: Request, callers: Iterable[bytes], reply: bytes) -> None:
         self._finished.add(request.request_id, request.method, reply)
         for caller in callers:
-            self._send(caller, reply)
+            self._outbox.send(caller, reply)
 
     def _reply(self, request: Request, value: Any) -> bytes:
         try:
@@ -285,13 +271,3 @@ class RpcServer:
             *(self.node_id, request.method, request.request_id, error),
         )
         return encode(failure_of(error, request.request_id))
-
-    def _on_cancel(self, cancel: Cancel) -> None:
-        """An id is one caller's, whichever connection it has by now."""
-        execution = self._running.get(cancel.request_id)
-        if execution is not None:
-            execution.task.cancel()
-
-    def _send(self, caller: bytes, reply: bytes) -> None:
-        assert self._outbox is not None
-        self._outbox.send(caller, reply)

@@ -13,7 +13,7 @@ import zmq
 
 from areal_sc.errors import PeerLost, TransportError
 from areal_sc.transport import hub as hub_module
-from areal_sc.transport.hub import Link, PeerHub
+from areal_sc.transport.hub import PeerHub, Route
 from areal_sc.transport.socket import Frame
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -84,7 +84,7 @@ async def until(condition: Callable[[], bool], *servers: Server) -> None:
             await asyncio.sleep(0.001)
 
 
-def connected(hub: PeerHub, address: str) -> tuple[Link, Recorder]:
+def connected(hub: PeerHub, address: str) -> tuple[Route, Recorder]:
     peer = Recorder()
     return hub.connect(address, peer), peer
 
@@ -93,23 +93,23 @@ async def test_each_peer_gets_its_own_messages(context: Context) -> None:
     servers = [Server(context) for _ in range(20)]
     async with hub_of() as hub:
         peers = [connected(hub, server.address) for server in servers]
-        for i, (link, _) in enumerate(peers):
-            assert link.send_nowait([f"text {i}".encode()])
+        for i, (route, _) in enumerate(peers):
+            assert route.send_nowait([f"text {i}".encode()])
         await until(lambda: all(peer.heard and peer.life for _, peer in peers), *servers)
-        for i, (link, peer) in enumerate(peers):
+        for i, (route, peer) in enumerate(peers):
             assert (peer.life, peer.heard) == (["connected"], [f"TEXT {i}"])
-            assert link.is_lost is None
+            assert route.is_lost is None
     for server in servers:
         server.close()
 
 
-async def test_links_to_one_address_live_and_end_by_themselves(context: Context) -> None:
+async def test_routes_to_one_address_live_and_end_by_themselves(context: Context) -> None:
     server = Server(context)
     async with hub_of() as hub:
         peers = [connected(hub, server.address) for _ in range(5)]
         await until(lambda: all(peer.life for _, peer in peers))
-        for i, (link, _) in enumerate(peers):
-            link.send_nowait([f"text {i}".encode()])
+        for i, (route, _) in enumerate(peers):
+            route.send_nowait([f"text {i}".encode()])
         peers[1][0].close()
         peers[3][0].close()
         again, heard_again = connected(hub, server.address)
@@ -131,9 +131,9 @@ async def test_what_arrived_before_the_end_is_delivered_before_the_end_is_told(
 ) -> None:
     server = Server(context)
     async with hub_of() as hub:
-        link, peer = connected(hub, server.address)
+        route, peer = connected(hub, server.address)
         for i in range(200):
-            link.send_nowait([f"text {i}".encode()])
+            route.send_nowait([f"text {i}".encode()])
         requests: list[list[bytes]] = []
         await until(lambda: peer.life == ["connected"])
         while len(requests) < 200:
@@ -148,19 +148,19 @@ async def test_what_arrived_before_the_end_is_delivered_before_the_end_is_told(
         assert peer.life == ["connected", "interrupted"]
         assert peer.heard == [f"TEXT {i}" for i in range(200)]
         assert peer.num_heard_until_end == 200
-        assert link.is_lost is None
+        assert route.is_lost is None
 
 
 async def test_a_server_that_comes_back_gets_nothing_of_what_was_queued(context: Context) -> None:
     server = Server(context)
     async with hub_of() as hub:
-        link, peer = connected(hub, server.address)
+        route, peer = connected(hub, server.address)
         await until(lambda: bool(peer.life))
         server.close()
-        await until(lambda: link.is_lost is not None)
+        await until(lambda: route.is_lost is not None)
         back = Server(context, server.address)
-        await until(lambda: link.is_lost is None)
-        link.send_nowait([b"new"])
+        await until(lambda: route.is_lost is None)
+        route.send_nowait([b"new"])
         await until(lambda: "NEW" in peer.heard, back)
         assert back.received == ["new"]
         assert peer.heard == ["NEW"]
@@ -174,8 +174,8 @@ async def test_messages_wait_for_a_server_that_comes_up_late(context: Context) -
         reserved.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
     async with hub_of() as hub:
-        link, peer = connected(hub, address)
-        assert link.send_nowait([b"early"])
+        route, peer = connected(hub, address)
+        assert route.send_nowait([b"early"])
         server = Server(context, address)
         await until(lambda: peer.life == ["connected"] and peer.heard == ["EARLY"], server)
         server.close()
@@ -185,10 +185,10 @@ async def test_an_address_where_nobody_listens_is_lost_after_three_refusals() ->
     with tcp.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         async with hub_of() as hub:
-            link, peer = connected(hub, f"tcp://127.0.0.1:{unused.getsockname()[1]}")
+            route, peer = connected(hub, f"tcp://127.0.0.1:{unused.getsockname()[1]}")
             await until(lambda: bool(peer.life))
             assert peer.life == ["it refused the connection 3 times"]
-            assert link.is_lost == "it refused the connection 3 times"
+            assert route.is_lost == "it refused the connection 3 times"
 
 
 async def test_what_accepts_and_does_not_speak_zmtp_is_lost() -> None:
@@ -209,8 +209,8 @@ async def test_what_accepts_and_does_not_speak_zmtp_is_lost() -> None:
 async def test_a_frame_over_the_limit_costs_the_server_its_connection(context: Context) -> None:
     server = Server(context)
     async with hub_of() as hub:
-        link, peer = connected(hub, server.address)
-        link.send_nowait([b"text"])
+        route, peer = connected(hub, server.address)
+        route.send_nowait([b"text"])
         await until(lambda: bool(server.socket.poll(0)))
         caller, _ = server.socket.recv_multipart()
         server.socket.send_multipart([caller, bytes((1 << 16) + 65)])  # 64: what encryption adds
@@ -223,8 +223,8 @@ async def test_a_frame_over_the_limit_costs_the_server_its_connection(context: C
 async def test_of_too_many_frames_one_more_than_the_limit_is_handed_over(context: Context) -> None:
     server = Server(context)
     async with hub_of(max_frames=3) as hub:
-        link, peer = connected(hub, server.address)
-        link.send_nowait([b"text"])
+        route, peer = connected(hub, server.address)
+        route.send_nowait([b"text"])
         await until(lambda: bool(server.socket.poll(0)))
         caller, _ = server.socket.recv_multipart()
         server.socket.send_multipart([caller, *[b"x"] * 50])
@@ -236,24 +236,24 @@ async def test_of_too_many_frames_one_more_than_the_limit_is_handed_over(context
 async def test_a_full_queue_leaves_room_in_the_others(context: Context) -> None:
     slow, quick = Server(context), Server(context)
     async with hub_of() as hub:
-        slow_link, slow_peer = connected(hub, slow.address)
-        quick_link, quick_peer = connected(hub, quick.address)
+        slow_route, slow_peer = connected(hub, slow.address)
+        quick_route, quick_peer = connected(hub, quick.address)
         await until(lambda: bool(slow_peer.life and quick_peer.life))
         payload = bytes(1 << 15)
         num_queued = 0
         idle_turns = 0
         async with asyncio.timeout(20):
             while idle_turns < 100:  # until its queue and the kernel's are full
-                while slow_link.send_nowait([payload]):
+                while slow_route.send_nowait([payload]):
                     num_queued += 1
                     idle_turns = 0
                 idle_turns += 1
                 await asyncio.sleep(0.01)
-        quick_link.send_nowait([b"text"])
+        quick_route.send_nowait([b"text"])
         await until(lambda: "TEXT" in quick_peer.heard, quick)
-        assert not slow_link.send_nowait([b"last"])
+        assert not slow_route.send_nowait([b"last"])
         async with asyncio.timeout(20):
-            while not slow_link.send_nowait([b"last"]):
+            while not slow_route.send_nowait([b"last"]):
                 slow.serve()
                 await asyncio.sleep(0.001)
         await until(lambda: "last" in slow.received, slow)
@@ -262,46 +262,46 @@ async def test_a_full_queue_leaves_room_in_the_others(context: Context) -> None:
     quick.close()
 
 
-async def test_a_closed_link_hears_and_sends_nothing_more(context: Context) -> None:
+async def test_a_closed_route_hears_and_sends_nothing_more(context: Context) -> None:
     server = Server(context)
     async with hub_of() as hub:
-        link, peer = connected(hub, server.address)
-        link.send_nowait([b"text"])
+        route, peer = connected(hub, server.address)
+        route.send_nowait([b"text"])
         await until(lambda: bool(server.socket.poll(0)))
         server.serve()
-        link.close()
-        link.close()
+        route.close()
+        route.close()
         with pytest.raises(PeerLost):
-            link.send_nowait([b"more"])
+            route.send_nowait([b"more"])
         other, heard = connected(hub, server.address)
         other.send_nowait([b"other"])
         await until(lambda: "OTHER" in heard.heard, server)
         assert peer.heard == []
         assert "lost" not in str(peer.life)
-        assert link.is_lost == "the connection was closed here"
+        assert route.is_lost == "the connection was closed here"
     server.close()
 
 
-async def test_links_can_be_closed_at_any_moment_of_their_life(context: Context) -> None:
+async def test_routes_can_be_closed_at_any_moment_of_their_life(context: Context) -> None:
     server = Server(context)
     async with hub_of() as hub:
         for i in range(300):
-            link, peer = connected(hub, server.address if i % 3 else "tcp://127.0.0.1:9")
+            route, peer = connected(hub, server.address if i % 3 else "tcp://127.0.0.1:9")
             if i % 3 == 1:
-                link.send_nowait([b"text"])
+                route.send_nowait([b"text"])
                 await until(lambda peer=peer: "TEXT" in peer.heard, server)  # type: ignore[misc]
-            link.close()
+            route.close()
     server.close()
 
 
 async def test_a_closed_hub_connects_no_more() -> None:
     async with hub_of() as hub:
-        link, _ = connected(hub, "tcp://127.0.0.1:9")
+        route, _ = connected(hub, "tcp://127.0.0.1:9")
         await hub.close()
         await hub.close()
-        link.close()
+        route.close()
         with pytest.raises(PeerLost, match="closed"):
-            link.send_nowait([b"text"])
+            route.send_nowait([b"text"])
         with pytest.raises(TransportError, match="this side is closed"):
             hub.connect("tcp://127.0.0.1:9", Recorder())
 
@@ -311,10 +311,10 @@ async def test_more_connections_to_one_address_than_can_be_told_apart_are_refuse
 ) -> None:
     monkeypatch.setattr(hub_module, "MAX_PORT_DIGITS", 4)
     async with hub_of() as hub:
-        links = [hub.connect("tcp://127.0.0.1:9", Recorder()) for _ in range(3)]
+        routes = [hub.connect("tcp://127.0.0.1:9", Recorder()) for _ in range(3)]
         with pytest.raises(TransportError, match="this process has 3 connections to it already"):
             hub.connect("tcp://127.0.0.1:9", Recorder())
-        links[0].close()
+        routes[0].close()
         hub.connect("tcp://127.0.0.1:9", Recorder())
 
 
