@@ -101,7 +101,7 @@ class DataPlane:
         return PlaneStats(
             store_bytes=store.num_bytes,
             store_shards=store.num_shards,
-            sealed_shards=store.num_sealed,
+            sealed_shards=store.last_sequence,
             swept_shards=store.num_swept,
             swept_bytes=store.swept_bytes,
             mapped_retired_bytes=store.mapped_retired_bytes,

@@ -22,15 +22,19 @@ from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
 from areal_sc.transport.shard_layout import SealedField, ShardLayout
 from areal_sc.transport.tensor_bytes import copy_to_bytes
 
+ShardKey = tuple[str, int]
+"""Incarnation and sequence number: one shard, however its id was spelled."""
+
 
 class StoreBlock:
     """The memory of one shard, in the process itself. Called from any thread.
 
     Attributes:
-        memory: as many bytes as were asked for, to be written until the block is sealed.
+        memory: the shard's bytes, to be written until the block is sealed.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, layout: ShardLayout, memory: memoryview) -> None:
+        self.layout = layout
         self.memory = memory
 
     def seal(self, sequence: int) -> None:
@@ -56,7 +60,7 @@ class StoreBackend:
 
         Raises: StoreFull: there is no memory for it.
         """
-        return StoreBlock(torch.empty(layout.num_bytes, dtype=torch.uint8).numpy().data)
+        return StoreBlock(layout, torch.empty(layout.num_bytes, dtype=torch.uint8).numpy().data)
 
     def reclaim(self) -> None:
         """Takes back the memory of freed shards that nobody reads any more."""
@@ -64,28 +68,17 @@ class StoreBackend:
     def end_sweep(self) -> None:
         """Reclaims, and returns to the system what was not needed lately."""
 
-    def adopt(self) -> Sequence[AdoptedShard]:
+    def adopt(self) -> dict[ShardKey, StoreBlock]:
         """Sealed shards of dead predecessors, each of them once."""
-        return ()
+        return {}
 
     def close(self) -> None:
         """Gives up all memory that no view is left of."""
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptedShard:
-    """A shard that an earlier incarnation sealed."""
-
-    incarnation: str
-    sequence: int
-    layout: ShardLayout
-    block: StoreBlock
-
-
-@dataclass(frozen=True, slots=True)
 class _Shard:
     block: StoreBlock
-    num_bytes: int
     fields: dict[str, SealedField]
 
 
@@ -99,7 +92,7 @@ class TensorStore:
         backend: where the bytes live; closed with the store.
 
     Attributes:
-        num_sealed: shards that were ever sealed here.
+        last_sequence: number of the newest shard, and of all that were ever sealed here.
         num_swept: shards that a sweep has dropped.
         swept_bytes: bytes of those.
     """
@@ -115,26 +108,19 @@ class TensorStore:
         self.node_id = node_id
         self.incarnation = incarnation
         self.max_bytes = max_bytes
-        self.num_sealed = 0
+        self.last_sequence = 0
         self.num_swept = 0
         self.swept_bytes = 0
         self._backend = backend or StoreBackend()
         self._lock = threading.Lock()
         self._sealing = threading.Lock()
-        self._shards: dict[int, _Shard] = {}
-        self._adopted: dict[str, _Shard] = {}
-        self._last_sequence = 0
+        self._shards: dict[ShardKey, _Shard] = {}
         self._held_bytes = 0
-
-    @property
-    def last_sequence(self) -> int:
-        """Sequence number of the newest shard; 0 before the first."""
-        return self._last_sequence
 
     @property
     def num_shards(self) -> int:
         """Shards that can be read."""
-        return len(self._shards) + len(self._adopted)
+        return len(self._shards)
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +129,7 @@ class TensorStore:
 
     @property
     def mapped_retired_bytes(self) -> int:
-        """Bytes of shards that are gone, but that somebody still reads."""
+        """Bytes of shards that are gone but still read."""
         return self._backend.retired_bytes
 
     def put(
@@ -170,8 +156,10 @@ class TensorStore:
         try:
             block = self._backend.allocate(layout)
             try:
-                _copy(fields.values() if values is None else values, layout, block.memory)
-                sequence = self._seal(block, layout)
+                tensors = fields.values() if values is None else values
+                for tensor, field in zip(tensors, layout.fields.values(), strict=True):
+                    copy_to_bytes(tensor, block.memory[field.start : field.stop])
+                sequence = self._seal(block)
             except BaseException:
                 block.free()
                 raise
@@ -190,12 +178,9 @@ class TensorStore:
         """
         found = self._backend.adopt()
         with self._lock:
-            for adopted in found:
-                layout = adopted.layout
-                fields = layout.over(adopted.block.memory.toreadonly())
-                shard_id = make_shard_id(adopted.incarnation, adopted.sequence)
-                self._adopted[shard_id] = _Shard(adopted.block, layout.num_bytes, fields)
-                self._held_bytes += layout.num_bytes
+            for key, block in found.items():
+                self._shards[key] = _shard_in(block)
+                self._held_bytes += block.layout.num_bytes
         return len(found)
 
     def describe(self, shard_id: str) -> dict[str, SealedField]:
@@ -205,15 +190,12 @@ class TensorStore:
         """
         incarnation, sequence = parse_shard_id(shard_id)
         with self._lock:
-            if incarnation == self.incarnation:
-                shard = self._shards.get(sequence)
-            else:
-                shard = self._adopted.get(make_shard_id(incarnation, sequence))
+            shard = self._shards.get((incarnation, sequence))
         if shard is not None:
             return shard.fields
         if incarnation != self.incarnation:
             why = f"the worker was restarted (its incarnation is {self.incarnation} now)"
-        elif sequence <= self._last_sequence:
+        elif sequence <= self.last_sequence:
             why = "it was swept"
         else:
             why = "it was never sealed"
@@ -221,11 +203,7 @@ class TensorStore:
 
     def remove(self, shard_id: str) -> None:
         """Drops one shard; nothing happens when it is already gone."""
-        incarnation, sequence = parse_shard_id(shard_id)
-        if incarnation == self.incarnation:
-            self._drop([sequence], [])
-        else:
-            self._drop([], [make_shard_id(incarnation, sequence)])
+        self._drop([parse_shard_id(shard_id)])
 
     def sweep(
         self,
@@ -244,11 +222,17 @@ class TensorStore:
             adopted_live: ids of the adopted shards that are still referenced; None keeps all.
         """
         kept, named = set(live), set(dead)
-        kept_ids = None if adopted_live is None else set(adopted_live)
+        kept_adopted = None if adopted_live is None else set(map(parse_shard_id, adopted_live))
+
+        def is_dropped(key: ShardKey) -> bool:
+            incarnation, sequence = key
+            if incarnation != self.incarnation:
+                return kept_adopted is not None and key not in kept_adopted
+            return sequence in named or (sequence <= acknowledged and sequence not in kept)
+
         with self._lock:
-            own = [n for n in self._shards if n in named or (n <= acknowledged and n not in kept)]
-            adopted = [] if kept_ids is None else [n for n in self._adopted if n not in kept_ids]
-        num_dropped, dropped_bytes = self._drop(own, adopted)
+            dropped = list(filter(is_dropped, self._shards))
+        num_dropped, dropped_bytes = self._drop(dropped)
         self._backend.end_sweep()
         with self._lock:
             self.num_swept += num_dropped
@@ -258,10 +242,10 @@ class TensorStore:
     def close(self) -> None:
         """Drops all shards, and gives up their memory."""
         with self._lock:
-            self._shards, self._adopted, self._held_bytes = {}, {}, 0
+            self._shards, self._held_bytes = {}, 0
         self._backend.close()
 
-    def _seal(self, block: StoreBlock, layout: ShardLayout) -> int:
+    def _seal(self, block: StoreBlock) -> int:
         """The shard's number, given in the order of sealing.
 
         So a number below `last_sequence` is never still being written, and a mark that
@@ -269,13 +253,12 @@ class TensorStore:
         """
         # a lock of its own: writing the ticket must not hold up those who read
         with self._sealing:
-            sequence = self._last_sequence + 1
+            sequence = self.last_sequence + 1
             block.seal(sequence)
-            fields = layout.over(block.memory.toreadonly())
+            shard = _shard_in(block)
             with self._lock:
-                self._last_sequence = sequence
-                self._shards[sequence] = _Shard(block, layout.num_bytes, fields)
-                self.num_sealed += 1
+                self.last_sequence = sequence
+                self._shards[self.incarnation, sequence] = shard
         return sequence
 
     def _reserve(self, num_bytes: int) -> None:
@@ -295,23 +278,18 @@ class TensorStore:
             self._held_bytes += num_bytes
             return True
 
-    def _drop(self, own: Iterable[int], adopted: Iterable[str]) -> tuple[int, int]:
+    def _drop(self, keys: Iterable[ShardKey]) -> tuple[int, int]:
         """How many shards and bytes were dropped; somebody else may have dropped some."""
         with self._lock:
-            found = [self._shards.pop(n, None) for n in own]
-            found += [self._adopted.pop(shard_id, None) for shard_id in adopted]
             # the fields are let go here, so that only others' views keep a block from being reused
-            blocks = [(shard.block, shard.num_bytes) for shard in found if shard is not None]
-            del found
-        num_bytes = 0
-        for block, block_bytes in blocks:
+            blocks = [self._shards.pop(key).block for key in keys if key in self._shards]
+        for block in blocks:
             block.free()
-            num_bytes += block_bytes
+        num_bytes = sum(block.layout.num_bytes for block in blocks)
         with self._lock:
             self._held_bytes -= num_bytes
         return len(blocks), num_bytes
 
 
-def _copy(tensors: Iterable[torch.Tensor], layout: ShardLayout, memory: memoryview) -> None:
-    for values, field in zip(tensors, layout.fields.values(), strict=True):
-        copy_to_bytes(values, memory[field.start : field.stop])
+def _shard_in(block: StoreBlock) -> _Shard:
+    return _Shard(block, block.layout.over(block.memory.toreadonly()))

@@ -147,7 +147,7 @@ class Program:
         done.set()
         sweeper.join()
         os.close(fd)
-        return {"sealed": self.store.num_sealed, "bytes": self.store.num_bytes}
+        return {"sealed": self.store.last_sequence, "bytes": self.store.num_bytes}
 
     def consume(self, log: str, seed: int) -> dict[str, int]:
         """Opens what the file names, newest first, until it says END; holds the last 40, and looks

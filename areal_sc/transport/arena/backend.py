@@ -33,7 +33,7 @@ from areal_sc.transport.arena.files import Arena, block_path, block_span
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.arena.memory import map_file
 from areal_sc.transport.shard_layout import ShardLayout
-from areal_sc.transport.tensor_store import AdoptedShard, StoreBackend, StoreBlock
+from areal_sc.transport.tensor_store import ShardKey, StoreBackend, StoreBlock
 
 IDLE_SWEEPS: Final = 8
 """A block that was free for so many sweeps is deleted: what comes and goes with every training step
@@ -61,8 +61,7 @@ class Block(StoreBlock):
 
     Args:
         backend: where it is given back.
-        start: first byte of the shard.
-        num_bytes: of the shard.
+        layout: of the shard, which begins at byte `start`.
         sequence: number of the shard, when it is sealed already.
     """
 
@@ -71,18 +70,17 @@ class Block(StoreBlock):
         backend: ArenaBackend,
         arena: Arena,
         file: _BlockFile,
+        layout: ShardLayout,
         start: int,
-        num_bytes: int,
         sequence: int | None = None,
     ) -> None:
         self.arena = arena
         self.file = file
-        self.num_bytes = num_bytes
         self.sequence = sequence
         self._backend = backend
         # every view of the shard refers to this array, so the end of the last one is its end
-        array = file.memory[start : start + num_bytes]
-        super().__init__(array.data)
+        array = file.memory[start : start + layout.num_bytes]
+        super().__init__(layout, array.data)
         self._viewed = weakref.ref(array)
 
     def seal(self, sequence: int) -> None:
@@ -148,13 +146,13 @@ class ArenaBackend(StoreBackend):
             except OSError as error:
                 raise _storage_error(self._arena, span, error) from error
         file.memory[: len(header)] = np.frombuffer(header, np.uint8)
-        return Block(self, self._arena, file, len(header), layout.num_bytes)
+        return Block(self, self._arena, file, layout, len(header))
 
     def retire(self, block: Block) -> None:
         """Takes a freed block, which may still be read."""
         with self._lock:
             self._retired.append(block)
-            self.retired_bytes += block.num_bytes
+            self.retired_bytes += block.layout.num_bytes
             self._reclaim([block])
 
     def reclaim(self) -> None:
@@ -173,14 +171,13 @@ class ArenaBackend(StoreBackend):
         for file in idle:
             self._arena.delete(file.name)
 
-    def adopt(self) -> list[AdoptedShard]:
+    def adopt(self) -> dict[ShardKey, StoreBlock]:
         """Takes over the arenas of dead predecessors; returns their sealed shards."""
         self._check_owned()
-        return [
-            shard
-            for arena in self._folder.take_over(self._worker)
-            for shard in self._adopt_arena(arena)
-        ]
+        shards: dict[ShardKey, StoreBlock] = {}
+        for arena in self._folder.take_over(self._worker):
+            shards |= self._adopt_arena(arena)
+        return shards
 
     def close(self) -> None:
         """Deletes the own arena and the adopted ones. Views that are left stay readable."""
@@ -226,7 +223,7 @@ class ArenaBackend(StoreBackend):
         """Of these retired blocks, frees those that nobody reads any more."""
         for block in [block for block in blocks if not block.is_read]:
             self._retired.remove(block)
-            self.retired_bytes -= block.num_bytes
+            self.retired_bytes -= block.layout.num_bytes
             if block.arena is self._arena:
                 block.file.freed_at = self._num_sweeps
                 insort_left(self._free, block.file, key=_size)
@@ -237,13 +234,13 @@ class ArenaBackend(StoreBackend):
                     del self._adopted[block.arena]
                     block.arena.remove()
 
-    def _adopt_arena(self, arena: Arena) -> list[AdoptedShard]:
+    def _adopt_arena(self, arena: Arena) -> dict[ShardKey, Block]:
         """The shards of an arena that was taken over; its other files are deleted.
 
         Pullers that have mapped one of those keep its memory: shards that were swept before their
         owner died.
         """
-        shards = []
+        shards = {}
         used = set()
         for sequence in arena.sequences():
             try:
@@ -257,8 +254,8 @@ class ArenaBackend(StoreBackend):
                 continue
             file = _BlockFile(os.path.basename(path), memory)
             used.add(file.name)
-            block = Block(self, arena, file, start, layout.num_bytes, sequence)
-            shards.append(AdoptedShard(arena.incarnation, sequence, layout, block))
+            block = Block(self, arena, file, layout, start, sequence)
+            shards[arena.incarnation, sequence] = block
         for name in arena.block_names() - used:
             arena.delete(name)
         if shards:

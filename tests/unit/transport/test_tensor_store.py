@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_sc.errors import MetadataError, ShardGone, StoreFull
 from areal_sc.transport.shard_layout import ShardLayout
-from areal_sc.transport.tensor_store import AdoptedShard, StoreBackend, StoreBlock, TensorStore
+from areal_sc.transport.tensor_store import ShardKey, StoreBackend, StoreBlock, TensorStore
 
 
 def store_of(max_bytes: int = 1 << 20) -> TensorStore:
@@ -124,8 +124,8 @@ def test_bytes_being_sent_outlive_their_shard() -> None:
 class FailingBlock(StoreBlock):
     """Memory that is lost when it is sealed."""
 
-    def __init__(self, backend: FailingBackend, num_bytes: int) -> None:
-        super().__init__(memoryview(bytearray(num_bytes)))
+    def __init__(self, backend: FailingBackend, layout: ShardLayout) -> None:
+        super().__init__(layout, memoryview(bytearray(layout.num_bytes)))
         self._backend = backend
 
     def seal(self, sequence: int) -> None:
@@ -139,7 +139,7 @@ class FailingBackend(StoreBackend):
     num_freed = 0
 
     def allocate(self, layout: ShardLayout) -> FailingBlock:
-        return FailingBlock(self, layout.num_bytes)
+        return FailingBlock(self, layout)
 
 
 def test_a_put_that_fails_leaves_nothing_behind() -> None:
@@ -148,22 +148,22 @@ def test_a_put_that_fails_leaves_nothing_behind() -> None:
     with pytest.raises(OSError, match="no space"):
         store.put({"x": torch.zeros(9)}, [9])
     assert (store.num_bytes, store.num_shards, store.last_sequence) == (0, 0, 0)
-    assert (store.num_sealed, backend.num_freed) == (0, 1)
+    assert (store.last_sequence, backend.num_freed) == (0, 1)
 
 
 class RetiringBackend(StoreBackend):
     """Memory that comes back one `reclaim` after it was freed."""
 
     def allocate(self, layout: ShardLayout) -> RetiringBlock:
-        return RetiringBlock(self, layout.num_bytes)
+        return RetiringBlock(self, layout)
 
     def reclaim(self) -> None:
         self.retired_bytes = 0
 
 
 class RetiringBlock(StoreBlock):
-    def __init__(self, backend: RetiringBackend, num_bytes: int) -> None:
-        super().__init__(memoryview(bytearray(num_bytes)))
+    def __init__(self, backend: RetiringBackend, layout: ShardLayout) -> None:
+        super().__init__(layout, memoryview(bytearray(layout.num_bytes)))
         self._backend = backend
 
     def free(self) -> None:
@@ -185,7 +185,7 @@ def test_counters_tell_what_was_sealed_and_swept() -> None:
     shards = [store.put({"x": torch.zeros(n, dtype=torch.uint8)}, [n]) for n in (10, 100, 200)]
     store.remove(shards[0])
     assert store.sweep([3], acknowledged=3) == 1
-    assert (store.num_sealed, store.num_swept, store.swept_bytes) == (3, 1, 128)
+    assert (store.last_sequence, store.num_swept, store.swept_bytes) == (3, 1, 128)
     store.close()
     assert (store.num_shards, store.num_bytes) == (0, 0)
 
@@ -193,14 +193,14 @@ def test_counters_tell_what_was_sealed_and_swept() -> None:
 class PredecessorBackend(StoreBackend):
     """Has found shards 3 and 5 of an earlier life."""
 
-    def adopt(self) -> list[AdoptedShard]:
-        found = []
+    def adopt(self) -> dict[ShardKey, StoreBlock]:
+        found = {}
         for sequence in (3, 5):
             values = torch.tensor([sequence, 0], dtype=torch.int32)
             layout = ShardLayout.of({"x": values}, [1, 1])
             block = self.allocate(layout)
             block.memory[:8] = values.view(torch.uint8).numpy().data
-            found.append(AdoptedShard("life0", sequence, layout, block))
+            found["life0", sequence] = block
         return found
 
 

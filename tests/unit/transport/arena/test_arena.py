@@ -238,5 +238,5 @@ def test_threads_put_map_and_sweep_at_once(folder: ArenaFolder) -> None:
         thread.join()
     assert failures == []
     store.sweep([], 0)
-    assert (store.num_sealed, store.num_shards, store.num_bytes) == (1200, 0, 0)
+    assert (store.last_sequence, store.num_shards, store.num_bytes) == (1200, 0, 0)
     arenas.close()
