@@ -25,7 +25,6 @@ UNSENT_TIMEOUT_MS: Final = 30_000
 """The kernel ends a connection whose peer takes nothing for so long, as a stopped process does;
 neither ZMQ's pings nor the kernel's probes are sent while there is output to send."""
 
-
 _SEALING_BYTES: Final = 64
 """CURVE's own part of a frame (33 bytes), which ZMQ counts as well."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Final
 
 LOG_INTERVAL_S: Final = 10.0
@@ -18,7 +17,6 @@ class Refusals:
         event: first word of the line.
         node_id: who refuses.
         level: of the line.
-        clock: seconds, monotonic.
 
     Attributes:
         num: refused so far.
@@ -31,20 +29,18 @@ class Refusals:
         node_id: str,
         *,
         level: int = logging.WARNING,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num = 0
         self._logger = logger
         self._event = event
         self._node_id = node_id
         self._level = level
-        self._clock = clock
         self._next_line_s = float("-inf")
 
     def add(self, reason: object, count: int = 1) -> None:
         """Counts some; the line names the newest reason and the count so far."""
         self.num += count
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s >= self._next_line_s:
             self._next_line_s = now_s + LOG_INTERVAL_S
             self._logger.log(

@@ -94,8 +94,7 @@ def memory_root(
 def user_folder(root: Path) -> Path:
     """Where the runs of this user on this node are.
 
-    Files that two nodes map are not the same memory, and their locks may not meet: each node, and
-    each boot of it, has a folder of its own.
+    Each boot of a node has a folder of its own: files that two nodes map are not the same memory.
     """
     boot = "unknown"
     with suppress(OSError):
@@ -112,11 +111,8 @@ def clean_leftovers(root: Path) -> int:
     base = user_folder(root)
     if not _has_own_folder(base):
         return 0
-    names: list[str] = []
-    with suppress(FileNotFoundError), os.scandir(base) as entries:
-        names += [entry.name for entry in entries if _is_folder(entry)]
     num_deleted = 0
-    for name in names:
+    for name in _folders_in(base):
         if name.startswith(_DELETED):  # whoever began died over it, or is at it
             delete_folder(base / name)
         elif _NAME.fullmatch(name):
@@ -148,7 +144,12 @@ class ArenaFolder:
         self.path = base / _checked_name("run id", run_id)
         try:
             root.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY_FOLDER)
-            _check_root(root)
+            mode = root.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise ConfigError(
+                    f"shared memory cannot be kept in {root}: everybody may rename files in it; "
+                    "set its sticky bit (chmod +t), or choose another folder"
+                )
             self._lock = self._join(base)
         except OSError as error:
             raise _unusable(self.path, error) from error
@@ -233,15 +234,6 @@ class ArenaFolder:
             time.sleep(0.01)
 
 
-def _check_root(root: Path) -> None:
-    mode = root.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise ConfigError(
-            f"shared memory cannot be kept in {root}: everybody may rename files in it; "
-            "set its sticky bit (chmod +t), or choose another folder"
-        )
-
-
 def _make_own_folder(path: Path) -> bool:
     """Makes a folder if needed; False when somebody has just deleted it."""
     with suppress(FileExistsError):
@@ -281,7 +273,7 @@ def _has_own_folder(path: Path) -> bool:
 
 
 def _delete_run(path: Path) -> None:
-    """Deletes a run's folder, under a name that nobody who starts meanwhile would use."""
+    """Deletes a run's folder, renamed before, so that nobody joins it meanwhile."""
     deleted = path.with_name(f"{_DELETED}{random_id()}")
     with suppress(FileNotFoundError):
         path.rename(deleted)
@@ -290,15 +282,16 @@ def _delete_run(path: Path) -> None:
 
 def _arenas(run_folder: Path) -> Iterator[tuple[str, str, Path]]:
     """(folder name of the worker, incarnation, path) of every arena."""
-    try:
-        with os.scandir(run_folder) as entries:
-            found = [entry.name for entry in entries if _is_folder(entry)]
-    except FileNotFoundError:
-        return
-    for name in found:
+    for name in _folders_in(run_folder):
         worker, _, incarnation = name.rpartition(".")
         if _NAME.fullmatch(worker) and _NAME.fullmatch(incarnation):
             yield worker, incarnation, run_folder / name
+
+
+def _folders_in(path: Path) -> list[str]:
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return []
 
 
 def _folder_name(worker: str) -> str:
@@ -309,10 +302,6 @@ def _checked_name(what: str, name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{what}: expected 1 to 64 of A-Z a-z 0-9 _ -, got {name!r}")
     return name
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)
 
 
 def _gib(num_bytes: int) -> str:

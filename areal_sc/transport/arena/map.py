@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_sc.errors import MetadataError, ShardGone, TransportError
+from areal_sc.errors import ShardGone, TransportError
 from areal_sc.transport.arena.files import block_path, readers_path
 from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.arena.memory import ShardLocks, map_file
@@ -44,20 +44,11 @@ class MappedShard:
     The memory is read-only: writing to a tensor or view of it is a segmentation fault, which no
     flag of torch can announce. It stays valid, and the block is not reused, as long as this object
     or anything made from it is alive, whatever becomes of the shard and its owner.
-
-    Attributes:
-        shard_id: its name.
     """
 
-    def __init__(self, shard_id: str, layout: ShardLayout, memory: NDArray[np.uint8]) -> None:
-        self.shard_id = shard_id
+    def __init__(self, layout: ShardLayout, memory: NDArray[np.uint8]) -> None:
         self._layout = layout
         self._memory = memory
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all fields, with the gaps between them."""
-        return self._layout.num_bytes
 
     @cached_property
     def fields(self) -> Mapping[str, SealedField]:
@@ -65,14 +56,8 @@ class MappedShard:
         return self._layout.over(self._memory.data.toreadonly())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """[T] all values of a field, not copied, read-only.
-
-        Raises: MetadataError: the shard has no such field.
-        """
-        field = self._layout.fields.get(name)
-        if field is None:
-            held = list(self._layout.fields)
-            raise MetadataError(f"shard {self.shard_id} has fields {held}, not {name!r}")
+        """[T] all values of one of the fields, not copied, read-only."""
+        field = self._layout.fields[name]
         dtype = dtype_named(field.dtype)
         num_bytes = field.row_bounds[-1]
         if not num_bytes:
@@ -131,7 +116,7 @@ class ArenaMap:
             if arena is None or sequence >= MAX_SEQUENCE:
                 raise ShardGone(f"shard {shard_id} is gone: no arena on this node has it")
             try:
-                return self._open(shard_id, arena, sequence)
+                return self._open(arena, sequence)
             except FileNotFoundError:
                 raise ShardGone(
                     f"shard {shard_id} is gone: it was swept, or its owner has ended"
@@ -156,13 +141,13 @@ class ArenaMap:
             found = self._arenas.get(incarnation)
         return found
 
-    def _open(self, shard_id: str, arena: str, sequence: int) -> MappedShard:
+    def _open(self, arena: str, sequence: int) -> MappedShard:
         key = arena, sequence
         hold = self._holds.get(key)
         shard = None if hold is None else hold.shard()
         if hold is not None and shard is not None:
             block_path(arena, sequence)  # it may have been swept meanwhile
-            return MappedShard(shard_id, hold.layout, shard)
+            return MappedShard(hold.layout, shard)
         self._holds.pop(key, None)  # news of its end that are still to come unlock nothing
         locks = self._locks.get(arena)
         if locks is None:
@@ -177,7 +162,7 @@ class ArenaMap:
         shard = block[start : start + layout.num_bytes]
         hold = self._holds[key] = _Hold(locks, layout, weakref.ref(shard))
         weakref.finalize(shard, self._on_dropped, key, hold).atexit = False
-        return MappedShard(shard_id, layout, shard)
+        return MappedShard(layout, shard)
 
     def _block(self, path: str) -> NDArray[np.uint8]:
         block = self._blocks.get(path)

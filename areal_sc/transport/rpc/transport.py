@@ -17,7 +17,7 @@ from weakref import WeakSet
 from areal_sc.errors import ArealError, TransportError
 from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.hub import PeerHub
-from areal_sc.transport.rpc.client import RequestIds, RpcClient, call_all, random_request_ids
+from areal_sc.transport.rpc.client import RpcClient, call_all, random_request_ids
 from areal_sc.transport.rpc.codec import MAX_FRAMES
 from areal_sc.transport.rpc.method import A, Method, R
 
@@ -69,10 +69,9 @@ class ZmqTransport:
         self,
         *,
         authenticator: CurveAuthenticator | None = None,
-        new_request_id: RequestIds | None = None,
     ) -> None:
         self._authenticator = authenticator
-        self._new_request_id = new_request_id or random_request_ids()
+        self._new_request_id = random_request_ids()
         self._hub: PeerHub | None = None
         self._is_closed = False
         # weak, because a connection that its user has closed is of no more concern

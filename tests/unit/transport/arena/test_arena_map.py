@@ -80,9 +80,6 @@ def test_tensors_are_views_of_the_writers_memory(node: Node) -> None:
         assert shard.fields[name].values.readonly
     assert bytes(shard.fields["torch.int64"].slices([2])[0]) == values[2:].numpy().tobytes()
     assert (shard.tensor("empty").numel(), shard.tensor("empty").dtype) == (0, torch.float32)
-    assert shard.num_bytes == 4 * 64
-    with pytest.raises(MetadataError, match="'other'"):
-        shard.tensor("other")
 
 
 def first_byte(view: object) -> int:
