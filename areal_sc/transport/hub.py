@@ -22,8 +22,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from areal_sc.errors import TransportError
 from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.endpoint import configure_socket, monitor_of, parsed_address
-from areal_sc.transport.socket import AsyncSocket, Buffer, Frame
+from areal_sc.transport.socket import (
+    AsyncSocket,
+    Buffer,
+    Frame,
+    configure_socket,
+    monitor_of,
+    parsed_address,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""An asyncio ZMQ socket that is driven from its file descriptor.
+"""ZMQ sockets: their options, their addresses, and one that asyncio drives from its descriptor.
 
 consumes     readiness of the socket's FD; every message goes to `on_message`, on the event loop
 waits for    nothing; who finds no room in a peer's queue tries again after `SEND_RETRY_S`
@@ -11,12 +11,13 @@ zmq.asyncio is not used: it does not yield while messages are ready, which starv
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
 
-from areal_sc.errors import PeerLost
+from areal_sc.errors import PeerLost, TransportError
 
 Frame = memoryview
 """One received frame: read-only bytes, valid as long as the view lives; nothing was copied."""
@@ -32,6 +33,24 @@ SEND_RETRY_S: Final = 0.01
 FRAME_BYTES: Final = 32 << 10
 """The last part of a message travels in frames of at most this size. ZMQ keeps a frame of whoever
 connects before it knows who that is, so this is what a stranger can make a server hold."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+HANDSHAKE_TIMEOUT_MS: Final = 10_000
+"""Whoever connects and does not prove to be of the run within it is put out."""
+
+KEEPALIVE_IDLE_S: Final = 10
+KEEPALIVE_EVERY_S: Final = 5
+KEEPALIVE_PROBES: Final = 3
+"""The kernel's probes find a host that vanished without closing, after 25 s of silence. ZMQ's own
+pings would cost a controller of thousands of workers a wake-up for each of them."""
+
+UNSENT_TIMEOUT_MS: Final = 30_000
+"""The kernel ends a connection whose peer takes nothing for so long, as a stopped process does;
+neither ZMQ's pings nor the kernel's probes are sent while there is output to send."""
+
+_SEALING_BYTES: Final = 64
+"""CURVE's own part of a frame (33 bytes), which ZMQ counts as well."""
 
 # plain integers: pyzmq converts its enumerations on every call, which costs as much as the call
 _DONTWAIT: Final = int(zmq.DONTWAIT)
@@ -161,3 +180,50 @@ class AsyncSocket:
 
     def _has_arrived(self) -> bool:
         return bool(self.raw.get(_EVENTS) & _POLLIN)  # type: ignore[operator]
+
+
+def configure_socket(socket: zmq.Socket[bytes]) -> None:
+    """The options that both sides share.
+
+    ZMQ ends the connection of a peer that announces a frame of more than `FRAME_BYTES` (and what
+    encryption adds), before anything is allocated for it.
+    """
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _SEALING_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_EVERY_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+    socket.setsockopt(zmq.TCP_MAXRT, UNSENT_TIMEOUT_MS)
+
+
+def monitor_of(context: Context, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """The end of a socket's monitor that tells the life of its connections.
+
+    It must be closed after `socket.disable_monitor()`.
+    """
+    address = f"inproc://life-of-{socket.fileno()}"
+    socket.monitor(address, events)
+    monitor = context.socket(zmq.PAIR)
+    # Unbounded: events come from ZMQ's I/O thread, and a full queue would stop it.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    return monitor
+
+
+def parsed_address(address: str) -> tuple[str, int]:
+    """Host and port of an address like tcp://10.0.0.1:5555.
+
+    Names are refused: ZMQ tells of a connection's life under the address as it resolved it.
+
+    Raises: TransportError: it is not like that.
+    """
+    try:
+        scheme, slashes, rest = address.partition("://")
+        host, _, port = rest.rpartition(":")
+        if scheme == "tcp" and slashes and port.isdecimal() and 0 < int(port) < 65536:
+            return str(ipaddress.IPv4Address(host)), int(port)
+    except ValueError:
+        pass
+    raise TransportError(f"expected an address like tcp://10.0.0.1:5555, got {address[:200]!r}")

@@ -19,9 +19,10 @@ from areal_sc.transport.rpc.codec import (
     Request,
     decode,
     encode,
+    error_of,
+    failure_of,
 )
 from areal_sc.transport.rpc.method import A, Method, R, pack
-from areal_sc.transport.rpc.remote_errors import error_of, failure_of
 
 if TYPE_CHECKING:
     from simulation.agent import SimulatedAgent

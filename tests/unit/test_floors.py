@@ -73,7 +73,6 @@ TORCH_FREE = (
             "arena.files",
             "arena.folder",
             "curve",
-            "endpoint",
             "hub",
             "interface",
             "keys",

@@ -25,9 +25,8 @@ from msgspec import Raw
 from areal_sc.errors import ArealError, PeerLost, ProtocolError, RpcTimeout
 from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.refusals import Refusals
-from areal_sc.transport.rpc.codec import Cancel, Failure, Reply, Request, decode, encode
+from areal_sc.transport.rpc.codec import Cancel, Failure, Reply, Request, decode, encode, error_of
 from areal_sc.transport.rpc.method import A, Method, R, pack
-from areal_sc.transport.rpc.remote_errors import error_of
 from areal_sc.transport.socket import SEND_RETRY_S, Frame
 
 logger = logging.getLogger(__name__)

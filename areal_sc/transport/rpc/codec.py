@@ -9,6 +9,7 @@ trusts no length that a list claims, and large messages are counted before anyth
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -16,7 +17,8 @@ import msgpack
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from areal_sc.errors import ProtocolError
+from areal_sc import errors
+from areal_sc.errors import ArealError, ProtocolError, RemoteError
 from areal_sc.transport.rpc.method import MAX_ERROR_CHARS, UNDECODABLE
 from areal_sc.transport.socket import FRAME_BYTES, Buffer, Frame
 
@@ -93,6 +95,17 @@ _decoder: Final = msgspec.msgpack.Decoder(Message)
 _NOT_MSGPACK: Final = (ValueError, TypeError, RecursionError, msgpack.UnpackException)
 
 
+_MAX_MESSAGE_CHARS: Final = 4_000
+_MAX_TRACEBACK_CHARS: Final = 16_000
+
+# RemoteError is left out: it stands for the exception it carries, and is rebuilt from that
+_TYPED: Final = {
+    name: cls
+    for name, cls in vars(errors).items()
+    if isinstance(cls, type) and issubclass(cls, ArealError) and cls is not RemoteError
+}
+
+
 def encode(message: Message) -> bytes:
     """The bytes of a message. Raises: ProtocolError: it is over a limit."""
     frame = _encoder.encode(message)
@@ -146,3 +159,47 @@ def _refusal(frame: Buffer, error: Exception) -> ProtocolError:
         return ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {frame[4]}")
     why = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]  # some repeat the whole input
     return ProtocolError(f"not a message of this protocol: {why}")
+
+
+def failure_of(error: BaseException, request_id: str) -> Failure:
+    """The wire form of an exception; long texts keep their end, where the cause is."""
+    text = str(error)
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = text[:_MAX_MESSAGE_CHARS] + " …"
+    if isinstance(error, RemoteError):
+        error_type, trace = error.error_type, error.remote_traceback
+    else:
+        error_type = type(error).__name__
+        trace = "".join(traceback.format_exception(error))
+    known_as = next(
+        (cls.__name__ for cls in type(error).__mro__ if _TYPED.get(cls.__name__) is cls), ""
+    )
+    return Failure(
+        request_id,
+        error_type,
+        "" if isinstance(error, RemoteError) else known_as,
+        _encodable(text),
+        _encodable(trace[-_MAX_TRACEBACK_CHARS:]),
+        error.exit_code if isinstance(error, ArealError) else 1,
+    )
+
+
+def error_of(failure: Failure, *, node_id: str, method: str) -> ArealError:
+    """The exception to raise for a failure of `method` on `node_id`."""
+    typed = _TYPED.get(failure.known_as)
+    if typed is not None:
+        error = typed(failure.message)
+    else:
+        error = RemoteError(
+            f"{method} on {node_id} raised {failure.error_type}: {failure.message}",
+            error_type=failure.error_type,
+            remote_traceback=failure.traceback,
+            remote_exit_code=failure.exit_code,
+        )
+    error.add_note(f"raised by {method} on {node_id}:\n{failure.traceback.rstrip()}")
+    return error
+
+
+def _encodable(text: str) -> str:
+    """A lone surrogate, as in an undecodable file name, has no UTF-8 form."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 
@@ -25,7 +26,6 @@ from areal_sc.errors import (
     TransportError,
 )
 from areal_sc.transport.curve import CurveAuthenticator, Guard
-from areal_sc.transport.endpoint import Context, configure_socket
 from areal_sc.transport.outbox import Outbox
 from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.codec import (
@@ -36,16 +36,18 @@ from areal_sc.transport.rpc.codec import (
     Request,
     decode,
     encode,
+    failure_of,
 )
 from areal_sc.transport.rpc.method import Served, pack
-from areal_sc.transport.rpc.remote_errors import failure_of
-from areal_sc.transport.rpc.replay_cache import FinishedRequest, ReplayCache
-from areal_sc.transport.socket import AsyncSocket, Frame
+from areal_sc.transport.socket import AsyncSocket, Context, Frame, configure_socket
 
 logger = logging.getLogger(__name__)
 
 LAST_REPLIES_LINGER_S: Final = 1.0
 """How long a closing server goes on sending the replies that are already queued."""
+
+_ENTRY_BYTES: Final = 300
+"""What an entry takes beside its reply: the id, the tuple, the dict's slot."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,42 @@ class _Execution:
     callers: set[bytes]
     num_bytes: int
     task: asyncio.Task[Any]
+
+
+class FinishedRequest(NamedTuple):
+    """`reply` is the encoded answer; None when it was too large to keep."""
+
+    method: str
+    reply: bytes | None
+
+
+class ReplayCache:
+    """The newest finished requests by id, in at most `max_bytes` of memory.
+
+    A reply over `max_reply_bytes` is forgotten at once while its id stays known: a repeat is
+    refused, not executed.
+    """
+
+    def __init__(self, *, max_bytes: int = 16 << 20, max_reply_bytes: int = 256 << 10) -> None:
+        self._max_bytes = max_bytes
+        self._max_reply_bytes = max_reply_bytes
+        self._finished: OrderedDict[str, FinishedRequest] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._finished)
+
+    def get(self, request_id: str) -> FinishedRequest | None:
+        return self._finished.get(request_id)
+
+    def add(self, request_id: str, method: str, reply: bytes) -> None:
+        assert request_id not in self._finished
+        kept = reply if len(reply) <= self._max_reply_bytes else None
+        self._finished[request_id] = FinishedRequest(method, kept)
+        self.num_bytes += _ENTRY_BYTES + len(kept or b"")
+        while self.num_bytes > self._max_bytes:
+            _, (_, oldest) = self._finished.popitem(last=False)
+            self.num_bytes -= _ENTRY_BYTES + len(oldest or b"")
 
 
 class RpcServer:

@@ -15,9 +15,8 @@ import zmq
 
 from areal_sc.errors import TransportError
 from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.endpoint import configure_socket
 from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.socket import AsyncSocket, Frame
+from areal_sc.transport.socket import AsyncSocket, Frame, configure_socket
 
 LIMIT_S = 30.0
 

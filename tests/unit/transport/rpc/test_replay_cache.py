@@ -5,7 +5,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_sc.transport.rpc.replay_cache import ReplayCache
+from areal_sc.transport.rpc.server import ReplayCache
 
 
 def test_a_finished_request_is_found_again() -> None:

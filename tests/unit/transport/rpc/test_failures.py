@@ -6,8 +6,7 @@ import pytest
 
 from areal_sc import errors
 from areal_sc.errors import ArealError, ConfigError, RemoteError, WorkflowError
-from areal_sc.transport.rpc.codec import Failure, decode, encode
-from areal_sc.transport.rpc.remote_errors import error_of, failure_of
+from areal_sc.transport.rpc.codec import Failure, decode, encode, error_of, failure_of
 
 
 def raised(error: Exception) -> Exception:
