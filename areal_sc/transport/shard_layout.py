@@ -183,7 +183,7 @@ class ShardLayout:
         end = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
         try:
             header = _decoder.decode(memory[_LENGTH_BYTES:end])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the header of a shard is malformed: {error!s:.200}") from None
         start = _aligned(end)
         if start + header.num_bytes > len(memory):

@@ -146,13 +146,11 @@ class ArenaFolder:
             root.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY_FOLDER)
             mode = root.stat().st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                raise ConfigError(
-                    f"shared memory cannot be kept in {root}: everybody may rename files in it; "
-                    "set its sticky bit (chmod +t), or choose another folder"
-                )
+                why = "everybody may rename files in it, for want of a sticky bit (chmod +t)"
+                raise _unusable(root, why)
             self._lock = self._join(base)
         except OSError as error:
-            raise _unusable(self.path, error) from error
+            raise _unusable(self.path, error.strerror) from error
 
     def node_token(self) -> str:
         """Names the node: processes that read the same token share this memory, and so a clock.
@@ -227,10 +225,8 @@ class ArenaFolder:
                     if lock is not None:
                         return lock
             if time.monotonic() > give_up:
-                raise ConfigError(
-                    f"another process has been deleting {self.path} for {LOCK_WAIT_S:g} s; "
-                    "stop it, or choose another folder for shared memory"
-                )
+                why = f"another process has been deleting it for {LOCK_WAIT_S:g} s"
+                raise _unusable(self.path, why)
             time.sleep(0.01)
 
 
@@ -241,10 +237,8 @@ def _make_own_folder(path: Path) -> bool:
     return _has_own_folder(path)
 
 
-def _unusable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"shared memory cannot be kept in {path}: {error.strerror}; choose another folder"
-    )
+def _unusable(path: Path, why: str | None) -> ConfigError:
+    return ConfigError(f"shared memory cannot be kept in {path}: {why}; choose another folder")
 
 
 def _has_own_folder(path: Path) -> bool:
@@ -260,13 +254,11 @@ def _has_own_folder(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise _unusable(path, error.strerror) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         what = "owned by" if stat.S_ISDIR(found.st_mode) else "not a folder but a file or link of"
-        raise ConfigError(
-            f"shared memory cannot be kept in {path}: expected a folder of user {os.geteuid()}, "
-            f"it is {what} user {found.st_uid}; remove it, or choose another folder"
-        )
+        why = f"expected a folder of user {os.geteuid()}, it is {what} user {found.st_uid}"
+        raise _unusable(path, why)
     if stat.S_IMODE(found.st_mode) & ~_OWNER_ONLY_FOLDER & 0o777:
         os.chmod(path, _OWNER_ONLY_FOLDER)
     return True

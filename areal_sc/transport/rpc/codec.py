@@ -19,7 +19,7 @@ from msgspec import Meta, Raw, Struct
 
 from areal_sc import errors
 from areal_sc.errors import ArealError, ProtocolError, RemoteError
-from areal_sc.transport.rpc.method import MAX_ERROR_CHARS, UNDECODABLE
+from areal_sc.transport.rpc.method import UNDECODABLE, short_text
 from areal_sc.transport.socket import FRAME_BYTES, Buffer, Frame
 
 PROTOCOL_VERSION: Final = 4
@@ -157,8 +157,7 @@ def _check_large(frame: Buffer) -> None:
 def _refusal(frame: Buffer, error: Exception) -> ProtocolError:
     if len(frame) > 4 and bytes(frame[1:4]) == _UINT32 + _MAGIC and frame[4] != PROTOCOL_VERSION:
         return ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {frame[4]}")
-    why = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]  # some repeat the whole input
-    return ProtocolError(f"not a message of this protocol: {why}")
+    return ProtocolError(f"not a message of this protocol: {short_text(error)}")
 
 
 def failure_of(error: BaseException, request_id: str) -> Failure:
