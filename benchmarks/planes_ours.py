@@ -25,12 +25,12 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.schedulers.base import Node
-from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers, memory_root
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.method import Method, Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import Connection, ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers, memory_root
 from areal_sc.workers.spec import (
     LAUNCH,
     STOP,

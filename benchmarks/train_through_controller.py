@@ -23,11 +23,11 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.transport.bulk.server import BulkServer
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.shards.store import TensorStore
 from areal_sc.weights import WeightGroup, WeightsReference
 from areal_sc.workers.calls import WeightRanks
 

@@ -29,8 +29,8 @@ from areal_sc.controller.worker_store import GroupRun, WorkerStore
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata
-from areal_sc.transport.arena.files import block_span
 from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.transport.shards.arena import block_span
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 

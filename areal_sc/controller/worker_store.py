@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.workers.calls import Sweep
 
 

@@ -34,10 +34,10 @@ from areal_sc.ids import random_id
 from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
-from areal_sc.transport.arena.folder import clean_leftovers
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.shards.memory_folder import clean_leftovers
 from areal_sc.workers.fork_client import exit_text
 from areal_sc.workers.spec import DESCRIBE, AgentSpec
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_sc.errors import MetadataError
 from areal_sc.transport.pull_plan import Piece, Segment
-from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.shards.layout import SealedField
 from areal_sc.transport.slices import Slices
 
 THREAD_COPY_BYTES: Final = 32 << 20

@@ -22,7 +22,6 @@ import torch
 
 from areal_sc.errors import ShardGone
 from areal_sc.metadata import BatchMetadata
-from areal_sc.transport.arena.map import ArenaMap, MappedShard
 from areal_sc.transport.bulk.buffer_pool import BufferPool, Bytes
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.copies import Copy, field_of, plan_copy, run_copies
@@ -34,11 +33,12 @@ from areal_sc.transport.pull_plan import (
     Source,
     sources_of,
 )
-from areal_sc.transport.shard_ids import parse_shard_id
-from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.shards.arena_map import ArenaMap, MappedShard
+from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.transport.shards.layout import SealedField
+from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.slices import Slices
 from areal_sc.transport.tensor_bytes import dtype_named
-from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import WeightsReference
 
 _ALIGNMENT: Final = 64

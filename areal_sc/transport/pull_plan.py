@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 from areal_sc.errors import ProtocolError
 from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, Run
 from areal_sc.transport.bulk.wire import AskedPart
-from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.tensor_bytes import dtype_named
 
 K = TypeVar("K")

@@ -34,7 +34,7 @@ from areal_sc.engines.weight_group import (
     unfilled,
 )
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.store import TensorStore
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers.calls import OpenWeightGroup, SentWeights
 

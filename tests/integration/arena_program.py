@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.arena.backend import ArenaBackend
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.arena.map import ArenaMap, MappedShard
-from areal_sc.transport.shard_layout import ShardLayout
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.arena_map import ArenaMap, MappedShard
+from areal_sc.transport.shards.blocks import ArenaBackend
+from areal_sc.transport.shards.layout import ShardLayout
+from areal_sc.transport.shards.memory_folder import ArenaFolder
+from areal_sc.transport.shards.store import TensorStore
 
 MIB = 1 << 20
 _LINE = re.compile(r"(\w+\.\d+) (\d+)")

@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
 
 LIFE = "life1"
 

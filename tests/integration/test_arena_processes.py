@@ -18,10 +18,10 @@ import torch
 from integration.arena_program import MIB, is_intact, lengths_of, shard_of
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.arena.backend import ArenaBackend
-from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers
-from areal_sc.transport.arena.map import ArenaMap
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.arena_map import ArenaMap
+from areal_sc.transport.shards.blocks import ArenaBackend
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.shards.store import TensorStore
 
 PROGRAM = Path(__file__).with_name("arena_program.py")
 WAIT_S = 60.0

@@ -42,7 +42,7 @@ from areal_sc.transport.bulk.wire import (
     parse_head,
 )
 from areal_sc.transport.pull_plan import Owner, Piece, Segment
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.store import TensorStore
 
 PULLER_SCRIPT = Path(__file__).with_name("bulk_puller.py")
 NUM_BYTES = 64 << 20

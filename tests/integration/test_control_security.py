@@ -25,12 +25,12 @@ from areal_sc.errors import ProtocolError, TransportError, WorkerStartError
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import KEYS_VARIABLE, RunKeys
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import KEYS_VARIABLE, RunKeys
 from areal_sc.workers.spec import (
     DESCRIBE,
     LAUNCH,
@@ -337,7 +337,7 @@ def test_a_worker_takes_keys_from_the_environment_and_leaves_none_there(
     keys.write(tmp_path / "keys.json")
     script = (
         "import os, subprocess\n"
-        "from areal_sc.transport.keys import RunKeys\n"
+        "from areal_sc.transport.security.keys import RunKeys\n"
         "keys = RunKeys.from_environment(os.environ)\n"
         "print(keys.server_public.decode())\n"
         "print(subprocess.run(['env'], capture_output=True, text=True).stdout)\n"

@@ -23,11 +23,11 @@ from areal_sc.errors import (
     RpcTimeout,
     ShardGone,
 )
-from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.client import CALLS_PER_TURN, RpcClient
 from areal_sc.transport.rpc.codec import decode
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.keys import RunKeys
 
 
 @asynccontextmanager

@@ -19,8 +19,6 @@ from integration.rpc_methods import named
 from integration.rpc_process import PROGRAM, ServerProcess, counters, server_process
 
 from areal_sc.errors import PeerLost, RpcTimeout
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.codec import (
     MAX_FRAMES,
     MAX_MESSAGE_BYTES,
@@ -31,7 +29,9 @@ from areal_sc.transport.rpc.codec import (
 )
 from areal_sc.transport.rpc.method import pack
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.socket import FRAME_BYTES
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES
 
 MAX_GROWTH_BYTES = 24 << 20
 

@@ -38,8 +38,8 @@ from areal_sc.transport.pull import Puller
 from areal_sc.transport.pull_plan import Owner as Address
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
-from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import ShardReference, WeightsReference
 
 LARGE = 8 << 20

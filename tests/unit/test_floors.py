@@ -70,17 +70,12 @@ TORCH_FREE = (
     *(
         f"areal_sc.transport.{name}"
         for name in (
-            "arena.files",
-            "arena.folder",
-            "curve",
-            "hub",
-            "interface",
-            "keys",
-            "outbox",
+            "shards.arena",
+            "shards.memory_folder",
+            "security.",
+            "sockets.",
             "plane_stats",
-            "refusals",
             "rpc.",
-            "socket",
         )
     ),
     "areal_sc.workers.calls",

@@ -20,9 +20,9 @@ from areal_sc.transport.bulk.link import OwnerLink
 from areal_sc.transport.bulk.request_queue import DescribeJob, FetchJob
 from areal_sc.transport.bulk.wire import DescribedField
 from areal_sc.transport.pull_plan import Owner, Segment, SegmentCursor
-from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
-from areal_sc.transport.shard_layout import check_field_name
+from areal_sc.transport.shards.layout import check_field_name
+from areal_sc.transport.sockets.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ from areal_sc.transport.bulk.wire import (
     Request,
 )
 from areal_sc.transport.pull_plan import Owner
-from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
+from areal_sc.transport.sockets.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

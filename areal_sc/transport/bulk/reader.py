@@ -19,7 +19,7 @@ from areal_sc.transport.bulk.wire import (
     Read,
     Reply,
 )
-from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.shards.layout import SealedField
 
 
 class ShardSource(Protocol):

@@ -35,10 +35,10 @@ from areal_sc.transport.bulk.wire import (
     decoded_request,
     parse_head,
 )
-from areal_sc.transport.interface import LOOPBACK, Interface
-from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.socket import HANDSHAKE_TIMEOUT_MS, Buffer
+from areal_sc.transport.sockets.interface import LOOPBACK, Interface
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.transport.sockets.zmq_socket import HANDSHAKE_TIMEOUT_MS, Buffer
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Final, Protocol
 
 from areal_sc.errors import PeerLost, ProtocolError
-from areal_sc.transport.socket import (
+from areal_sc.transport.sockets.zmq_socket import (
     HANDSHAKE_TIMEOUT_MS,
     KEEPALIVE_EVERY_S,
     KEEPALIVE_IDLE_S,

@@ -23,11 +23,11 @@ from typing import Any, Final
 from msgspec import Raw
 
 from areal_sc.errors import ArealError, PeerLost, ProtocolError, RpcTimeout
-from areal_sc.transport.hub import PeerHub
-from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.codec import Cancel, Failure, Reply, Request, decode, encode, error_of
 from areal_sc.transport.rpc.method import A, Method, R, pack
-from areal_sc.transport.socket import SEND_RETRY_S, Frame
+from areal_sc.transport.sockets.hub import PeerHub
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.transport.sockets.zmq_socket import SEND_RETRY_S, Frame
 
 logger = logging.getLogger(__name__)
 

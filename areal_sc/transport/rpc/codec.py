@@ -20,7 +20,7 @@ from msgspec import Meta, Raw, Struct
 from areal_sc import errors
 from areal_sc.errors import ArealError, ProtocolError, RemoteError
 from areal_sc.transport.rpc.method import UNDECODABLE, short_text
-from areal_sc.transport.socket import FRAME_BYTES, Buffer, Frame
+from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES, Buffer, Frame
 
 PROTOCOL_VERSION: Final = 4
 _MAGIC: Final = b"SC"

@@ -25,9 +25,6 @@ from areal_sc.errors import (
     ServerBusy,
     TransportError,
 )
-from areal_sc.transport.curve import CurveAuthenticator, Guard
-from areal_sc.transport.outbox import Outbox
-from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.codec import (
     ANY_INCARNATION,
     MAX_FRAMES,
@@ -39,7 +36,10 @@ from areal_sc.transport.rpc.codec import (
     failure_of,
 )
 from areal_sc.transport.rpc.method import Served, pack
-from areal_sc.transport.socket import AsyncSocket, Context, Frame, configure_socket
+from areal_sc.transport.rpc.outbox import Outbox
+from areal_sc.transport.security.curve import CurveAuthenticator, Guard
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Context, Frame, configure_socket
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from areal_sc.errors import ArealError, TransportError
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.hub import PeerHub
 from areal_sc.transport.rpc.client import RpcClient, call_all, random_request_ids
 from areal_sc.transport.rpc.codec import MAX_FRAMES
 from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.sockets.hub import PeerHub
 
 
 class Connection(Protocol):

@@ -24,7 +24,7 @@ from areal_sc.engines.weight_group import (
     split_into_buckets,
 )
 from areal_sc.errors import StoreFull
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.store import TensorStore
 from areal_sc.workers.weight_publication import WeightPublication
 
 WORLD_SIZE, MODEL_SIZE = 4, 2

@@ -21,8 +21,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.socket import (
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.sockets.zmq_socket import (
     AsyncSocket,
     Buffer,
     Frame,

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
-from areal_sc.transport.arena.backend import ArenaBackend
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.arena.map import LOOK_AGAIN_S, ArenaMap, MappedShard
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.arena_map import LOOK_AGAIN_S, ArenaMap, MappedShard
+from areal_sc.transport.shards.blocks import ArenaBackend
+from areal_sc.transport.shards.memory_folder import ArenaFolder
+from areal_sc.transport.shards.store import TensorStore
 
 PAGE = 4096
 

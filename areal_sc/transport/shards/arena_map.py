@@ -3,7 +3,7 @@
     open_shard   lock the shard's number -> is its ticket still there? -> a view of the block
     dropped      when the shard and every tensor made of it are gone, the number is unlocked
 
-`backend.py` says why the block of a locked shard with a ticket is never reused. The owner may be
+`blocks.py` says why the block of a locked shard with a ticket is never reused. The owner may be
 dead: what it sealed stays, until its successor or the end of the run deletes it.
 """
 
@@ -24,11 +24,11 @@ import torch
 from numpy.typing import NDArray
 
 from areal_sc.errors import ShardGone, TransportError
-from areal_sc.transport.arena.files import block_path, readers_path
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.arena.memory import ShardLocks, map_file
-from areal_sc.transport.shard_ids import parse_shard_id
-from areal_sc.transport.shard_layout import SealedField, ShardLayout
+from areal_sc.transport.shards.arena import block_path, readers_path
+from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.transport.shards.layout import SealedField, ShardLayout
+from areal_sc.transport.shards.mapped_file import ShardLocks, map_file
+from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.transport.tensor_bytes import dtype_named
 
 LOOK_AGAIN_S: Final = 1.0

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from areal_sc.errors import PeerLost
-from areal_sc.transport.socket import FRAME_BYTES, RECEIVES_PER_TURN, AsyncSocket, Frame
+from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES, RECEIVES_PER_TURN, AsyncSocket, Frame
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from areal_sc.errors import StoreFull, TransportError
-from areal_sc.transport.arena.backend import IDLE_SWEEPS, ArenaBackend
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.arena.map import ArenaMap
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.arena_map import ArenaMap
+from areal_sc.transport.shards.blocks import IDLE_SWEEPS, ArenaBackend
+from areal_sc.transport.shards.memory_folder import ArenaFolder
+from areal_sc.transport.shards.store import TensorStore
 
 PAGE = 4096
 MIB = 1 << 20

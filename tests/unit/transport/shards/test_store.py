@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.errors import MetadataError, ShardGone, StoreFull
-from areal_sc.transport.shard_layout import ShardLayout
-from areal_sc.transport.tensor_store import ShardKey, StoreBackend, StoreBlock, TensorStore
+from areal_sc.transport.shards.layout import ShardLayout
+from areal_sc.transport.shards.store import ShardKey, StoreBackend, StoreBlock, TensorStore
 
 
 def store_of(max_bytes: int = 1 << 20) -> TensorStore:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.errors import MetadataError
-from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
+from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
 
 
 @given(st.text(max_size=20), st.integers(0, 2**63))

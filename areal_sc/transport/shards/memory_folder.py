@@ -33,7 +33,7 @@ from typing import Final
 from areal_sc.errors import ConfigError, TransportError
 from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
-from areal_sc.transport.arena.files import Arena, delete_folder
+from areal_sc.transport.shards.arena import Arena, delete_folder
 
 OFF: Final = "off"
 """`transport.shared_memory` that keeps tensors out of it."""

@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.socket import AsyncSocket, Frame, configure_socket
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Frame, configure_socket
 
 LIMIT_S = 30.0
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.errors import ProtocolError
-from areal_sc.transport.shard_layout import ShardLayout
+from areal_sc.transport.shards.layout import ShardLayout
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
 
 

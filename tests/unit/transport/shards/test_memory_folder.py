@@ -12,16 +12,21 @@ from pathlib import Path
 import pytest
 
 from areal_sc.errors import ConfigError, TransportError
-from areal_sc.transport.arena.files import block_path
-from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers, memory_root, user_folder
-from areal_sc.transport.arena.memory import map_file
+from areal_sc.transport.shards.arena import block_path
+from areal_sc.transport.shards.mapped_file import map_file
+from areal_sc.transport.shards.memory_folder import (
+    ArenaFolder,
+    clean_leftovers,
+    memory_root,
+    user_folder,
+)
 
 UID = os.geteuid()
 
 LIVE_IN_IT = """
 import sys
 from pathlib import Path
-from areal_sc.transport.arena.folder import ArenaFolder
+from areal_sc.transport.shards.memory_folder import ArenaFolder
 folder = ArenaFolder(Path(sys.argv[1]), sys.argv[2])
 files = folder.create("train/0", "life0")
 files.link(1, "block-x")
@@ -151,7 +156,7 @@ def test_what_a_killed_run_left_is_deleted_by_the_next(tmp_path: Path) -> None:
 START_AND_CLEAN = """
 import os, sys
 from pathlib import Path
-from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers
 root = Path(sys.argv[1])
 for i in range(int(sys.argv[3])):
     folder = ArenaFolder(root, f"{sys.argv[2]}-{i % 3}")

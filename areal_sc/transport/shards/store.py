@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from areal_sc.errors import ShardGone, StoreFull
-from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
-from areal_sc.transport.shard_layout import SealedField, ShardLayout
+from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
+from areal_sc.transport.shards.layout import SealedField, ShardLayout
 from areal_sc.transport.tensor_bytes import copy_to_bytes
 
 ShardKey = tuple[str, int]

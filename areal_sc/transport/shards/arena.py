@@ -12,7 +12,7 @@ from typing import Final
 
 from areal_sc.errors import ProtocolError
 from areal_sc.file_lock import HeldLock
-from areal_sc.transport.arena.memory import ShardLocks
+from areal_sc.transport.shards.mapped_file import ShardLocks
 
 _BLOCK: Final = "block-"
 _OWNER_ONLY_FILE: Final = 0o600

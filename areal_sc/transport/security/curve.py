@@ -21,9 +21,9 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.refusals import Refusals
-from areal_sc.transport.socket import AsyncSocket, Context, Frame, monitor_of
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Context, Frame, monitor_of
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 ZAP_DOMAIN: Final = "areal_sc"

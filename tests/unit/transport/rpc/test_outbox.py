@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from areal_sc.errors import PeerLost
-from areal_sc.transport.outbox import MAX_WAITING_BYTES, Outbox
-from areal_sc.transport.socket import Buffer
+from areal_sc.transport.rpc.outbox import MAX_WAITING_BYTES, Outbox
+from areal_sc.transport.sockets.zmq_socket import Buffer
 
 
 class Queues:

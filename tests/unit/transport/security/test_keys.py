@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.keys import KEYS_VARIABLE, MAX_FILE_BYTES, RunKeys
+from areal_sc.transport.security.keys import KEYS_VARIABLE, MAX_FILE_BYTES, RunKeys
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_keys_of_an_earlier_start_are_replaced(keys: RunKeys, tmp_path: Path) ->
 def test_a_permissive_umask_opens_nothing(keys: RunKeys, tmp_path: Path) -> None:
     script = (
         "import os, sys, pathlib; os.umask(0)\n"
-        "from areal_sc.transport.keys import RunKeys\n"
+        "from areal_sc.transport.security.keys import RunKeys\n"
         "opened = []\n"
         "sys.addaudithook(lambda event, args: event == 'open' and opened.append(args))\n"
         "RunKeys.create().write(pathlib.Path(sys.argv[1]))\n"

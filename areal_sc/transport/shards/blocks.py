@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_sc.errors import ProtocolError, StoreFull, TransportError
-from areal_sc.transport.arena.files import Arena, block_path, block_span
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.arena.memory import map_file
-from areal_sc.transport.shard_layout import ShardLayout
-from areal_sc.transport.tensor_store import ShardKey, StoreBackend, StoreBlock
+from areal_sc.transport.shards.arena import Arena, block_path, block_span
+from areal_sc.transport.shards.layout import ShardLayout
+from areal_sc.transport.shards.mapped_file import map_file
+from areal_sc.transport.shards.memory_folder import ArenaFolder
+from areal_sc.transport.shards.store import ShardKey, StoreBackend, StoreBlock
 
 IDLE_SWEEPS: Final = 8
 """A block that was free for so many sweeps is deleted: what comes and goes with every training step

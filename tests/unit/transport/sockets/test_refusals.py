@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from areal_sc.transport.refusals import LOG_INTERVAL_S, Refusals
+from areal_sc.transport.sockets.refusals import LOG_INTERVAL_S, Refusals
 
 
 def test_a_flood_is_counted_and_logged_once_an_interval(

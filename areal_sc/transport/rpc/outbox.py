@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from areal_sc.errors import PeerLost
-from areal_sc.transport.refusals import Refusals
-from areal_sc.transport.socket import SEND_RETRY_S, AsyncSocket
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.transport.sockets.zmq_socket import SEND_RETRY_S, AsyncSocket
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import zmq
 
 from areal_sc.errors import PeerLost, TransportError
 from areal_sc.transport import hub as hub_module
-from areal_sc.transport.hub import PeerHub, Route
-from areal_sc.transport.socket import Frame
+from areal_sc.transport.sockets.hub import PeerHub, Route
+from areal_sc.transport.sockets.zmq_socket import Frame
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.interface import Interface
 from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.sockets.interface import Interface
 
 
 def stands_for(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
