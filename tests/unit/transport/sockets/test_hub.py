@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from areal_sc.errors import PeerLost, TransportError
-from areal_sc.transport import hub as hub_module
+from areal_sc.transport.sockets import hub as hub_module
 from areal_sc.transport.sockets.hub import PeerHub, Route
 from areal_sc.transport.sockets.zmq_socket import Frame
 
