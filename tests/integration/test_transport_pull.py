@@ -344,7 +344,7 @@ async def test_adopted_shards_are_pulled_from_the_next_life_of_their_worker() ->
     async with owners(1) as [dead]:
         batch = dead.put({"input_ids": ids_of(0, [30, 4])}, [30, 4])
     successor = Owner(0, "life2")
-    successor.store._adopted["life1.1"] = dead.store._shards[1]
+    successor.store._shards["life1", 1] = dead.store._shards["life1", 1]
     await successor.start()
     own = successor.put({"input_ids": ids_of(2, [5])}, [5])
     adopted = with_shard(batch, node_addr=successor.address)
