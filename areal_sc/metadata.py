@@ -108,10 +108,6 @@ class ShardMetadata(Struct, frozen=True, array_like=True):
     shard_id: str
     runs: tuple[Run, ...]
 
-    def moved(self, by: int) -> ShardMetadata:
-        """The same rows, so many rows further on in the batch."""
-        return replace(self, runs=tuple(Run(run.offset + by, *run[1:]) for run in self.runs))
-
 
 class Columns(Struct, frozen=True, array_like=True):
     """Fields of a batch whose values lie together, in the same shards.
@@ -349,8 +345,12 @@ def concat(
     moves = list(zip(starts, filled, strict=False))  # the last one is the end of all
     columns = []
     for i, of_first in enumerate(filled[0].columns if filled else ()):
-        shards = (shard.moved(by) for by, batch in moves for shard in batch.columns[i].shards)
-        columns.append(Columns(of_first.dtypes, tuple(shards)))
+        shards = tuple(
+            replace(shard, runs=tuple(Run(run.offset + by, *run[1:]) for run in shard.runs))
+            for by, batch in moves
+            for shard in batch.columns[i].shards
+        )
+        columns.append(Columns(of_first.dtypes, shards))
     rows = tuple(row for batch in filled for row in batch.rows)
     return BatchMetadata(batch_id, global_step, tuple(columns), rows, min_token_version)
 

@@ -30,7 +30,7 @@ from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, sta
 from areal_sc.config.schema import ActorConfig, ParallelConfig, RolloutConfig, SchedulerConfig
 from areal_sc.controller.worker_choice import WorkerLoads
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
-from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.security.keys import RunKeys
 
 NUM_HOSTS = 8
 NUM_RANKS = 2

@@ -22,10 +22,12 @@ from areal_sc.errors import WorkerLost
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
 from areal_sc.schedulers.base import Node
-from areal_sc.transport.arena.folder import ArenaFolder, choose_root, clean_leftovers
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import Connection, Method, RpcServer, Served, ZmqTransport
+from areal_sc.transport.rpc.method import Method, Served
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import Connection, ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers, memory_root
 from areal_sc.workers.spec import (
     LAUNCH,
     STOP,
@@ -74,7 +76,7 @@ def _arenas(folder: Path) -> ArenaFolder:
 
 
 def _arena_root(folder: Path) -> Path:
-    return choose_root("auto", 2 * STORE_BYTES, folder / "arenas")
+    return memory_root("auto", folder, needed_bytes=2 * STORE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.shard_ids import make_shard_id
+from areal_sc.transport.shards.ids import make_shard_id
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.spec import WorkerReport

@@ -31,8 +31,8 @@ from areal_sc.controller.worker_store import Needs, WorkerStore
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ArealError, ConfigError
 from areal_sc.metadata import BatchMetadata
-from areal_sc.transport.arena.free_extents import block_span
 from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.transport.shards.arena import block_span
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import GroupAttempt, GroupReply

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.workers.calls import GroupAttempt, Sweep
 
 Needs = Callable[[GroupAttempt], bool]

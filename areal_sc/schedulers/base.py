@@ -14,7 +14,7 @@ from typing import Protocol
 from areal_sc.config.machine import resolved_device
 from areal_sc.config.placement import DevicePlacement
 from areal_sc.config.schema import Device, SchedulerConfig
-from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.security.keys import RunKeys
 from areal_sc.workers.spec import NodeFacts, WorkerOrder
 
 

@@ -36,8 +36,8 @@ from areal_sc.log import log_tail
 from areal_sc.process import allow_open_files, exit_text
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
-from areal_sc.transport.arena.folder import clean_leftovers, user_folder
-from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.shards.memory_folder import clean_leftovers, user_folder
 from areal_sc.workers.spec import NodeFacts
 
 AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.workers.agent")

@@ -10,17 +10,17 @@ import os
 from typing import Final
 
 from areal_sc.config.schema import TransportConfig
-from areal_sc.transport.arena.backend import ArenaBackend
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.arena.map import ArenaMap
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.bulk.server import BulkServer
-from areal_sc.transport.interface import Interface
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.transport import Transport
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.arena_map import ArenaMap
+from areal_sc.transport.shards.blocks import ArenaBackend
+from areal_sc.transport.shards.memory_folder import ArenaFolder
+from areal_sc.transport.shards.store import TensorStore
+from areal_sc.transport.sockets.interface import Interface
 
 ROOM_SHARE: Final = 0.8
 """Of the free shared memory; published weights and other programs live there, too."""
@@ -91,7 +91,7 @@ class DataPlane:
         return PlaneStats(
             store_bytes=store.num_bytes,
             store_shards=store.num_shards,
-            sealed_shards=store.num_sealed,
+            sealed_shards=store.last_sequence,
             swept_shards=store.num_swept,
             swept_bytes=store.swept_bytes,
             mapped_retired_bytes=store.mapped_retired_bytes,

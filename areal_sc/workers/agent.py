@@ -48,11 +48,11 @@ from areal_sc.ids import random_id
 from areal_sc.log import log_tail, setup_logging
 from areal_sc.process import allow_open_files, name_process
 from areal_sc.run_folder import RunFolder
-from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers, memory_root
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.interface import Interface
-from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers, memory_root
+from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers.entry import PRELOAD
 from areal_sc.workers.left_files import delete_left_files
 from areal_sc.workers.spec import (

@@ -19,14 +19,14 @@ from msgspec import msgpack
 
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.run_folder import RunFolder
-from areal_sc.transport.arena.folder import OFF, ArenaFolder
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.interface import Interface
-from areal_sc.transport.keys import RunKeys
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.shards.memory_folder import OFF, ArenaFolder
+from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers import calls
 from areal_sc.workers.beats import Beats
 from areal_sc.workers.spec import WorkerReport, WorkerSpec

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_sc.engines.handles import LEFT_FILES
-from areal_sc.transport.arena.folder import SHARED_MEMORY
+from areal_sc.transport.shards.memory_folder import SHARED_MEMORY
 
 
 def delete_left_files(since_s: float, folder: Path = SHARED_MEMORY) -> None:

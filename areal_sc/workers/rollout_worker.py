@@ -42,7 +42,7 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.shard_ids import parse_shard_id
+from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.weights import WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker

@@ -19,9 +19,9 @@ from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
-from areal_sc.transport.interface import host_of
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.sockets.interface import host_of
 from areal_sc.weights import ShardReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.arena.backend import ArenaBackend
-from areal_sc.transport.arena.folder import ArenaFolder
-from areal_sc.transport.arena.map import ArenaMap, MappedShard
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.arena_map import ArenaMap, MappedShard
+from areal_sc.transport.shards.blocks import ArenaBackend
+from areal_sc.transport.shards.layout import ShardLayout
+from areal_sc.transport.shards.memory_folder import ArenaFolder
+from areal_sc.transport.shards.store import TensorStore
 
 MIB = 1 << 20
 _LINE = re.compile(r"(\w+\.\d+) (\d+)")
@@ -62,7 +63,7 @@ def is_intact(shard: MappedShard, seed: int) -> bool:
 class Program:
     def __init__(self, root: str, run_id: str, worker: str, incarnation: str) -> None:
         self.folder = ArenaFolder(Path(root), run_id)
-        backend = ArenaBackend(self.folder, worker, incarnation, first_segment_bytes=MIB)
+        backend = ArenaBackend(self.folder, worker, incarnation)
         self.store = TensorStore(worker, incarnation, max_bytes=256 * MIB, backend=backend)
         self.arenas = ArenaMap(self.folder)
         self.held: dict[str, tuple[MappedShard, int]] = {}
@@ -92,7 +93,7 @@ class Program:
 
     def put_half(self) -> None:
         """Leaves a block without a ticket, as a process does that dies while it puts."""
-        self.unsealed = self.store._backend.allocate(3 * MIB)
+        self.unsealed = self.store._backend.allocate(ShardLayout(3 * MIB, {}))
 
     def fork(self) -> list[int]:
         """Starts two children that live on, and do away with all or nothing of what they inherit;
@@ -146,7 +147,7 @@ class Program:
         done.set()
         sweeper.join()
         os.close(fd)
-        return {"sealed": self.store.num_sealed, "bytes": self.store.num_bytes}
+        return {"sealed": self.store.last_sequence, "bytes": self.store.num_bytes}
 
     def consume(self, log: str, seed: int) -> dict[str, int]:
         """Opens what the file names, newest first, until it says END; holds the last 40, and looks

@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
 from areal_sc.run_folder import RunFolder
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import Method, RpcServer
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
 from areal_sc.workers import agent
 from areal_sc.workers.beats import Beats
 from areal_sc.workers.calls import PING, SHUTDOWN

@@ -6,14 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from areal_sc.transport.rpc.codec import Cancel, Failure, MessageLimits, Reply, Request, encode
+from areal_sc.transport.rpc.codec import Cancel, Failure, Reply, Request, encode
 from areal_sc.transport.rpc.method import pack
 
 _PREFIX_BYTES: Final = 6
 """The list and the protocol, with which a message begins."""
 
 SAMPLES: Final = [
-    encode(message, MessageLimits())
+    encode(message)
     for message in (
         Request("0123456789abcdef-1f", "a" * 32, "ping", pack({})),
         Request("id", "life1", "sweep", pack({"live": list(range(300)), "acknowledged": 2**40})),

@@ -9,17 +9,13 @@ from functools import cache
 from typing import Any
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.rpc.codec import MessageLimits
-from areal_sc.transport.rpc.transport import (
-    Method,
-    RpcClient,
-    RpcServer,
-    Served,
-    ZmqTransport,
-)
+from areal_sc.transport.rpc.client import RpcClient
+from areal_sc.transport.rpc.codec import MAX_MESSAGE_BYTES
+from areal_sc.transport.rpc.method import Method, Served
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
 
 LIFE = "life1"
-LIMITS = MessageLimits()
 
 
 @cache
@@ -57,7 +53,7 @@ class Methods:
         return bytes(1 << 20)
 
     async def too_large(self, args: dict[str, Any]) -> bytes:
-        return bytes(LIMITS.max_bytes)
+        return bytes(MAX_MESSAGE_BYTES)
 
     async def wait(self, args: dict[str, Any]) -> int:
         self.num_calls += 1

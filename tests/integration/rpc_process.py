@@ -15,9 +15,10 @@ from uuid import uuid4
 
 from integration.rpc_methods import named
 
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import RpcClient, ZmqTransport
+from areal_sc.transport.rpc.client import RpcClient
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
 
 PROGRAM = Path(__file__).with_name("rpc_program.py")
 

@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.transport import Method, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
 
 LIFE = "life1"
 
@@ -54,7 +56,7 @@ async def serve(keys: str) -> None:
         return {
             "num_calls": num_calls,
             "num_malformed": server.num_malformed,
-            "num_dropped_replies": server.num_dropped_replies,
+            "num_dropped_replies": server._outbox.dropped.num,
             "num_refused": authenticator.num_refused if authenticator else 0,
         }
 

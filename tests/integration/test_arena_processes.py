@@ -18,10 +18,10 @@ import torch
 from integration.arena_program import MIB, is_intact, lengths_of, shard_of
 
 from areal_sc.errors import ShardGone
-from areal_sc.transport.arena.backend import ArenaBackend
-from areal_sc.transport.arena.folder import ArenaFolder, clean_leftovers
-from areal_sc.transport.arena.map import ArenaMap
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.arena_map import ArenaMap
+from areal_sc.transport.shards.blocks import ArenaBackend
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.shards.store import TensorStore
 
 PROGRAM = Path(__file__).with_name("arena_program.py")
 WAIT_S = 60.0
@@ -78,7 +78,7 @@ def start(folder: ArenaFolder) -> Iterator[Callable[[str, str], Worker]]:
 
 
 def store_in(folder: ArenaFolder, worker: str, incarnation: str) -> TensorStore:
-    backend = ArenaBackend(folder, worker, incarnation, first_segment_bytes=MIB)
+    backend = ArenaBackend(folder, worker, incarnation)
     return TensorStore(worker, incarnation, max_bytes=256 * MIB, backend=backend)
 
 
@@ -105,8 +105,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def blocks_bytes(folder: ArenaFolder, incarnation: str) -> int:
-    """What the segments of an arena really take."""
-    return sum(p.stat().st_blocks * 512 for p in folder.path.glob(f"*.{incarnation}/segment-*"))
+    """What the blocks of an arena really take."""
+    return sum(p.stat().st_blocks * 512 for p in folder.path.glob(f"*.{incarnation}/block-*"))
 
 
 def test_shards_outlive_their_writer_and_are_adopted(
@@ -130,9 +130,8 @@ def test_shards_outlive_their_writer_and_are_adopted(
     # what a successor has to cope with
     arena = folder.path / "rollout-0.dead"
     (arena / "41").write_bytes(b"\xc1 not a ticket")
-    (arena / "42").write_bytes((arena / "1").read_bytes())  # a block of two shards
-    (arena / "segment-9").touch()
-    (arena / ".43.partial").write_bytes(b"half")
+    (arena / "42").symlink_to("block-99")
+    (arena / "block-98").touch()  # no space was reserved yet
 
     successor = store_in(folder, "rollout/0", "next")
     own = put(successor, 7)
@@ -213,7 +212,7 @@ def test_blocks_wait_for_pullers_that_are_stopped_and_not_for_dead_ones(
         other.call("drop")
     store.sweep([], store.last_sequence)
     assert store.num_bytes == held_bytes
-    segments = len(list((folder.path / "train-0.life1").glob("segment-*")))
+    num_blocks = len(list((folder.path / "train-0.life1").glob("block-*")))
     os.kill(doomed.process.pid, signal.SIGCONT)
     assert doomed.call("are_held_intact")
 
@@ -222,7 +221,7 @@ def test_blocks_wait_for_pullers_that_are_stopped_and_not_for_dead_ones(
     assert (store.num_bytes, store.mapped_retired_bytes) == (0, 0)
     for seed in range(4_000, 4_020):
         put(store, seed)
-    assert len(list((folder.path / "train-0.life1").glob("segment-*"))) <= segments
+    assert len(list((folder.path / "train-0.life1").glob("block-*"))) <= num_blocks
     store.close()
 
 

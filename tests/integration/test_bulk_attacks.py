@@ -42,7 +42,7 @@ from areal_sc.transport.bulk.server import (
 )
 from areal_sc.transport.bulk.session import Owner, SessionGrant
 from areal_sc.transport.bulk.stream import connect
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.store import TensorStore
 
 PULLER_SCRIPT = Path(__file__).with_name("bulk_puller.py")
 NUM_BYTES = 64 << 20

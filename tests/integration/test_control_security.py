@@ -25,10 +25,12 @@ from areal_sc.errors import ProtocolError, TransportError, WorkerStartError
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import KEYS_VARIABLE, RunKeys
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
-from areal_sc.transport.rpc.transport import Authenticator, Method, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import KEYS_VARIABLE, RunKeys
 from areal_sc.workers.spec import (
     LAUNCH,
     LOG_TAIL,
@@ -81,7 +83,7 @@ async def service(keys: RunKeys) -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def transport(authenticator: Authenticator | None) -> AsyncIterator[ZmqTransport]:
+async def transport(authenticator: CurveAuthenticator | None) -> AsyncIterator[ZmqTransport]:
     made = ZmqTransport(authenticator=authenticator)
     try:
         yield made
@@ -90,7 +92,7 @@ async def transport(authenticator: Authenticator | None) -> AsyncIterator[ZmqTra
 
 
 async def call(
-    serving: Service, authenticator: Authenticator | None, who: str, timeout_s: float = LIMIT_S
+    serving: Service, authenticator: CurveAuthenticator | None, who: str, timeout_s: float = LIMIT_S
 ) -> Any:
     async with transport(authenticator) as made:
         connection = made.connect(serving.address, "train/0", "a1")
@@ -98,7 +100,7 @@ async def call(
 
 
 class Stranger:
-    """An `Authenticator` for callers that configures them as it was told."""
+    """In the place of a `CurveAuthenticator`: configures callers as it was told."""
 
     def __init__(self, configure: Callable[[zmq.Socket[bytes]], None]) -> None:
         self.configure_client = configure
@@ -127,7 +129,7 @@ def borrowed_public_key(keys: RunKeys) -> Stranger:
     return Stranger(configure)
 
 
-STRANGERS: dict[str, Callable[[RunKeys], Authenticator | None]] = {
+STRANGERS: dict[str, Callable[[RunKeys], CurveAuthenticator | None]] = {
     "no key": lambda keys: None,
     "keys of another run": lambda keys: CurveAuthenticator(RunKeys.create(), "stranger"),
     "a wrong server key": lambda keys: with_keys(RunKeys.create().server_public, keys),
@@ -337,7 +339,7 @@ def test_a_worker_takes_keys_from_the_environment_and_leaves_none_there(
     keys.write(tmp_path / "keys.json")
     script = (
         "import os, subprocess\n"
-        "from areal_sc.transport.keys import RunKeys\n"
+        "from areal_sc.transport.security.keys import RunKeys\n"
         "keys = RunKeys.from_environment(os.environ)\n"
         "print(keys.server_public.decode())\n"
         "print(subprocess.run(['env'], capture_output=True, text=True).stdout)\n"

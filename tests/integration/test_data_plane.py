@@ -23,10 +23,11 @@ from areal_sc.metadata import (
     ShardMetadata,
     concat,
 )
-from areal_sc.transport.arena.folder import ArenaFolder
 from areal_sc.transport.bulk.puller import MAX_QUICK_SLICES
 from areal_sc.transport.plane import DataPlane
-from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.weights import ShardReference, WeightsReference
 
 STORE_BYTES = 64 << 20

@@ -23,8 +23,9 @@ from areal_sc.controller.node_workers import Member
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ModelError, WorkerLost
 from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.rpc.transport import RpcClient, ZmqTransport
+from areal_sc.transport.rpc.client import RpcClient
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
 from areal_sc.workers.calls import PING
 from areal_sc.workers.spec import LAUNCH, Launch, WorkerOrder
 

@@ -18,8 +18,8 @@ from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.transport.curve import CurveAuthenticator
 from areal_sc.transport.rpc.transport import Connection, ZmqTransport
+from areal_sc.transport.security.curve import CurveAuthenticator
 from areal_sc.workers.spec import (
     LAUNCH,
     STOP,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
-from integration.rpc_methods import LIFE, LIMITS, Methods, named, serving, transport, until
+from integration.rpc_methods import LIFE, Methods, named, serving, transport, until
 from integration.rpc_process import server_process
 
 from areal_sc.errors import (
@@ -23,10 +23,11 @@ from areal_sc.errors import (
     RpcTimeout,
     ShardGone,
 )
-from areal_sc.transport.keys import RunKeys
+from areal_sc.transport.rpc.client import CALLS_PER_TURN, RpcClient
 from areal_sc.transport.rpc.codec import decode
-from areal_sc.transport.rpc.fan_out import CALLS_PER_TURN
-from areal_sc.transport.rpc.transport import RpcClient, RpcServer, ZmqTransport
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.keys import RunKeys
 
 
 @asynccontextmanager
@@ -155,7 +156,7 @@ async def test_full_queues_delay_only_their_own_calls() -> None:
                     if unread.poll(0):
                         received.append(unread.recv_multipart()[1])
                     await asyncio.sleep(0)
-            ids = {decode([memoryview(frame)], LIMITS).request_id for frame in received}
+            ids = {decode([memoryview(frame)]).request_id for frame in received}
             assert len(ids) == 1500  # each exactly once
             gathering.cancel()
             await asyncio.wait({gathering})

@@ -19,14 +19,20 @@ from integration.rpc_methods import named
 from integration.rpc_process import PROGRAM, ServerProcess, counters, server_process
 
 from areal_sc.errors import PeerLost, RpcTimeout
-from areal_sc.transport.curve import CurveAuthenticator
-from areal_sc.transport.keys import RunKeys
-from areal_sc.transport.rpc.codec import MessageLimits, Reply, Request, decode, encode
+from areal_sc.transport.rpc.codec import (
+    MAX_FRAMES,
+    MAX_MESSAGE_BYTES,
+    Reply,
+    Request,
+    decode,
+    encode,
+)
 from areal_sc.transport.rpc.method import pack
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.socket import FRAME_BYTES
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES
 
-LIMITS = MessageLimits()
 MAX_GROWTH_BYTES = 24 << 20
 
 NUM_HOLDERS = 150
@@ -233,11 +239,11 @@ async def test_mutated_messages_of_a_member_are_counted_and_end_nothing(
         warm_bytes = server.memory_bytes
         await asyncio.to_thread(send, dealer, 20_000)
         # the server has them all once it answers what was sent after them
-        dealer.send(encode(Request("last", "life1", "echo", pack({"last": 1})), LIMITS))
+        dealer.send(encode(Request("last", "life1", "echo", pack({"last": 1}))))
         async with asyncio.timeout(60):
             while True:
                 frame = await asyncio.to_thread(receive, dealer)
-                message = decode([memoryview(frame)], LIMITS)
+                message = decode([memoryview(frame)])
                 if message == Reply("last", pack({"last": 1})):
                     break
         assert await client.call(named("echo"), {"x": 2}, timeout_s=30) == {"x": 2}
@@ -251,20 +257,20 @@ async def test_mutated_messages_of_a_member_are_counted_and_end_nothing(
 
 
 async def test_a_replayed_request_is_answered_and_not_executed(server: ServerProcess) -> None:
-    request = encode(Request("the same", "life1", "count", pack({})), LIMITS)
+    request = encode(Request("the same", "life1", "count", pack({})))
     with raw_member(server) as first, raw_member(server) as second:
         replies = []
         for dealer in (first, first, second):
             dealer.send(request)
             replies.append(await asyncio.to_thread(receive, dealer))
-    assert replies == [encode(Reply("the same", pack(1)), LIMITS)] * 3
+    assert replies == [encode(Reply("the same", pack(1)))] * 3
     transport = ZmqTransport(authenticator=server.member())
     assert (await counters(server.connect(transport)))["num_calls"] == 1
     await transport.close()
 
 
 async def test_oversized_truncated_and_foreign_messages_are_refused(server: ServerProcess) -> None:
-    good = encode(Request("id", "life1", "count", pack({})), LIMITS)
+    good = encode(Request("id", "life1", "count", pack({})))
     refused = [
         [good[:-1]],
         [good[:3]],
@@ -273,25 +279,25 @@ async def test_oversized_truncated_and_foreign_messages_are_refused(server: Serv
         [good + b"\x00"],
         [good, good],
         [good] * 1000,
-        [bytes(FRAME_BYTES)] * LIMITS.max_frames,
-        [*[bytes(FRAME_BYTES)] * LIMITS.max_frames, b"\x00"],
+        [bytes(FRAME_BYTES)] * MAX_FRAMES,
+        [*[bytes(FRAME_BYTES)] * MAX_FRAMES, b"\x00"],
     ]
     transport = ZmqTransport(authenticator=server.member())
     client = server.connect(transport)
     with raw_member(server) as dealer:
         for frames in refused:
             dealer.send_multipart(frames)
-        dealer.send(encode(Request("after", "life1", "echo", pack({})), LIMITS))
+        dealer.send(encode(Request("after", "life1", "echo", pack({}))))
         answer = await asyncio.to_thread(receive, dealer)
-        assert decode([memoryview(answer)], LIMITS) == Reply("after", pack({}))
+        assert decode([memoryview(answer)]) == Reply("after", pack({}))
         counted = await counters(client)
         assert (counted["num_malformed"], counted["num_calls"]) == (len(refused), 0)
         # ZMQ ends the connection before there is room for a frame that is too long
         before_bytes = server.memory_bytes
-        dealer.send(bytes(LIMITS.max_bytes))
-        dealer.send(encode(Request("lost", "life1", "count", pack({})), LIMITS))
+        dealer.send(bytes(MAX_MESSAGE_BYTES))
+        dealer.send(encode(Request("lost", "life1", "count", pack({}))))
         assert await client.call(named("echo"), {}, timeout_s=30) == {}
-        assert server.memory_bytes - before_bytes < LIMITS.max_bytes // 2
+        assert server.memory_bytes - before_bytes < MAX_MESSAGE_BYTES // 2
     counted = await counters(client)
     assert counted["num_malformed"] == len(refused)
     await transport.close()

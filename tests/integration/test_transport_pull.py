@@ -36,9 +36,10 @@ from areal_sc.transport.bulk.server import BulkServer, _Puller
 from areal_sc.transport.bulk.session import call_owner
 from areal_sc.transport.bulk.stream import MessageStream
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.transport.rpc.transport import RpcServer, ZmqTransport
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
-from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import ShardReference, WeightsReference
 
 LARGE = 8 << 20
@@ -374,7 +375,7 @@ async def test_adopted_shards_are_pulled_from_the_next_life_of_their_worker() ->
     async with owners(1) as [dead]:
         batch = dead.put({"input_ids": ids_of(0, [30, 4])}, [30, 4])
     successor = Owner(0, "life2")
-    successor.store._adopted["life1.1"] = dead.store._shards[1]
+    successor.store._shards["life1", 1] = dead.store._shards["life1", 1]
     await successor.start()
     own = successor.put({"input_ids": ids_of(2, [5])}, [5])
     adopted = with_shard(batch, node_addr=successor.address)

@@ -11,7 +11,7 @@ from integration.cutting_proxy import CuttingProxy, cutting_proxy
 from integration.rpc_methods import LIFE, Methods, named, serving, transport, until
 
 from areal_sc.errors import PeerLost, RpcTimeout
-from areal_sc.transport.rpc.transport import RpcClient
+from areal_sc.transport.rpc.client import RpcClient
 
 
 @asynccontextmanager

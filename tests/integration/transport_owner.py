@@ -14,8 +14,8 @@ import sys
 import torch
 
 from areal_sc.transport.bulk.server import BulkServer, _Puller
-from areal_sc.transport.rpc.transport import RpcServer
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.shards.store import TensorStore
 
 LENGTHS = [100, 10_000, 1, 0, 3_000]
 

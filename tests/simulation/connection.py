@@ -15,20 +15,18 @@ from areal_sc.errors import PeerLost, RpcTimeout
 from areal_sc.transport.rpc.codec import (
     Cancel,
     Failure,
-    MessageLimits,
     Reply,
     Request,
     decode,
     encode,
+    error_of,
+    failure_of,
 )
 from areal_sc.transport.rpc.method import A, Method, R, pack
-from areal_sc.transport.rpc.remote_errors import error_of, failure_of
 
 if TYPE_CHECKING:
     from simulation.agent import SimulatedAgent
     from simulation.workers import SimulatedWorker
-
-LIMITS = MessageLimits()
 
 
 class SimulatedConnection:
@@ -66,7 +64,7 @@ class SimulatedConnection:
         request_id: str | None = None,
     ) -> R:
         request_id = request_id or f"{next(self._ids):032x}"
-        wire = encode(Request(request_id, self._incarnation, method.name, pack(args)), LIMITS)
+        wire = encode(Request(request_id, self._incarnation, method.name, pack(args)))
         if self._worker.exit_status is not None and not self._keeps_trying:
             raise self._peer_lost()
         self.bytes_sent += len(wire)
@@ -111,7 +109,7 @@ class SimulatedConnection:
     def _cancel(self, request_id: str, execution: asyncio.Task[None]) -> None:
         """Tells the worker that nobody waits any more; it is still at work until that arrives."""
         if not execution.done() and self._worker.exit_status is None:
-            self.bytes_sent += len(encode(Cancel(request_id, self._incarnation), LIMITS))
+            self.bytes_sent += len(encode(Cancel(request_id, self._incarnation)))
             asyncio.get_running_loop().call_later(self._latency_s, execution.cancel)
 
     def _execute(self, wire: bytes, answer: asyncio.Future[Reply | Failure]) -> asyncio.Task[None]:
@@ -122,7 +120,7 @@ class SimulatedConnection:
 
     async def _run(self, wire: bytes, answer: asyncio.Future[Reply | Failure]) -> None:
         await asyncio.sleep(self._latency_s)
-        request = decode([memoryview(wire)], LIMITS)
+        request = decode([memoryview(wire)])
         assert isinstance(request, Request)
         worker = self._worker
         if worker.is_hung or worker.is_blocked:
@@ -134,7 +132,7 @@ class SimulatedConnection:
             reply = Reply(request.request_id, pack(await served.handler(args)))
         except Exception as error:
             reply = failure_of(error, request.request_id)
-        frame = encode(reply, LIMITS)
+        frame = encode(reply)
         cluster = worker.cluster
         delays = {
             "run_group": cluster.behavior.reply_delay_s,
@@ -143,6 +141,6 @@ class SimulatedConnection:
         await asyncio.sleep(self._latency_s + cluster.draw(delays.get(request.method, 0.0)))
         self.bytes_received += len(frame)
         if not answer.done():
-            message = decode([memoryview(frame)], LIMITS)
+            message = decode([memoryview(frame)])
             assert isinstance(message, Reply | Failure)
             answer.set_result(message)

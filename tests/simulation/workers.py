@@ -27,7 +27,7 @@ from areal_sc.metadata import (
 )
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.shard_ids import make_shard_id, parse_shard_id
+from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operations

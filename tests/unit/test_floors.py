@@ -71,20 +71,12 @@ TORCH_FREE = (
     *(
         f"areal_sc.transport.{name}"
         for name in (
-            "arena.files",
-            "arena.folder",
-            "arena.free_extents",
-            "curve",
-            "endpoint",
-            "hub",
-            "interface",
-            "keys",
-            "outbox",
+            "shards.arena",
+            "shards.memory_folder",
+            "security.",
+            "sockets.",
             "plane_stats",
-            "refusals",
             "rpc.",
-            "socket",
-            "zap",
         )
     ),
     "areal_sc.workers.calls",

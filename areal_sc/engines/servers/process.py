@@ -33,7 +33,7 @@ from areal_sc.engines.servers import launcher
 from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
-from areal_sc.transport.arena.folder import SHARED_MEMORY
+from areal_sc.transport.shards.memory_folder import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 

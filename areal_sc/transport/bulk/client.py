@@ -20,9 +20,9 @@ from areal_sc.transport.bulk.session import (
     call_owner,
     request_session,
 )
-from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.transport import Transport
-from areal_sc.transport.shard_layout import check_field_name
+from areal_sc.transport.shards.layout import check_field_name
+from areal_sc.transport.sockets.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

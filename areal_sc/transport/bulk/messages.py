@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.rpc.method import UNDECODABLE
-from areal_sc.transport.socket import Buffer
+from areal_sc.transport.sockets.zmq_socket import Buffer
 
 HELLO, READ, ROWS, FAILURE = range(4)
 PREFIX: Final = b"ASB\x05"

@@ -52,7 +52,7 @@ from areal_sc.transport.bulk.messages import (
 from areal_sc.transport.bulk.plan import Transfer
 from areal_sc.transport.bulk.session import Owner, SessionGrant
 from areal_sc.transport.bulk.stream import MessageStream, connect
-from areal_sc.transport.refusals import Refusals
+from areal_sc.transport.sockets.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

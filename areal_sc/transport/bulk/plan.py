@@ -15,8 +15,8 @@ from areal_sc.errors import MetadataError, ProtocolError
 from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, Run
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS, MAX_REQUEST_ROWS, ShardSlice
 from areal_sc.transport.bulk.session import Owner
-from areal_sc.transport.shard_ids import parse_shard_id
-from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.transport.shards.layout import SealedField
 from areal_sc.transport.tensor_bytes import dtype_named
 
 

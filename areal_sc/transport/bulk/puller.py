@@ -29,7 +29,6 @@ import torch
 
 from areal_sc.errors import ShardGone
 from areal_sc.metadata import BatchMetadata
-from areal_sc.transport.arena.map import ArenaMap, MappedShard
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.copies import Copy, run_copies
@@ -43,10 +42,11 @@ from areal_sc.transport.bulk.plan import (
 )
 from areal_sc.transport.bulk.session import FieldDescription, Owner
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.transport.shard_ids import parse_shard_id
-from areal_sc.transport.shard_layout import SealedField
+from areal_sc.transport.shards.arena_map import ArenaMap, MappedShard
+from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.transport.shards.layout import SealedField
+from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.tensor_bytes import dtype_named
-from areal_sc.transport.tensor_store import TensorStore
 from areal_sc.weights import WeightsReference
 
 _ALIGNMENT: Final = 64

@@ -47,12 +47,11 @@ from areal_sc.transport.bulk.session import (
     SessionGrant,
 )
 from areal_sc.transport.bulk.stream import MessageStream, configure
-from areal_sc.transport.endpoint import HANDSHAKE_TIMEOUT_MS
-from areal_sc.transport.interface import LOOPBACK, Interface
-from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.socket import Buffer
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.store import TensorStore
+from areal_sc.transport.sockets.interface import LOOPBACK, Interface
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.transport.sockets.zmq_socket import HANDSHAKE_TIMEOUT_MS, Buffer
 
 logger = logging.getLogger(__name__)
 

@@ -22,15 +22,15 @@ from typing import Final, Protocol
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.messages import HEAD
-from areal_sc.transport.endpoint import (
+from areal_sc.transport.sockets.zmq_socket import (
     HANDSHAKE_TIMEOUT_MS,
     KEEPALIVE_EVERY_S,
     KEEPALIVE_IDLE_S,
     KEEPALIVE_PROBES,
     UNSENT_TIMEOUT_MS,
+    Buffer,
     parsed_address,
 )
-from areal_sc.transport.socket import Buffer
 
 logger = logging.getLogger(__name__)
 

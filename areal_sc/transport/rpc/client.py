@@ -1,11 +1,12 @@
 """The calling side of RPC.
 
-consumes     replies, and the life of the connection
-waits for    the reply of each call
-unblocked by that reply, the call's deadline, the loss of the peer, or `fail_pending`
+consumes     the calls; replies, and the life of the connections
+waits for    one future for all calls that are made together, which counts down their replies
+unblocked by the last reply or failure, the deadline, the loss of a peer, or `fail_pending`
 
 The end of a connection says nothing of its server. A new one is made, and every request that waits
-is sent again under its id: the server executes an id once, and replays its reply.
+is sent again under its id: the server executes an id once, and replays its reply. A task, a future
+and a timer for each of thousands of calls would cost twice as much as the messages themselves.
 """
 
 from __future__ import annotations
@@ -17,27 +18,21 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from msgspec import Raw
 
 from areal_sc.errors import ArealError, PeerLost, ProtocolError, RpcTimeout
-from areal_sc.transport.hub import PeerHub
-from areal_sc.transport.refusals import Refusals
-from areal_sc.transport.rpc.codec import (
-    Cancel,
-    Failure,
-    MessageLimits,
-    Reply,
-    Request,
-    decode,
-    encode,
-)
+from areal_sc.transport.rpc.codec import Cancel, Failure, Reply, Request, decode, encode, error_of
 from areal_sc.transport.rpc.method import A, Method, R, pack
-from areal_sc.transport.rpc.remote_errors import error_of
-from areal_sc.transport.socket import Frame
+from areal_sc.transport.sockets.hub import PeerHub
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.transport.sockets.zmq_socket import SEND_RETRY_S, Frame
 
 logger = logging.getLogger(__name__)
+
+CALLS_PER_TURN: Final = 64
+"""Calls begun, or given up, without giving the event loop a turn: about a millisecond."""
 
 _ID_PREFIX_BYTES: Final = 10
 
@@ -50,45 +45,67 @@ def random_request_ids() -> RequestIds:
     return lambda: f"{prefix}-{next(count):x}"
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A request without a reply yet."""
+class _Outcomes:
+    """Those of calls that are made together, in their order.
 
-    frame: bytes
-    waiters: list[Waiter]
+    Attributes:
+        done: set once none is missing, or one ends all.
+        is_stopped: a call failed, and the others do not matter any more.
+    """
 
+    def __init__(self, num_calls: int, *, stops_at_error: bool) -> None:
+        self.values: list[Any] = [None] * num_calls
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_stopped = False
+        self._num_missing = num_calls
+        self._stops_at_error = stops_at_error
 
-class Waiter(Protocol):
-    """What a request's reply is for."""
+    def put(self, index: int, outcome: Any, *, is_error: bool) -> None:
+        if self.is_stopped:
+            return  # the first error is the cause
+        self.values[index] = outcome
+        self._num_missing -= 1
+        self.is_stopped = is_error and self._stops_at_error
+        if self._num_missing == 0 or self.is_stopped:
+            self.finish()
 
-    method: Method[Any, Any]
-
-    def settle(self, value: Any) -> None: ...
-
-    def fail(self, error: ArealError) -> None: ...
+    def finish(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     """One call that waits for its reply."""
 
+    outcomes: _Outcomes
+    index: int
     client: RpcClient
     method: Method[Any, Any]
     request_id: str
-    timeout_s: float
-    answer: asyncio.Future[Any]
+    is_open: bool = True
 
     def settle(self, value: Any) -> None:
-        if not self.answer.done():
-            self.answer.set_result(value)
+        if self.is_open:
+            self.is_open = False
+            self.outcomes.put(self.index, value, is_error=False)
 
     def fail(self, error: ArealError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        if self.is_open:
+            self.is_open = False
+            self.outcomes.put(self.index, error, is_error=True)
 
-    def expire(self) -> None:
-        self.client.abandon(self.request_id, self)
-        self.fail(self.client.timeout_error(self.method, self.timeout_s))
+    def abandon(self) -> None:
+        if self.is_open:
+            self.client.abandon(self)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request without a reply yet."""
+
+    frame: bytes
+    calls: list[_Call]
 
 
 class RpcClient:
@@ -106,6 +123,7 @@ class RpcClient:
 
     Attributes:
         bytes_sent, bytes_received: of all frames.
+        malformed: messages dropped because no correct server sends them.
     """
 
     def __init__(
@@ -115,34 +133,27 @@ class RpcClient:
         *,
         node_id: str,
         incarnation: str,
-        limits: MessageLimits,
         new_request_id: RequestIds,
         keeps_trying: bool = False,
     ) -> None:
         self.node_id = node_id
         self.address = address
         self.incarnation = incarnation
+        self.new_request_id = new_request_id
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._limits = limits
-        self._new_request_id = new_request_id
+        self.malformed = Refusals(logger, "malformed_reply", node_id)
         self._keeps_trying = keeps_trying
         self._pending: dict[str, _Pending] = {}
         self._is_interrupted = False
         self._repeating: asyncio.Task[None] | None = None
-        self._malformed = Refusals(logger, "malformed_reply", node_id)
         self._loop = asyncio.get_running_loop()
-        self._link = hub.connect(address, self)
-
-    @property
-    def num_malformed(self) -> int:
-        """Messages dropped because no correct server sends them."""
-        return self._malformed.num
+        self._route = hub.connect(address, self)
 
     @property
     def is_lost(self) -> str | None:
         """Why the server is not reachable now; None while it is, or may still become so."""
-        return self._link.is_lost
+        return self._route.is_lost
 
     async def call(
         self,
@@ -166,101 +177,77 @@ class RpcClient:
                 declared types.
             RemoteError: the method raised; errors of `areal_sc.errors` arrive as themselves.
         """
-        request_id = request_id or self._new_request_id()
-        frame = self.frame_of(request_id, method, pack(args))
-        call = _Call(self, method, request_id, timeout_s, self._loop.create_future())
-        deadline = self._loop.call_later(timeout_s, call.expire)
-        try:
-            if not self.begin(request_id, frame, call):
-                await self._send_when_possible(frame, call)
-            reply: R = await call.answer
-            return reply
-        except asyncio.CancelledError:
-            self.abandon(request_id, call)
-            raise
-        finally:
-            deadline.cancel()
-            if call.answer.done() and not call.answer.cancelled():
-                call.answer.exception()  # it may have failed in the turn in which the wait ended
+        [outcome] = await call_all(
+            [(self, args)], method, timeout_s=timeout_s, request_id=request_id
+        )
+        if isinstance(outcome, ArealError):
+            raise outcome
+        return outcome
 
     def fail_pending(self, error: ArealError) -> None:
         """Makes every call that waits now raise `error`; later calls are made as usual."""
         failed, self._pending = self._pending, {}
         for pending in failed.values():
-            for waiter in pending.waiters:
-                waiter.fail(error)
+            for call in pending.calls:
+                call.fail(error)
 
     async def close(self) -> None:
         """Ends the connection; waiting calls raise PeerLost."""
-        self._link.close()
+        self._route.close()
         self._stop_repeating()
         self.fail_pending(self._peer_lost("call ended"))
 
-    def frame_of(self, request_id: str, method: Method[Any, Any], args: Raw) -> bytes:
-        """The request's frame around packed arguments. Raises: ProtocolError: it is too large."""
-        return encode(Request(request_id, self.incarnation, method.name, args), self._limits)
+    def begin(self, call: _Call, args: Raw) -> bytes | None:
+        """Sends a request; returns its frame if it could not be sent yet.
 
-    def begin(self, request_id: str, frame: bytes, waiter: Waiter) -> bool:
-        """Sends a request whose reply is for `waiter`; False if it could not be sent yet.
-
-        Raises: PeerLost: the server is gone; `waiter` hears nothing.
+        Raises: PeerLost: the server is gone. ProtocolError: the arguments are too large.
         """
-        if self._link.is_closed or (self._link.is_lost is not None and not self._keeps_trying):
-            raise self._peer_lost(f"{waiter.method.name} not sent")
+        frame = encode(Request(call.request_id, self.incarnation, call.method.name, args))
+        if self._route.is_closed or (self._route.is_lost is not None and not self._keeps_trying):
+            raise self._peer_lost(f"{call.method.name} not sent")
         is_sent = self._is_interrupted or self.send(frame)
-        pending = self._pending.get(request_id)
-        if pending is None:
-            self._pending[request_id] = _Pending(frame, [waiter])
-        else:
-            pending.waiters.append(waiter)
-        return is_sent
+        self._pending.setdefault(call.request_id, _Pending(frame, [])).calls.append(call)
+        return None if is_sent else frame
 
     def send(self, frame: bytes) -> bool:
         """Queues a frame if there is room. Raises: PeerLost: the connection was closed."""
-        if not (self._link.is_open or self._link.is_closed):
+        if not (self._route.is_open or self._route.is_closed):
             return True  # requests that wait are sent when there is a connection again
-        if not self._link.send_nowait((frame,)):
+        if not self._route.send_nowait((frame,)):
             return False
         self.bytes_sent += len(frame)
         return True
 
-    def abandon(self, request_id: str, waiter: Waiter) -> None:
+    def abandon(self, call: _Call) -> None:
         """Nobody waits any more: tells the server, as far as it can be reached at once."""
-        pending = self._pending.get(request_id)
-        if pending is None or waiter not in pending.waiters:
+        pending = self._pending.get(call.request_id)
+        if pending is None or call not in pending.calls:
             return
-        pending.waiters.remove(waiter)
-        if pending.waiters:
-            return
-        del self._pending[request_id]
-        with suppress(PeerLost):
-            self.send(encode(Cancel(request_id, self.incarnation), self._limits))
-
-    def timeout_error(self, method: Method[Any, Any], timeout_s: float) -> RpcTimeout:
-        """What a call raises that got no reply in time."""
-        return RpcTimeout(
-            f"{method.name} on {self.node_id} ({self.address}) gave no reply within {timeout_s:g} s"
-        )
+        pending.calls.remove(call)
+        if not pending.calls:
+            del self._pending[call.request_id]
+            with suppress(PeerLost):
+                self.send(encode(Cancel(call.request_id, self.incarnation)))
 
     def on_message(self, frames: Sequence[Frame]) -> None:
         """One reply; what no correct server sends is counted and dropped."""
         self.bytes_received += sum(map(len, frames))
         try:
-            message = decode(frames, self._limits)
+            message = decode(frames)
             if not isinstance(message, Reply | Failure):
                 raise ProtocolError(f"a caller takes no {type(message).__name__}")
         except ProtocolError as error:
-            self._malformed.add(error)
+            self.malformed.add(error)
             return
         pending = self._pending.pop(message.request_id, None)
-        for waiter in pending.waiters if pending else ():
+        for call in pending.calls if pending else ():
             if isinstance(message, Failure):
-                waiter.fail(error_of(message, node_id=self.node_id, method=waiter.method.name))
+                call.fail(error_of(message, node_id=self.node_id, method=call.method.name))
                 continue
             try:
-                waiter.settle(waiter.method.read_reply(message.value))
+                call.settle(call.method.read_reply(message.value))
             except ProtocolError as error:
-                waiter.fail(error)
+                call.fail(error)
 
     def on_connected(self) -> None:
         """Requests were queued meanwhile; those of an earlier connection are sent again."""
@@ -285,28 +272,91 @@ class RpcClient:
 
     async def _repeat_all(self) -> None:
         for request_id, pending in list(self._pending.items()):
-            if self._pending.get(request_id) is pending:
-                try:
-                    await self._link.send((pending.frame,))
-                except PeerLost:
-                    return  # the next connection is another attempt
-                self.bytes_sent += len(pending.frame)
+            try:
+                while self._pending.get(request_id) is pending:
+                    if self.send(pending.frame):
+                        break
+                    await asyncio.sleep(SEND_RETRY_S)
+            except PeerLost:
+                return  # the next connection is another attempt
 
     def _stop_repeating(self) -> None:
         if self._repeating is not None:
             self._repeating.cancel()
             self._repeating = None
 
-    async def _send_when_possible(self, frame: bytes, call: _Call) -> None:
-        """Waits for room in the connection's queue, unless the call fails before."""
-        sending = asyncio.create_task(self._link.send((frame,)))
-        try:
-            waits: set[asyncio.Future[Any]] = {sending, call.answer}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done() and sending.exception() is None:  # else it is sent again later
-                self.bytes_sent += len(frame)
-        finally:
-            sending.cancel()
-
     def _peer_lost(self, what: str) -> PeerLost:
-        return PeerLost(f"{what}: {self.node_id} at {self.address} is lost: {self._link.is_lost}")
+        return PeerLost(f"{what}: {self.node_id} at {self.address} is lost: {self._route.is_lost}")
+
+
+async def call_all(
+    calls: Sequence[tuple[RpcClient, A]],
+    method: Method[A, R],
+    *,
+    timeout_s: float,
+    stops_at_error: bool = False,
+    request_id: str | None = None,
+) -> list[R | ArealError]:
+    """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
+
+    The outcome of a call that failed is its error, as `RpcClient.call` would raise it: the caller
+    decides what it means for the others, or says beforehand with `stops_at_error` that the first
+    error ends all: calls without a reply are cancelled then, and their outcomes mean nothing.
+    Arguments that are one and the same object are encoded once. A cancellation is passed on to all
+    servers that have not answered.
+    """
+    if not calls:
+        return []
+    outcomes = _Outcomes(len(calls), stops_at_error=stops_at_error)
+    begun: list[_Call] = []
+    deadline = asyncio.get_running_loop().call_later(timeout_s, outcomes.finish)
+    try:
+        unsent = []
+        packed_args, packed = None, None
+        for index, (client, args) in enumerate(calls):
+            if index and index % CALLS_PER_TURN == 0:
+                await asyncio.sleep(0)
+            if outcomes.is_stopped:
+                break
+            call = _Call(outcomes, index, client, method, request_id or client.new_request_id())
+            begun.append(call)
+            try:
+                if packed is None or args is not packed_args:
+                    packed_args, packed = args, pack(args)
+                frame = client.begin(call, packed)
+                if frame is not None:
+                    unsent.append((call, frame))
+            except ArealError as error:
+                call.fail(error)
+        while unsent and not outcomes.done.done():  # queues are full
+            await asyncio.wait((outcomes.done,), timeout=SEND_RETRY_S)
+            unsent = [(call, frame) for call, frame in unsent if not _is_settled(call, frame)]
+        await outcomes.done
+        late = [call for call in begun if call.is_open]
+        for number, call in enumerate(late, start=1):
+            call.abandon()
+            client = call.client
+            call.fail(
+                RpcTimeout(
+                    f"{method.name} on {client.node_id} ({client.address}) gave no reply within "
+                    f"{timeout_s:g} s"
+                )
+            )
+            if number % CALLS_PER_TURN == 0:
+                await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        for call in begun:
+            call.abandon()
+        raise
+    finally:
+        deadline.cancel()
+    return outcomes.values
+
+
+def _is_settled(call: _Call, frame: bytes) -> bool:
+    """Whether the request needs no further attempt to send it."""
+    try:
+        return not call.is_open or call.client.send(frame)
+    except ArealError as error:
+        call.fail(error)
+        return True

@@ -9,17 +9,18 @@ trusts no length that a list claims, and large messages are counted before anyth
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import msgpack
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from areal_sc.errors import ProtocolError
-from areal_sc.transport.rpc.method import MAX_ERROR_CHARS, UNDECODABLE
-from areal_sc.transport.socket import FRAME_BYTES, Buffer, Frame
+from areal_sc import errors
+from areal_sc.errors import ArealError, ProtocolError, RemoteError
+from areal_sc.transport.rpc.method import UNDECODABLE, short_text
+from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES, Buffer, Frame
 
 PROTOCOL_VERSION: Final = 4
 _MAGIC: Final = b"SC"
@@ -35,23 +36,14 @@ ANY_INCARNATION: Final = ""
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
-@dataclass(frozen=True, slots=True)
-class MessageLimits:
-    """What one message may hold; a larger one is refused on either side.
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Of all frames of a message; a larger one is refused on either side."""
 
-    Attributes:
-        max_bytes: of all its frames.
-        max_elements: of all its lists and dicts together. An element takes one byte on the wire
-            and up to 64 in memory, so this is what bounds the memory that decoding takes.
-    """
+MAX_ELEMENTS: Final = 1 << 20
+"""Of all lists and dicts of a message together. An element takes one byte on the wire and up to 64
+in memory, so this is what bounds the memory that decoding takes."""
 
-    max_bytes: int = 16 << 20
-    max_elements: int = 1 << 20
-
-    @property
-    def max_frames(self) -> int:
-        """In which a message of `max_bytes` is sent."""
-        return -(-self.max_bytes // FRAME_BYTES)
+MAX_FRAMES: Final = -(-MAX_MESSAGE_BYTES // FRAME_BYTES)
 
 
 class Request(Struct, array_like=True, forbid_unknown_fields=True, tag=_PROTOCOL):
@@ -103,24 +95,35 @@ _decoder: Final = msgspec.msgpack.Decoder(Message)
 _NOT_MSGPACK: Final = (ValueError, TypeError, RecursionError, msgpack.UnpackException)
 
 
-def encode(message: Message, limits: MessageLimits) -> bytes:
+_MAX_MESSAGE_CHARS: Final = 4_000
+_MAX_TRACEBACK_CHARS: Final = 16_000
+
+# RemoteError is left out: it stands for the exception it carries, and is rebuilt from that
+_TYPED: Final = {
+    name: cls
+    for name, cls in vars(errors).items()
+    if isinstance(cls, type) and issubclass(cls, ArealError) and cls is not RemoteError
+}
+
+
+def encode(message: Message) -> bytes:
     """The bytes of a message. Raises: ProtocolError: it is over a limit."""
     frame = _encoder.encode(message)
-    if len(frame) > limits.max_elements or len(frame) > limits.max_bytes:
-        _check_large(frame, limits)  # the receiver would refuse it, and the caller get no answer
+    if len(frame) > MAX_ELEMENTS:
+        _check_large(frame)  # the receiver would refuse it, and the caller get no answer
     return frame
 
 
-def decode(frames: Sequence[Frame], limits: MessageLimits) -> Message:
+def decode(frames: Sequence[Frame]) -> Message:
     """Inverse of `encode`.
 
     Raises: ProtocolError: no correct peer of this protocol version sends these frames.
     """
-    if not 1 <= len(frames) <= limits.max_frames:
-        raise ProtocolError(f"a message has 1 to {limits.max_frames} frames, not {len(frames)}")
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise ProtocolError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
     frame = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
-    if len(frame) > limits.max_elements or len(frame) > limits.max_bytes:
-        _check_large(frame, limits)
+    if len(frame) > MAX_ELEMENTS:
+        _check_large(frame)
     try:
         message: Message = _decoder.decode(frame)
     except UNDECODABLE as error:
@@ -128,45 +131,74 @@ def decode(frames: Sequence[Frame], limits: MessageLimits) -> Message:
     return message
 
 
-def _check_large(frame: Buffer, limits: MessageLimits) -> None:
+def _check_large(frame: Buffer) -> None:
     """Raises: ProtocolError: the message is over a limit, or not msgpack."""
-    if len(frame) > limits.max_bytes:
-        raise ProtocolError(f"a message has {len(frame)} bytes, the limit is {limits.max_bytes}")
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message has {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+    num_left = MAX_ELEMENTS
+
+    def count(container: Any) -> None:  # which is dropped then
+        nonlocal num_left
+        num_left -= len(container)
+        if num_left < 0:
+            raise ValueError("it has more elements than the limit")
+
     try:
-        _count_elements(frame, limits.max_elements)
+        # This reads over the whole of it and builds nothing. Afterwards no length is a lie, for
+        # which the counting decoder, unlike msgspec, would make room.
+        unpacker = msgpack.Unpacker(max_buffer_size=len(frame))
+        unpacker.feed(frame)
+        unpacker.skip()
+        msgpack.unpackb(frame, strict_map_key=False, list_hook=count, object_hook=count)
     except _NOT_MSGPACK as error:
         raise _refusal(frame, error) from None
-
-
-def _count_elements(packed: Buffer, max_elements: int) -> None:
-    """Raises: one of `_NOT_MSGPACK`: there are more, or these bytes are not msgpack."""
-    # This reads over the whole of it and builds nothing. Afterwards no length is a lie, for which
-    # the counting decoder, unlike msgspec, would make room.
-    unpacker = msgpack.Unpacker(max_buffer_size=len(packed))
-    unpacker.feed(packed)
-    unpacker.skip()
-    count = _ElementCount(max_elements)
-    msgpack.unpackb(packed, strict_map_key=False, list_hook=count.add, object_hook=count.add)
-
-
-class _ElementCount:
-    """Counts what lists and dicts hold; each of them is dropped once it is counted."""
-
-    def __init__(self, max_elements: int) -> None:
-        self._num_left = max_elements
-
-    def add(self, container: Any) -> None:
-        self._num_left -= len(container)
-        if self._num_left < 0:
-            raise ValueError("it has more elements than the limit")
 
 
 def _refusal(frame: Buffer, error: Exception) -> ProtocolError:
     if len(frame) > 4 and bytes(frame[1:4]) == _UINT32 + _MAGIC and frame[4] != PROTOCOL_VERSION:
         return ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {frame[4]}")
-    return ProtocolError(f"not a message of this protocol: {_text_of(error)}")
+    return ProtocolError(f"not a message of this protocol: {short_text(error)}")
 
 
-def _text_of(error: Exception) -> str:
-    """What is wrong, in a few words: the text of some errors holds the whole input."""
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+def failure_of(error: BaseException, request_id: str) -> Failure:
+    """The wire form of an exception; long texts keep their end, where the cause is."""
+    text = str(error)
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = text[:_MAX_MESSAGE_CHARS] + " …"
+    if isinstance(error, RemoteError):
+        error_type, trace = error.error_type, error.remote_traceback
+    else:
+        error_type = type(error).__name__
+        trace = "".join(traceback.format_exception(error))
+    known_as = next(
+        (cls.__name__ for cls in type(error).__mro__ if _TYPED.get(cls.__name__) is cls), ""
+    )
+    return Failure(
+        request_id,
+        error_type,
+        "" if isinstance(error, RemoteError) else known_as,
+        _encodable(text),
+        _encodable(trace[-_MAX_TRACEBACK_CHARS:]),
+        error.exit_code if isinstance(error, ArealError) else 1,
+    )
+
+
+def error_of(failure: Failure, *, node_id: str, method: str) -> ArealError:
+    """The exception to raise for a failure of `method` on `node_id`."""
+    typed = _TYPED.get(failure.known_as)
+    if typed is not None:
+        error = typed(failure.message)
+    else:
+        error = RemoteError(
+            f"{method} on {node_id} raised {failure.error_type}: {failure.message}",
+            error_type=failure.error_type,
+            remote_traceback=failure.traceback,
+            remote_exit_code=failure.exit_code,
+        )
+    error.add_note(f"raised by {method} on {node_id}:\n{failure.traceback.rstrip()}")
+    return error
+
+
+def _encodable(text: str) -> str:
+    """A lone surrogate, as in an undecodable file name, has no UTF-8 form."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -29,10 +29,11 @@ Handler = Callable[[A], Coroutine[Any, Any, R] | R]
 A plain function is answered in the turn in which its request arrives, so it must be quick."""
 
 MAX_ERROR_CHARS: Final = 200
-"""Of a decoder's message; some of them repeat the input."""
 
 UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not of the declared type, or not msgpack at all."""
+
+T = TypeVar("T")
 
 _encoder: Final = msgspec.msgpack.Encoder()
 
@@ -63,25 +64,23 @@ class Method(Generic[A, R]):
 
     def read_args(self, packed: Raw) -> A:
         """Raises: ProtocolError: these are not the declared arguments."""
-        try:
-            return self._args.decode(packed)
-        except UNDECODABLE as error:
-            raise self._misfit("the arguments are", error) from None
+        return self._decoded(self._args, packed, "the arguments are")
 
     def read_reply(self, packed: Raw) -> R:
         """Raises: ProtocolError: this is not the declared reply."""
-        try:
-            return self._reply.decode(packed)
-        except UNDECODABLE as error:
-            raise self._misfit("the reply is", error) from None
+        return self._decoded(self._reply, packed, "the reply is")
 
     def served_by(self, handler: Handler[A, R]) -> Served:
         """What a server needs to serve the method."""
         return Served(self, handler)
 
-    def _misfit(self, what: str, error: Exception) -> ProtocolError:
-        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-        return ProtocolError(f"{self.name}: {what} not of the declared type: {text}")
+    def _decoded(self, decoder: msgspec.msgpack.Decoder[T], packed: Raw, what: str) -> T:
+        try:
+            return decoder.decode(packed)
+        except UNDECODABLE as error:
+            raise ProtocolError(
+                f"{self.name}: {what} not of the declared type: {short_text(error)}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,11 @@ class Served:
 
     method: Method[Any, Any]
     handler: Handler[Any, Any]
+
+
+def short_text(error: Exception) -> str:
+    """What a decoder says, in few characters: some errors repeat the whole input."""
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
 
 
 def pack(value: Any) -> Raw:

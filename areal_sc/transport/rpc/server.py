@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 
@@ -24,27 +25,29 @@ from areal_sc.errors import (
     ServerBusy,
     TransportError,
 )
-from areal_sc.transport.endpoint import Authenticator, Context, Guard, configure_socket
-from areal_sc.transport.outbox import Outbox
-from areal_sc.transport.refusals import Refusals
 from areal_sc.transport.rpc.codec import (
     ANY_INCARNATION,
+    MAX_FRAMES,
     Cancel,
-    MessageLimits,
     Reply,
     Request,
     decode,
     encode,
+    failure_of,
 )
 from areal_sc.transport.rpc.method import Served, pack
-from areal_sc.transport.rpc.remote_errors import failure_of
-from areal_sc.transport.rpc.replay_cache import ReplayCache
-from areal_sc.transport.socket import AsyncSocket, Frame
+from areal_sc.transport.rpc.outbox import Outbox
+from areal_sc.transport.security.curve import CurveAuthenticator, Guard
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Context, Frame, configure_socket
 
 logger = logging.getLogger(__name__)
 
 LAST_REPLIES_LINGER_S: Final = 1.0
 """How long a closing server goes on sending the replies that are already queued."""
+
+_ENTRY_BYTES: Final = 300
+"""What an entry takes beside its reply: the id, the tuple, the dict's slot."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,42 @@ class _Execution:
     task: asyncio.Task[Any]
 
 
+class FinishedRequest(NamedTuple):
+    """`reply` is the encoded answer; None when it was too large to keep."""
+
+    method: str
+    reply: bytes | None
+
+
+class ReplayCache:
+    """The newest finished requests by id, in at most `max_bytes` of memory.
+
+    A reply over `max_reply_bytes` is forgotten at once while its id stays known: a repeat is
+    refused, not executed.
+    """
+
+    def __init__(self, *, max_bytes: int = 16 << 20, max_reply_bytes: int = 256 << 10) -> None:
+        self._max_bytes = max_bytes
+        self._max_reply_bytes = max_reply_bytes
+        self._finished: OrderedDict[str, FinishedRequest] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._finished)
+
+    def get(self, request_id: str) -> FinishedRequest | None:
+        return self._finished.get(request_id)
+
+    def add(self, request_id: str, method: str, reply: bytes) -> None:
+        assert request_id not in self._finished
+        kept = reply if len(reply) <= self._max_reply_bytes else None
+        self._finished[request_id] = FinishedRequest(method, kept)
+        self.num_bytes += _ENTRY_BYTES + len(kept or b"")
+        while self.num_bytes > self._max_bytes:
+            _, (_, oldest) = self._finished.popitem(last=False)
+            self.num_bytes -= _ENTRY_BYTES + len(oldest or b"")
+
+
 class RpcServer:
     """Serves methods to callers that mean this incarnation.
 
@@ -76,9 +115,6 @@ class RpcServer:
             generates a group stays for minutes, so it is far above what controllers ask for.
         max_running_bytes: of these requests.
         reply_timeout_s: how long a caller may read nothing before it is dropped with its replies.
-
-    Attributes:
-        bytes_received: of all frames.
     """
 
     def __init__(
@@ -88,19 +124,16 @@ class RpcServer:
         node_id: str,
         incarnation: str,
         bind: str = "tcp://127.0.0.1",
-        authenticator: Authenticator | None = None,
-        limits: MessageLimits | None = None,
+        authenticator: CurveAuthenticator | None = None,
         max_running: int = 16_384,
         max_running_bytes: int = 256 << 20,
         reply_timeout_s: float = 30.0,
     ) -> None:
         self.node_id = node_id
         self.incarnation = incarnation
-        self.bytes_received = 0
         self._served = {served.method.name: served for served in methods}
         self._bind = bind if bind.count(":") == 2 else f"{bind}:0"
         self._authenticator = authenticator
-        self._limits = limits or MessageLimits()
         self._max_running = max_running
         self._max_running_bytes = max_running_bytes
         self._reply_timeout_s = reply_timeout_s
@@ -112,22 +145,11 @@ class RpcServer:
         self._context: Context | None = None
         self._guard: Guard | None = None
         self._socket: AsyncSocket | None = None
-        self._outbox: Outbox | None = None
 
     @property
     def num_malformed(self) -> int:
         """Messages dropped because no correct peer sends them."""
         return self._malformed.num
-
-    @property
-    def num_dropped_replies(self) -> int:
-        """Replies whose caller had left or did not read."""
-        return self._outbox.num_dropped if self._outbox else 0
-
-    @property
-    def bytes_sent(self) -> int:
-        """Of all frames handed to ZMQ."""
-        return self._outbox.bytes_sent if self._outbox else 0
 
     async def start(self) -> str:
         """Starts to serve on the running event loop; returns the address to connect to.
@@ -155,13 +177,13 @@ class RpcServer:
                 f"{self.node_id} cannot listen on {self._bind}: {error}"
             ) from error
         address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = AsyncSocket(raw, self._on_message, max_parts=1 + self._limits.max_frames)
+        self._socket = AsyncSocket(raw, self._on_message, max_parts=1 + MAX_FRAMES)
         self._outbox = Outbox(self._socket, node_id=self.node_id, timeout_s=self._reply_timeout_s)
         return address
 
     async def close(self) -> None:
         """Cancels what runs and stops serving; replies already queued are still sent."""
-        if self._is_closing or not (self._context and self._socket and self._outbox):
+        if self._is_closing or not (self._context and self._socket):
             return
         self._is_closing = True
         tasks = [execution.task for execution in self._running.values()]
@@ -181,79 +203,65 @@ class RpcServer:
             return
         caller = bytes(frames[0])
         try:
-            message = decode(frames[1:], self._limits)
+            message = decode(frames[1:])
             num_bytes = sum(map(len, frames[1:]))
-            self.bytes_received += num_bytes
             if type(message) is Request:
                 self._on_request(caller, message, num_bytes)
-            elif type(message) is Cancel:
-                self._on_cancel(message)
+            elif type(message) is Cancel:  # of whichever connection: an id is one caller's
+                if message.request_id in self._running:
+                    self._running[message.request_id].task.cancel()
             else:
                 raise ProtocolError(f"a server takes no {type(message).__name__}")
         except ProtocolError as error:
             self._malformed.add(error)
 
     def _on_request(self, caller: bytes, request: Request, num_bytes: int) -> None:
-        request_id = request.request_id
-        if request.incarnation not in (self.incarnation, ANY_INCARNATION):
-            mismatch = IncarnationMismatch(
-                f"{request.method} was meant for incarnation {request.incarnation} of "
-                f"{self.node_id}, this is {self.incarnation}: it has been restarted"
-            )
-            self._refuse(caller, request, mismatch)
-        elif request_id in self._running or request_id in self._finished:
-            self._on_repeat(caller, request)
-        elif (refusal := self._refusal(request, num_bytes)) is not None:
-            self._refuse(caller, request, refusal)
+        running = self._running.get(request.request_id)
+        finished = self._finished.get(request.request_id)
+        error = self._refusal(request, num_bytes, running or finished)
+        if error is not None:
+            self._outbox.send(caller, encode(failure_of(error, request.request_id)))
+        elif running is not None:
+            running.callers.add(caller)
+        elif finished is not None and finished.reply is not None:
+            self._outbox.send(caller, finished.reply)
         else:
             self._execute(caller, request, num_bytes)
 
-    def _refusal(self, request: Request, num_bytes: int) -> ArealError | None:
-        """Why the request is not executed; None if it is."""
-        if request.method not in self._served:
-            return ProtocolError(
-                f"{self.node_id} has no method {request.method!r}, it has {sorted(self._served)}"
+    def _refusal(
+        self, request: Request, num_bytes: int, earlier: _Execution | FinishedRequest | None
+    ) -> ArealError | None:
+        """Why the request is neither executed nor answered as before; None if it is."""
+        method, request_id = request.method, request.request_id
+        if request.incarnation not in (self.incarnation, ANY_INCARNATION):
+            return IncarnationMismatch(
+                f"{method} was meant for incarnation {request.incarnation} of {self.node_id}, this "
+                f"is {self.incarnation}: it has been restarted"
             )
-        if (
+        if earlier is not None and earlier.method != method:
+            return ProtocolError(
+                f"request {request_id} called {earlier.method} before, now {method}: request ids "
+                "must be unique"
+            )
+        if isinstance(earlier, FinishedRequest) and earlier.reply is None:
+            return TransportError(
+                f"{method} on {self.node_id} was executed under request id {request_id}; its reply "
+                "was too large to be kept"
+            )
+        if method not in self._served:
+            return ProtocolError(
+                f"{self.node_id} has no method {method!r}, it has {sorted(self._served)}"
+            )
+        if earlier is None and (
             len(self._running) >= self._max_running
             or self._num_running_bytes + num_bytes > self._max_running_bytes
         ):
             return ServerBusy(
                 f"{self.node_id} is busy: it runs {len(self._running)} requests of "
                 f"{self._num_running_bytes} bytes, the limits are {self._max_running} and "
-                f"{self._max_running_bytes}; call {request.method} again later"
+                f"{self._max_running_bytes}; call {method} again later"
             )
         return None
-
-    def _on_repeat(self, caller: bytes, request: Request) -> None:
-        """Joins what runs, or answers from memory."""
-        running = self._running.get(request.request_id)
-        if running is not None:
-            method, reply = running.method, None
-        else:
-            finished = self._finished.get(request.request_id)
-            assert finished is not None
-            method, reply = finished
-        if method != request.method:
-            error: ArealError = ProtocolError(
-                f"request {request.request_id} called {method} before, "
-                f"now {request.method}: request ids must be unique"
-            )
-        elif running is not None:
-            running.callers.add(caller)
-            return
-        elif reply is not None:
-            self._send(caller, reply)
-            return
-        else:
-            error = TransportError(
-                f"{request.method} on {self.node_id} was executed under request id "
-                f"{request.request_id}; its reply was too large to be kept"
-            )
-        self._refuse(caller, request, error)
-
-    def _refuse(self, caller: bytes, request: Request, error: ArealError) -> None:
-        self._send(caller, encode(failure_of(error, request.request_id), self._limits))
 
     def _execute(self, caller: bytes, request: Request, num_bytes: int) -> None:
         served = self._served[request.method]
@@ -277,7 +285,7 @@ class RpcServer:
             if self._is_closing:
                 return  # its callers learn it from the end of the connection
             cancelled = TransportError(f"{request.method} on {self.node_id} was cancelled")
-            reply = encode(failure_of(cancelled, request.request_id), self._limits)
+            reply = encode(failure_of(cancelled, request.request_id))
         elif (error := task.exception()) is not None:
             reply = self._failure(request, error)
         else:
@@ -287,11 +295,11 @@ class RpcServer:
     def _finish(self, request: Request, callers: Iterable[bytes], reply: bytes) -> None:
         self._finished.add(request.request_id, request.method, reply)
         for caller in callers:
-            self._send(caller, reply)
+            self._outbox.send(caller, reply)
 
     def _reply(self, request: Request, value: Any) -> bytes:
         try:
-            return encode(Reply(request.request_id, pack(value)), self._limits)
+            return encode(Reply(request.request_id, pack(value)))
         except ProtocolError as error:
             return self._failure(request, error)
 
@@ -300,14 +308,4 @@ class RpcServer:
             "method_failed node=%s method=%s request=%s error=%r",
             *(self.node_id, request.method, request.request_id, error),
         )
-        return encode(failure_of(error, request.request_id), self._limits)
-
-    def _on_cancel(self, cancel: Cancel) -> None:
-        """An id is one caller's, whichever connection it has by now."""
-        execution = self._running.get(cancel.request_id)
-        if execution is not None:
-            execution.task.cancel()
-
-    def _send(self, caller: bytes, reply: bytes) -> None:
-        assert self._outbox is not None
-        self._outbox.send(caller, reply)
+        return encode(failure_of(error, request.request_id))

@@ -15,25 +15,11 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from areal_sc.errors import ArealError, TransportError
-from areal_sc.transport.endpoint import Authenticator
-from areal_sc.transport.hub import PeerHub
-from areal_sc.transport.rpc.client import RequestIds, RpcClient, random_request_ids
-from areal_sc.transport.rpc.codec import MessageLimits
-from areal_sc.transport.rpc.fan_out import fan_out
-from areal_sc.transport.rpc.method import A, Method, R, Served
-from areal_sc.transport.rpc.server import RpcServer
-
-__all__ = [
-    "Authenticator",
-    "Connection",
-    "MessageLimits",
-    "Method",
-    "RpcClient",
-    "RpcServer",
-    "Served",
-    "Transport",
-    "ZmqTransport",
-]
+from areal_sc.transport.rpc.client import RpcClient, call_all, random_request_ids
+from areal_sc.transport.rpc.codec import MAX_FRAMES
+from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.sockets.hub import PeerHub
 
 
 class Connection(Protocol):
@@ -82,13 +68,10 @@ class ZmqTransport:
     def __init__(
         self,
         *,
-        authenticator: Authenticator | None = None,
-        limits: MessageLimits | None = None,
-        new_request_id: RequestIds | None = None,
+        authenticator: CurveAuthenticator | None = None,
     ) -> None:
         self._authenticator = authenticator
-        self._limits = limits or MessageLimits()
-        self._new_request_id = new_request_id or random_request_ids()
+        self._new_request_id = random_request_ids()
         self._hub: PeerHub | None = None
         self._is_closed = False
         # weak, because a connection that its user has closed is of no more concern
@@ -106,15 +89,12 @@ class ZmqTransport:
         if self._is_closed:
             raise TransportError(f"cannot connect to {node_id} at {address}: transport is closed")
         if self._hub is None:
-            self._hub = PeerHub(
-                max_frames=self._limits.max_frames, authenticator=self._authenticator
-            )
+            self._hub = PeerHub(max_frames=MAX_FRAMES, authenticator=self._authenticator)
         connection = RpcClient(
             self._hub,
             address,
             node_id=node_id,
             incarnation=incarnation,
-            limits=self._limits,
             new_request_id=self._new_request_id,
             keeps_trying=keeps_trying,
         )
@@ -129,21 +109,8 @@ class ZmqTransport:
         timeout_s: float,
         stops_at_error: bool = False,
     ) -> list[R | ArealError]:
-        """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
-
-        The outcome of a call that failed is its error, as `RpcClient.call` would raise it: the
-        caller decides what it means for the others, or says beforehand with `stops_at_error` that
-        the first error ends all: calls without a reply are cancelled then, and their outcomes mean
-        nothing. Arguments that are one and the same object are encoded once. A cancellation is
-        passed on to all servers that have not answered.
-        """
-        return await fan_out(
-            calls,
-            method,
-            timeout_s=timeout_s,
-            new_request_id=self._new_request_id,
-            stops_at_error=stops_at_error,
-        )
+        """See `client.call_all`."""
+        return await call_all(calls, method, timeout_s=timeout_s, stops_at_error=stops_at_error)
 
     async def close(self) -> None:
         """Closes all connections."""

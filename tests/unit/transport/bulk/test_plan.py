@@ -18,8 +18,8 @@ from areal_sc.transport.bulk.plan import (
     shard_slice,
     window,
 )
-from areal_sc.transport.shard_layout import SealedField
-from areal_sc.transport.tensor_store import TensorStore
+from areal_sc.transport.shards.layout import SealedField
+from areal_sc.transport.shards.store import TensorStore
 
 DTYPES = {"ids": "uint8", "scores": "float32"}
 

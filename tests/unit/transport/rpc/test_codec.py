@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,11 +20,11 @@ from msgspec import Raw, Struct
 from areal_sc.errors import ProtocolError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.transport.rpc.codec import (
+    MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Cancel,
     Failure,
     Message,
-    MessageLimits,
     Reply,
     Request,
     decode,
@@ -31,7 +32,6 @@ from areal_sc.transport.rpc.codec import (
 )
 from areal_sc.transport.rpc.method import Method, pack
 
-LIMITS = MessageLimits()
 PROTOCOL = int.from_bytes(b"SC" + bytes([PROTOCOL_VERSION, 0]))
 REQUEST, REPLY, FAILURE, CANCEL = range(4)
 PREFIX = msgpack.packb(PROTOCOL + REPLY)
@@ -66,13 +66,13 @@ def at_most(num_bytes: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def decoded(frame: bytes, limits: MessageLimits = LIMITS) -> Message:
-    return decode([memoryview(frame)], limits)
+def decoded(frame: bytes) -> Message:
+    return decode([memoryview(frame)])
 
 
 @given(messages)
 def test_messages_come_back_as_they_were(message: Message) -> None:
-    arrived = decoded(encode(message, LIMITS))
+    arrived = decoded(encode(message))
     assert type(arrived) is type(message)
     assert arrived == message
 
@@ -98,15 +98,15 @@ def test_random_parts_only_ever_raise_protocol_errors(
 
 def test_a_message_may_come_in_several_frames_but_not_in_any_number() -> None:
     message = Reply("id", pack("x" * 1000))
-    packed = memoryview(encode(message, LIMITS))
+    packed = memoryview(encode(message))
     frames = [packed[start : start + 7] for start in range(0, len(packed), 7)]
-    assert decode(frames, LIMITS) == message
+    assert decode(frames) == message
     with pytest.raises(ProtocolError, match="not a message of this protocol"):
-        decode([packed, packed], LIMITS)
+        decode([packed, packed])
     with pytest.raises(ProtocolError, match="a message has 1 to 512 frames, not 0"):
-        decode([], LIMITS)
+        decode([])
     with pytest.raises(ProtocolError, match="a message has 1 to 512 frames, not 513"):
-        decode([packed[:1]] * 513, LIMITS)
+        decode([packed[:1]] * 513)
 
 
 def test_mutated_messages_are_refused_or_well_typed_and_cost_no_memory() -> None:
@@ -199,14 +199,14 @@ def test_another_protocol_version_is_named() -> None:
 
 
 def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
-    tight = MessageLimits(max_bytes=64)
-    large = Reply("id", pack("x" * 65))
-    with pytest.raises(ProtocolError, match="a message has 76 bytes, the limit is 64"):
-        encode(large, tight)
-    with pytest.raises(ProtocolError, match="a message has 76 bytes, the limit is 64"):
-        decoded(encode(large, LIMITS), tight)
-    small = Reply("id", pack("x" * 40))
-    assert decoded(encode(small, tight), tight) == small
+    large = Reply("id", pack("x" * MAX_MESSAGE_BYTES))
+    over = rf"a message has {MAX_MESSAGE_BYTES + 14} bytes, the limit is {MAX_MESSAGE_BYTES}"
+    with pytest.raises(ProtocolError, match=over):
+        encode(large)
+    with pytest.raises(ProtocolError, match=over):
+        decoded(msgspec.msgpack.encode(large))
+    small = Reply("id", pack("x" * (MAX_MESSAGE_BYTES - 14)))
+    assert decoded(encode(small)) == small
 
 
 @pytest.mark.parametrize(
@@ -219,10 +219,9 @@ def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
 )
 def test_more_elements_than_the_limit_are_refused_on_both_sides(value: Any) -> None:
     with pytest.raises(ProtocolError, match="more elements than the limit"):
-        encode(Reply("id", pack(value)), LIMITS)
-    frame = encode(Reply("id", pack(value)), MessageLimits(max_elements=1 << 24))
+        encode(Reply("id", pack(value)))
     with pytest.raises(ProtocolError, match="more elements than the limit"):
-        decoded(frame)
+        decoded(msgspec.msgpack.encode(Reply("id", pack(value))))
 
 
 def test_the_metadata_of_a_large_batch_is_within_the_limits() -> None:
@@ -230,7 +229,7 @@ def test_the_metadata_of_a_large_batch_is_within_the_limits() -> None:
     row = RowMetadata(131_072, 1, 123_456, 0.73125, 41, spans, 7, 0.5)
     batch = BatchMetadata("b", 41, (), (row,) * 50_000)
     message = Request("id", "life", "ppo_update", pack(batch))
-    arrived = decoded(encode(message, LIMITS))
+    arrived = decoded(encode(message))
     assert isinstance(arrived, Request)
     assert Method("ppo_update", BatchMetadata, NoneType).read_args(arrived.args) == batch
 

@@ -1,0 +1,1 @@
+"""The keys of a run, and who is let in by them."""

@@ -1,0 +1,1 @@
+"""Sealed tensors: where they lie, who owns them, and how workers of a node share their memory."""

@@ -1,0 +1,221 @@
+"""A guarded socket serves holders of the run's keys, and counts everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import pytest
+import zmq
+
+from areal_sc.errors import TransportError
+from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Frame, configure_socket
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def keys() -> RunKeys:
+    return RunKeys.create()
+
+
+class GuardedEcho:
+    """Sends back what it gets.
+
+    Attributes:
+        received: what has arrived, of whomever.
+    """
+
+    def __init__(self, authenticator: CurveAuthenticator) -> None:
+        self.received: list[bytes] = []
+        self.authenticator = authenticator
+        self.context = zmq.Context()
+        raw = self.context.socket(zmq.ROUTER)
+        configure_socket(raw)
+        self.guard = authenticator.configure_server(self.context, raw)
+        self.port = raw.bind_to_random_port("tcp://127.0.0.1")
+        self.socket = AsyncSocket(raw, self._on_message)
+
+    def _on_message(self, frames: list[Frame]) -> None:
+        self.received.append(bytes(frames[1]))
+        self.socket.send_nowait(frames)
+
+    def close(self) -> None:
+        self.guard.close()
+        self.socket.close()
+        self.context.term()
+
+
+@asynccontextmanager
+async def guarded_echo(keys: RunKeys) -> AsyncIterator[GuardedEcho]:
+    echo = GuardedEcho(CurveAuthenticator(keys, "train/0"))
+    try:
+        yield echo
+    finally:
+        echo.close()
+
+
+@contextmanager
+def caller(
+    echo: GuardedEcho, configure: Callable[[zmq.Socket[bytes]], None] = lambda socket: None
+) -> Iterator[zmq.Socket[bytes]]:
+    """A connected DEALER with a context of its own."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        configure_socket(dealer)
+        configure(dealer)
+        dealer.connect(f"tcp://127.0.0.1:{echo.port}")
+        yield dealer
+
+
+async def answer(dealer: zmq.Socket[bytes], word: bytes) -> bytes:
+    dealer.send(word)
+    assert await asyncio.to_thread(dealer.poll, LIMIT_S * 1000), "no answer"
+    return dealer.recv()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.01)
+
+
+async def test_members_are_served(keys: RunKeys) -> None:
+    member = CurveAuthenticator(keys, "script").configure_client
+    async with guarded_echo(keys) as echo:
+        with caller(echo, member) as one, caller(echo, member) as two:
+            assert await answer(one, b"a") == b"a"
+            assert await answer(two, b"b") == b"b"
+        assert echo.authenticator.num_refused == 0
+
+
+NOT_CURVE = "does not authenticate itself as asked|left before it was admitted"
+"""Both sides notice, and the first one ends the connection."""
+
+
+def no_keys(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None: ...
+
+
+def own_server_key(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
+    CurveAuthenticator(RunKeys.create(), "stranger").configure_client(dealer)
+
+
+def wrong_server_key(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
+    CurveAuthenticator(keys, "stranger").configure_client(dealer)
+    dealer.curve_serverkey = RunKeys.create().server_public
+
+
+def unlisted_client_key(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
+    CurveAuthenticator(RunKeys.create(), "stranger").configure_client(dealer)
+    dealer.curve_serverkey = keys.server_public
+
+
+def password(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
+    dealer.plain_username = b"member"
+    dealer.plain_password = keys.client_public
+
+
+@pytest.mark.parametrize(
+    ("stranger", "reason"),
+    [
+        (no_keys, NOT_CURVE),
+        (own_server_key, "the caller has another server key"),
+        (wrong_server_key, "the caller has another server key"),
+        (unlisted_client_key, r"127\.0\.0\.1 shows a key that is not the run's"),
+        (password, NOT_CURVE),
+    ],
+)
+async def test_strangers_are_counted_and_get_nothing(
+    keys: RunKeys,
+    stranger: Callable[[RunKeys, zmq.Socket[bytes]], None],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with guarded_echo(keys) as echo:
+        with (
+            caller(echo, CurveAuthenticator(keys, "script").configure_client) as member,
+            caller(echo, lambda dealer: stranger(keys, dealer)) as dealer,
+        ):
+            dealer.send(b"let me in")
+            await until(lambda: echo.authenticator.num_refused >= 1)
+            assert await answer(member, b"meanwhile") == b"meanwhile"
+            assert not dealer.poll(0)
+        assert echo.received == [b"meanwhile"]
+    (line,) = (r for r in caplog.records if r.levelno == logging.WARNING)
+    assert line.getMessage().startswith("refused_connection node=train/0 count=1 reason=")
+    assert re.search(reason, line.getMessage())
+    for secret in (keys.server_secret, keys.client_secret):
+        assert secret.decode() not in line.getMessage()
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x01\x00",  # ZMTP 1.0, which has no security
+        b"\xff" + bytes(8) + b"\x7f\x01\x05",  # ZMTP 2.0, likewise
+        b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(54, b"\0"),
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE".ljust(54, b"\0") + b"\x04\xff" * 200,
+    ],
+)
+async def test_strangers_without_zmq_are_counted(keys: RunKeys, greeting: bytes) -> None:
+    async with guarded_echo(keys) as echo:
+        for number in range(1, 6):
+            with socket.create_connection(("127.0.0.1", echo.port), LIMIT_S) as stranger:
+                stranger.sendall(greeting)
+                with suppress(OSError):  # the server may have ended it
+                    stranger.shutdown(socket.SHUT_WR)
+                await until(lambda n=number: echo.authenticator.num_refused >= n)
+        assert echo.authenticator.num_refused == 5
+        assert echo.received == []
+
+
+async def test_a_flood_of_strangers_is_one_line(
+    keys: RunKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded_echo(keys) as echo:
+        for _ in range(200):
+            socket.create_connection(("127.0.0.1", echo.port), LIMIT_S).close()
+        await until(lambda: echo.authenticator.num_refused == 200)
+        with caller(echo, CurveAuthenticator(keys, "script").configure_client) as member:
+            assert await answer(member, b"still there") == b"still there"
+    assert len(caplog.records) == 1
+
+
+async def test_a_closed_guard_admits_nobody(keys: RunKeys) -> None:
+    """Also with the right keys: without a list everybody would be on it."""
+    member = CurveAuthenticator(keys, "script").configure_client
+    async with guarded_echo(keys) as echo:
+        with caller(echo, member) as before:
+            assert await answer(before, b"a") == b"a"
+            echo.guard.close()
+            assert await answer(before, b"b") == b"b"
+            with caller(echo, member) as after:
+                monitor = after.get_monitor_socket(
+                    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+                )
+                try:
+                    after.send(b"c")
+                    assert await asyncio.to_thread(monitor.poll, LIMIT_S * 1000)
+                    assert not after.poll(0)
+                finally:
+                    after.disable_monitor()
+                    monitor.close()
+        assert echo.received == [b"a", b"b"]
+
+
+async def test_a_context_has_one_guarded_socket(keys: RunKeys) -> None:
+    async with guarded_echo(keys) as echo:
+        with (
+            echo.context.socket(zmq.ROUTER) as second,
+            pytest.raises(TransportError, match="a second socket of a ZMQ context is guarded"),
+        ):
+            echo.authenticator.configure_server(echo.context, second)

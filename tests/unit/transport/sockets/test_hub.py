@@ -1,0 +1,342 @@
+"""The hub and real servers, among them ones that die, are killed and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket as tcp
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+
+from areal_sc.errors import PeerLost, TransportError
+from areal_sc.transport.sockets import hub as hub_module
+from areal_sc.transport.sockets.hub import PeerHub, Route
+from areal_sc.transport.sockets.zmq_socket import Frame
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class Recorder:
+    """A peer that writes down what it hears, and how much it had heard when that ended."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.life: list[str] = []
+        self.num_heard_until_end = 0
+
+    def on_message(self, frames: list[Frame]) -> None:
+        self.heard += [bytes(frame).decode() for frame in frames]
+
+    def on_connected(self) -> None:
+        self.life.append("connected")
+
+    def on_interrupted(self) -> None:
+        self.life.append("interrupted")
+        self.num_heard_until_end = len(self.heard)
+
+    def on_lost(self, reason: str) -> None:
+        self.life.append(reason)
+
+
+class Server:
+    """Answers every message with itself in capitals."""
+
+    def __init__(self, context: Context, address: str = "tcp://127.0.0.1:0") -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(address)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.received: list[str] = []
+
+    def serve(self) -> None:
+        while self.socket.poll(0):
+            caller, text = self.socket.recv_multipart()
+            self.received.append(text.decode())
+            self.socket.send_multipart([caller, text.upper()])
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    with zmq.Context() as made:
+        yield made
+
+
+@asynccontextmanager
+async def hub_of(max_frames: int = 1) -> AsyncIterator[PeerHub]:
+    hub = PeerHub(max_frames=max_frames)
+    try:
+        yield hub
+    finally:
+        await hub.close()
+
+
+async def until(condition: Callable[[], bool], *servers: Server) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            for server in servers:
+                server.serve()
+            await asyncio.sleep(0.001)
+
+
+def connected(hub: PeerHub, address: str) -> tuple[Route, Recorder]:
+    peer = Recorder()
+    return hub.connect(address, peer), peer
+
+
+async def test_each_peer_gets_its_own_messages(context: Context) -> None:
+    servers = [Server(context) for _ in range(20)]
+    async with hub_of() as hub:
+        peers = [connected(hub, server.address) for server in servers]
+        for i, (route, _) in enumerate(peers):
+            assert route.send_nowait([f"text {i}".encode()])
+        await until(lambda: all(peer.heard and peer.life for _, peer in peers), *servers)
+        for i, (route, peer) in enumerate(peers):
+            assert (peer.life, peer.heard) == (["connected"], [f"TEXT {i}"])
+            assert route.is_lost is None
+    for server in servers:
+        server.close()
+
+
+async def test_routes_to_one_address_live_and_end_by_themselves(context: Context) -> None:
+    server = Server(context)
+    async with hub_of() as hub:
+        peers = [connected(hub, server.address) for _ in range(5)]
+        await until(lambda: all(peer.life for _, peer in peers))
+        for i, (route, _) in enumerate(peers):
+            route.send_nowait([f"text {i}".encode()])
+        peers[1][0].close()
+        peers[3][0].close()
+        again, heard_again = connected(hub, server.address)
+        again.send_nowait([b"again"])
+        rest = [peers[i] for i in (0, 2, 4)]
+        await until(lambda: all(peer.heard for _, peer in rest), server)
+        await until(lambda: bool(heard_again.heard), server)
+        assert [peer.heard for _, peer in rest] == [["TEXT 0"], ["TEXT 2"], ["TEXT 4"]]
+        assert heard_again.heard == ["AGAIN"]
+        server.close()
+        ended = ["connected", "interrupted", "the connection ended, and a new one is refused"]
+        await until(lambda: all(peer.life == ended for _, peer in [*rest, (again, heard_again)]))
+        assert peers[1][1].life == peers[3][1].life == ["connected"]
+        assert peers[1][1].heard == peers[3][1].heard == []
+
+
+async def test_what_arrived_before_the_end_is_delivered_before_the_end_is_told(
+    context: Context,
+) -> None:
+    server = Server(context)
+    async with hub_of() as hub:
+        route, peer = connected(hub, server.address)
+        for i in range(200):
+            route.send_nowait([f"text {i}".encode()])
+        requests: list[list[bytes]] = []
+        await until(lambda: peer.life == ["connected"])
+        while len(requests) < 200:
+            assert server.socket.poll(20_000)
+            requests.append(server.socket.recv_multipart())
+        # answered, and gone, while the hub's event loop has no turn
+        for caller, text in requests:
+            server.socket.send_multipart([caller, text.upper()])
+        server.socket.close(linger=1000)
+        assert select.select([hub._monitor._fd], [], [], 20)[0]
+        hub._monitor.receive_ready()  # what a loop may come to first
+        assert peer.life == ["connected", "interrupted"]
+        assert peer.heard == [f"TEXT {i}" for i in range(200)]
+        assert peer.num_heard_until_end == 200
+        assert route.is_lost is None
+
+
+async def test_a_server_that_comes_back_gets_nothing_of_what_was_queued(context: Context) -> None:
+    server = Server(context)
+    async with hub_of() as hub:
+        route, peer = connected(hub, server.address)
+        await until(lambda: bool(peer.life))
+        server.close()
+        await until(lambda: route.is_lost is not None)
+        back = Server(context, server.address)
+        await until(lambda: route.is_lost is None)
+        route.send_nowait([b"new"])
+        await until(lambda: "NEW" in peer.heard, back)
+        assert back.received == ["new"]
+        assert peer.heard == ["NEW"]
+        assert peer.life[:2] == ["connected", "interrupted"]
+        assert peer.life[-1] == "connected"
+        back.close()
+
+
+async def test_messages_wait_for_a_server_that_comes_up_late(context: Context) -> None:
+    with tcp.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+    async with hub_of() as hub:
+        route, peer = connected(hub, address)
+        assert route.send_nowait([b"early"])
+        server = Server(context, address)
+        await until(lambda: peer.life == ["connected"] and peer.heard == ["EARLY"], server)
+        server.close()
+
+
+async def test_an_address_where_nobody_listens_is_lost_after_three_refusals() -> None:
+    with tcp.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        async with hub_of() as hub:
+            route, peer = connected(hub, f"tcp://127.0.0.1:{unused.getsockname()[1]}")
+            await until(lambda: bool(peer.life))
+            assert peer.life == ["it refused the connection 3 times"]
+            assert route.is_lost == "it refused the connection 3 times"
+
+
+async def test_what_accepts_and_does_not_speak_zmtp_is_lost() -> None:
+    with tcp.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        async with hub_of() as hub:
+            _, peer = connected(hub, f"tcp://127.0.0.1:{mute.getsockname()[1]}")
+            loop = asyncio.get_running_loop()
+            mute.setblocking(False)
+            accepted, _ = await loop.sock_accept(mute)
+            accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+            accepted.close()
+            await until(lambda: bool(peer.life))
+            assert peer.life[0].startswith("the handshake failed")
+
+
+async def test_a_frame_over_the_limit_costs_the_server_its_connection(context: Context) -> None:
+    server = Server(context)
+    async with hub_of() as hub:
+        route, peer = connected(hub, server.address)
+        route.send_nowait([b"text"])
+        await until(lambda: bool(server.socket.poll(0)))
+        caller, _ = server.socket.recv_multipart()
+        server.socket.send_multipart([caller, bytes((1 << 16) + 65)])  # 64: what encryption adds
+        await until(lambda: len(peer.life) >= 2)
+        assert peer.life[:2] == ["connected", "interrupted"]
+        assert peer.heard == []
+    server.close()
+
+
+async def test_of_too_many_frames_one_more_than_the_limit_is_handed_over(context: Context) -> None:
+    server = Server(context)
+    async with hub_of(max_frames=3) as hub:
+        route, peer = connected(hub, server.address)
+        route.send_nowait([b"text"])
+        await until(lambda: bool(server.socket.poll(0)))
+        caller, _ = server.socket.recv_multipart()
+        server.socket.send_multipart([caller, *[b"x"] * 50])
+        await until(lambda: bool(peer.heard))
+        assert peer.heard == ["x"] * 4
+    server.close()
+
+
+async def test_a_full_queue_leaves_room_in_the_others(context: Context) -> None:
+    slow, quick = Server(context), Server(context)
+    async with hub_of() as hub:
+        slow_route, slow_peer = connected(hub, slow.address)
+        quick_route, quick_peer = connected(hub, quick.address)
+        await until(lambda: bool(slow_peer.life and quick_peer.life))
+        payload = bytes(1 << 15)
+        num_queued = 0
+        idle_turns = 0
+        async with asyncio.timeout(20):
+            while idle_turns < 100:  # until its queue and the kernel's are full
+                while slow_route.send_nowait([payload]):
+                    num_queued += 1
+                    idle_turns = 0
+                idle_turns += 1
+                await asyncio.sleep(0.01)
+        quick_route.send_nowait([b"text"])
+        await until(lambda: "TEXT" in quick_peer.heard, quick)
+        assert not slow_route.send_nowait([b"last"])
+        async with asyncio.timeout(20):
+            while not slow_route.send_nowait([b"last"]):
+                slow.serve()
+                await asyncio.sleep(0.001)
+        await until(lambda: "last" in slow.received, slow)
+        assert len(slow.received) == num_queued + 1
+    slow.close()
+    quick.close()
+
+
+async def test_a_closed_route_hears_and_sends_nothing_more(context: Context) -> None:
+    server = Server(context)
+    async with hub_of() as hub:
+        route, peer = connected(hub, server.address)
+        route.send_nowait([b"text"])
+        await until(lambda: bool(server.socket.poll(0)))
+        server.serve()
+        route.close()
+        route.close()
+        with pytest.raises(PeerLost):
+            route.send_nowait([b"more"])
+        other, heard = connected(hub, server.address)
+        other.send_nowait([b"other"])
+        await until(lambda: "OTHER" in heard.heard, server)
+        assert peer.heard == []
+        assert "lost" not in str(peer.life)
+        assert route.is_lost == "the connection was closed here"
+    server.close()
+
+
+async def test_routes_can_be_closed_at_any_moment_of_their_life(context: Context) -> None:
+    server = Server(context)
+    async with hub_of() as hub:
+        for i in range(300):
+            route, peer = connected(hub, server.address if i % 3 else "tcp://127.0.0.1:9")
+            if i % 3 == 1:
+                route.send_nowait([b"text"])
+                await until(lambda peer=peer: "TEXT" in peer.heard, server)  # type: ignore[misc]
+            route.close()
+    server.close()
+
+
+async def test_a_closed_hub_connects_no_more() -> None:
+    async with hub_of() as hub:
+        route, _ = connected(hub, "tcp://127.0.0.1:9")
+        await hub.close()
+        await hub.close()
+        route.close()
+        with pytest.raises(PeerLost, match="closed"):
+            route.send_nowait([b"text"])
+        with pytest.raises(TransportError, match="this side is closed"):
+            hub.connect("tcp://127.0.0.1:9", Recorder())
+
+
+async def test_more_connections_to_one_address_than_can_be_told_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub_module, "MAX_PORT_DIGITS", 4)
+    async with hub_of() as hub:
+        routes = [hub.connect("tcp://127.0.0.1:9", Recorder()) for _ in range(3)]
+        with pytest.raises(TransportError, match="this process has 3 connections to it already"):
+            hub.connect("tcp://127.0.0.1:9", Recorder())
+        routes[0].close()
+        hub.connect("tcp://127.0.0.1:9", Recorder())
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://localhost:5555",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:-1",
+        "tcp://127.0.0.1:55²5",
+        "tcp://127.0.0.1:5555;127.0.0.1:22",
+        "tcp://*:5555",
+        "ipc:///tmp/socket",
+        "inproc://x",
+        "",
+        "x" * 10_000,
+    ],
+)
+async def test_what_is_no_address_is_refused(address: str) -> None:
+    async with hub_of() as hub:
+        with pytest.raises(TransportError, match="expected an address like") as refused:
+            hub.connect(address, Recorder())
+        assert len(str(refused.value)) < 300

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from areal_sc.errors import PeerLost
+from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES, RECEIVES_PER_TURN, AsyncSocket, Frame
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+LEFT, RIGHT = b"left", b"right"
+CUT_SIZES = [0, 1, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, 3 * FRAME_BYTES, 1_000_000]
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    with zmq.Context() as made:
+        yield made
+
+
+class Inbox:
+    """Messages as they came, each without its sender."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[bytes]] = []
+
+    def put(self, frames: list[Frame]) -> None:
+        self.messages.append([bytes(frame) for frame in frames[1:]])
+
+    async def holds(self, count: int) -> list[list[bytes]]:
+        await until(lambda: len(self.messages) >= count)
+        return self.messages
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - nobody could set an event
+            await asyncio.sleep(0.001)
+
+
+async def pair(
+    context: Context,
+    on_left: Callable[[list[Frame]], None],
+    on_right: Callable[[list[Frame]], None],
+    *,
+    high_water_mark: int = 1000,
+    max_parts: int = 1024,
+) -> tuple[AsyncSocket, AsyncSocket]:
+    """Two connected ROUTERs that queue few messages, and little in the kernel.
+
+    Each reaches the other by its name: `LEFT` or `RIGHT`.
+    """
+    left, right = (context.socket(zmq.ROUTER) for _ in range(2))
+    for socket, own, other in ((left, LEFT, RIGHT), (right, RIGHT, LEFT)):
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTING_ID, own)
+        socket.setsockopt(zmq.CONNECT_ROUTING_ID, other)
+        socket.setsockopt(zmq.SNDHWM, high_water_mark)
+        socket.setsockopt(zmq.RCVHWM, high_water_mark)
+        socket.setsockopt(zmq.SNDBUF, 1 << 14)
+        socket.setsockopt(zmq.RCVBUF, 1 << 14)
+    left.bind("tcp://127.0.0.1:0")
+    right.connect(left.getsockopt_string(zmq.LAST_ENDPOINT))
+    sockets = AsyncSocket(left, on_left), AsyncSocket(right, on_right, max_parts=max_parts)
+    async with asyncio.timeout(20):
+        while True:  # until the left one knows the name of the right one
+            try:
+                sockets[0].send_nowait([RIGHT, b"connected"])
+                break
+            except PeerLost:
+                await asyncio.sleep(0.001)
+    # A new socket looks at its inbox in its first turn; until it has, ZMQ signals nothing.
+    await asyncio.sleep(0)
+    return sockets
+
+
+def ignore(frames: list[Frame]) -> None:
+    """The message is of no interest."""
+
+
+async def send(socket: AsyncSocket, frames: list[bytes]) -> None:
+    """Sends as soon as there is room."""
+    await until(lambda: socket.send_nowait(frames))
+
+
+async def test_there_is_no_room_at_the_high_water_mark_and_nothing_is_lost(
+    context: Context,
+) -> None:
+    received: list[int] = []
+    left, right = await pair(context, ignore, ignore, high_water_mark=2)
+    asyncio.get_running_loop().remove_reader(right._fd)  # it does not read
+    payload = bytes(2 * FRAME_BYTES)  # two frames
+    num_sent = 0
+    while left.send_nowait([RIGHT, str(num_sent).encode(), payload]):
+        num_sent += 1
+        await asyncio.sleep(0.001)
+        assert num_sent < 100
+
+    def take(frames: list[Frame]) -> None:
+        if len(frames) == 4:
+            received.append(int(bytes(frames[1])))
+
+    right._on_message = take
+    asyncio.get_running_loop().add_reader(right._fd, right._look)
+    right._look_soon()
+    for i in range(num_sent, 100):
+        await send(left, [RIGHT, str(i).encode(), payload])
+    await until(lambda: len(received) == 100)
+    assert received == list(range(100))
+    left.close()
+    right.close()
+
+
+async def test_both_directions_make_progress_at_once(context: Context) -> None:
+    """A send may swallow the signal of an arrival; the receiver must see it all the same."""
+    at_left, at_right = Inbox(), Inbox()
+    left, right = await pair(context, at_left.put, at_right.put)
+    await at_right.holds(1)
+    at_right.messages.clear()
+
+    async def send_all(socket: AsyncSocket, name: bytes) -> None:
+        for i in range(2000):
+            await send(socket, [name, str(i).encode()])
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(send_all(left, RIGHT), send_all(right, LEFT))
+        expected = [[str(i).encode()] for i in range(2000)]
+        assert await at_left.holds(2000) == expected
+        assert await at_right.holds(2000) == expected
+    left.close()
+    right.close()
+
+
+async def test_a_send_that_swallows_the_signal_of_an_arrival_still_sees_it(
+    context: Context,
+) -> None:
+    at_left = Inbox()
+    left, right = await pair(context, at_left.put, ignore)
+    for i in range(20):
+        assert right.send_nowait([LEFT, b"arrival"])
+        assert select.select([left._fd], [], [], 20)[0]
+        time.sleep(0.002)  # noqa: ASYNC251 - ZMQ looks at its signals once in a millisecond
+        assert left.send_nowait([RIGHT, b"answer"])
+        await at_left.holds(i + 1)
+    left.close()
+    right.close()
+
+
+async def test_a_send_that_fails_and_swallows_the_signal_still_sees_the_arrival(
+    context: Context,
+) -> None:
+    at_left = Inbox()
+    left, right = await pair(context, at_left.put, ignore, high_water_mark=1)
+    asyncio.get_running_loop().remove_reader(right._fd)  # it does not read
+    payload = bytes(1 << 20)
+    while left.send_nowait([RIGHT, payload]):  # noqa: ASYNC110 - until the queue is full
+        await asyncio.sleep(0.01)
+    for i in range(20):
+        assert right.send_nowait([LEFT, b"arrival"])
+        assert select.select([left._fd], [], [], 20)[0]
+        time.sleep(0.002)  # noqa: ASYNC251 - ZMQ looks at its signals once in a millisecond
+        while left.send_nowait([RIGHT, payload]):  # the last attempt fails
+            pass
+        await at_left.holds(i + 1)
+    left.close()
+    right.close()
+
+
+async def test_what_a_message_makes_one_send_does_not_hide_the_next_message(
+    context: Context,
+) -> None:
+    """A server answers from within `on_message`, where the inbox is being looked at already."""
+    at_right = Inbox()
+    num_asked = 0
+
+    def answer(frames: list[Frame]) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        time.sleep(0.002)  # ZMQ looks at its signals once in a millisecond
+        left.send_nowait([RIGHT, *frames[1:]])
+
+    left, right = await pair(context, answer, at_right.put)
+    for i in range(100):
+        right.send_nowait([LEFT, str(i).encode()])
+    answers = await at_right.holds(101)
+    assert answers[1:] == [[str(i).encode()] for i in range(100)]
+    assert num_asked == 100
+    left.close()
+    right.close()
+
+
+async def test_an_error_in_on_message_leaves_the_rest_of_the_inbox(
+    context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_right = Inbox()
+
+    def sometimes(frames: list[Frame]) -> None:
+        at_right.put(frames)
+        if len(at_right.messages) % 3 == 0:
+            raise RuntimeError("a bug in on_message")
+
+    left, right = await pair(context, ignore, sometimes)
+    with caplog.at_level(logging.CRITICAL, "asyncio"):
+        for i in range(100):
+            left.send_nowait([RIGHT, str(i).encode()])
+        received = await at_right.holds(101)
+    assert received[1:] == [[str(i).encode()] for i in range(100)]
+    left.close()
+    right.close()
+
+
+async def test_a_full_inbox_leaves_the_loop_its_turns(context: Context) -> None:
+    in_turn = [0]
+
+    def count(frames: list[Frame]) -> None:
+        in_turn[-1] += 1
+
+    left, right = await pair(context, ignore, count)
+    for _ in range(900):
+        left.send_nowait([RIGHT, b"x"])
+    assert select.select([right._fd], [], [], 20)[0]
+    in_turn.append(0)
+    async with asyncio.timeout(20):
+        while sum(in_turn) < 901:
+            await asyncio.sleep(0)
+            in_turn.append(0)
+    assert max(in_turn) <= 2 * RECEIVES_PER_TURN  # a signal may come beside the look that is due
+    left.close()
+    right.close()
+
+
+async def test_a_router_says_that_its_peer_is_gone(context: Context) -> None:
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.bind("tcp://127.0.0.1:0")
+    socket = AsyncSocket(router, ignore)
+    with pytest.raises(PeerLost, match="the peer has disconnected"):
+        socket.send_nowait([b"nobody", b"hello"])
+    socket.close()
+
+
+async def test_a_closed_socket_sends_nothing(context: Context) -> None:
+    alone = AsyncSocket(context.socket(zmq.DEALER), ignore)  # no peer, so no room
+    assert not alone.send_nowait([b"hello"])
+    alone.close()
+    alone.close()
+    with pytest.raises(PeerLost, match="closed"):
+        alone.send_nowait([b"hello"])
+
+
+async def test_a_socket_may_be_closed_by_the_message_it_gives(context: Context) -> None:
+    received = 0
+
+    def close(frames: list[Frame]) -> None:
+        nonlocal received
+        if bytes(frames[-1]) == b"close":
+            received += 1
+            right.close()
+
+    left, right = await pair(context, ignore, close)
+    for _ in range(2):  # the second is not given any more
+        await send(left, [RIGHT, b"close"])
+    await until(lambda: received == 1)
+    left.close()
+
+
+async def test_the_last_part_is_cut_into_frames(context: Context) -> None:
+    at_right = Inbox()
+    left, right = await pair(context, ignore, at_right.put)
+    sent = [bytes([number % 251 for number in range(size)]) for size in CUT_SIZES]
+    for payload in sent:
+        await send(left, [RIGHT, b"x" * 2 * FRAME_BYTES, payload])
+    _, *received = await at_right.holds(1 + len(sent))
+    for payload, (first, *frames) in zip(sent, received, strict=True):
+        assert first == b"x" * 2 * FRAME_BYTES
+        assert b"".join(frames) == payload
+        assert max(map(len, frames)) <= FRAME_BYTES
+        assert len(frames) == max(1, -(-len(payload) // FRAME_BYTES))
+    left.close()
+    right.close()
+
+
+async def test_parts_over_the_limit_are_read_and_thrown_away(context: Context) -> None:
+    few = Inbox()
+    left, right = await pair(context, ignore, few.put, max_parts=2)
+    await send(left, [RIGHT, *[b"part"] * 50])
+    await send(left, [RIGHT, b"next"])
+    assert await few.holds(3) == [[b"connected"], [b"part"] * 2, [b"next"]]
+    right.close()
+    left.close()
