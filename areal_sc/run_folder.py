@@ -35,7 +35,7 @@ from areal_sc.durable import remove, write_atomic
 from areal_sc.errors import RunFolderError
 from areal_sc.file_lock import HeldLock, take_lock
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Of everything that a run resumes from. It is raised when an older areal_sc could not read it."""
 
 OWNER_ONLY = 0o700
