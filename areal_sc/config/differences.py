@@ -26,6 +26,8 @@ FREE = (
     "total_steps",
     "rollout.total_steps",
     "evaluation",
+    "trackers",
+    "tracker_project",
     "checkpoint",
     "scheduler",
     "transport",

@@ -58,6 +58,14 @@ class OverBound(StrEnum):
     regenerate = "regenerate"
 
 
+class TrackerKind(StrEnum):
+    """What else keeps a run's metrics; each is a package of the same name."""
+
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    trackio = "trackio"
+
+
 class RolloutEngine(StrEnum):
     """What generates.
 
@@ -377,6 +385,8 @@ class GRPOConfig:
     transport: TransportConfig = setting(TransportConfig)
     evaluation: EvaluationConfig = setting(EvaluationConfig)
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
+    trackers: list[TrackerKind] = setting(list, "what else keeps the metrics: wandb, …")
+    tracker_project: str = setting("areal_sc", "name under which trackers file the run")
     task: dict[str, Any] = setting(dict, "the script's own settings")
 
     def __post_init__(self) -> None:

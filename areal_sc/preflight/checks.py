@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 from omegaconf import MISSING
 
@@ -101,6 +102,11 @@ def _check_lists_and_names(config: GRPOConfig) -> None:
         if token < 0:
             raise ConfigError(
                 f"generation.stop_token_ids: expected token ids of at least 0, got {token}"
+            )
+    for tracker in config.trackers:
+        if find_spec(tracker) is None:
+            raise ConfigError(
+                f"trackers: {tracker} is not installed; `pip install {tracker}`, or leave it out"
             )
     if config.overwrite and config.resume == Resume.must:
         raise ConfigError(

@@ -25,7 +25,7 @@ from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.trainer.plain_display import Phase
 from areal_sc.trainer.quantities import percent, short_count, short_duration, short_number
 from areal_sc.trainer.step_table import StepTable
-from areal_sc.trainer.tracker import Tracker
+from areal_sc.trainer.trackers.base import Tracker
 
 _REFRESHES_PER_S = 4
 _ROWS_PER_HEADER = 20

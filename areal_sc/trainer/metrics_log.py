@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, without_nonfinite
-from areal_sc.trainer.tracker import Tracker
+from areal_sc.trainer.trackers.base import Tracker
 
 
 class MetricsLog(Tracker):

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.trainer.step_table import named_values
-from areal_sc.trainer.tracker import Tracker
+from areal_sc.trainer.trackers.base import Tracker
 
 _REPORTS_PER_PHASE = 4
 """Lines about the progress of one phase, beside those of its start and end."""
