@@ -10,13 +10,24 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, RolloutConfig
 from areal_sc.config.store_room import live_row_bytes
 from areal_sc.config.worker_plan import Plan, WorkerPlan
+from areal_sc.hub import local_model
+
+C = TypeVar("C", ActorConfig, RolloutConfig)
+
+
+def with_local_model(config: C) -> C:
+    """The same settings, whose model is a folder of this machine.
+
+    Raises: ModelError: the model is one of the hub, and cannot be had.
+    """
+    return replace(config, path=str(local_model(config.path, config.revision)))
 
 
 def load_class(path: str) -> Any:
@@ -38,8 +49,11 @@ class TrainHandle:
     worker_class: ClassVar[str]
 
     def build(self) -> Any:
-        """The engine of one rank, not yet initialised. Imports torch."""
-        return load_class(self.worker_class)(self.config)
+        """The engine of one rank, not yet initialised. Imports torch.
+
+        Raises: ModelError: as `with_local_model`.
+        """
+        return load_class(self.worker_class)(with_local_model(self.config))
 
     @property
     def num_workers(self) -> int:
@@ -84,8 +98,9 @@ class GeneratorHandle:
         Args:
             log_folder: where the logs of processes go that the engine starts.
             name: begins the names of the logs.
+        Raises: ModelError: as `with_local_model`.
         """
-        return load_class(self.worker_class)(self.config)
+        return load_class(self.worker_class)(with_local_model(self.config))
 
     @property
     def num_workers(self) -> int:

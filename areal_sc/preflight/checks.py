@@ -35,6 +35,7 @@ from areal_sc.config.sharing import differing_sections
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
+from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 
 MIN_HEARTBEATS_TO_ORPHAN = 2
 """Heartbeats that must be missing before a worker gives its controller up."""
@@ -74,12 +75,28 @@ def check_config(
 
 
 def check_models(config: GRPOConfig) -> None:
-    """Checks, in milliseconds, that the models that the workers load are there.
+    """Checks that the models that the workers load are there; downloads those of the hub.
 
-    Raises: ModelError: a folder holds none that can be used.
+    Raises: ModelError: there is no such model, or a folder holds none that can be used.
     """
-    for path in dict.fromkeys((config.actor.path, config.rollout.path)):
-        check_model_folder(path)
+    for path, revision in _models(config):
+        check_model_folder(local_model(path, revision))
+
+
+def fetch_models(config: GRPOConfig) -> bool:
+    """Downloads the models that are named as on the hub; tells whether there were any.
+
+    Raises: ModelError: there is no such model, or it cannot be had.
+    """
+    named = [model for model in _models(config) if is_hub_name(model[0])]
+    for path, revision in named:
+        fetch_model(path, revision)
+    return bool(named)
+
+
+def _models(config: GRPOConfig) -> set[tuple[str, str]]:
+    actor, rollout = config.actor, config.rollout
+    return {(actor.path, actor.revision), (rollout.path, rollout.revision)}
 
 
 def _check_python_values(config: GRPOConfig) -> None:
@@ -174,8 +191,9 @@ def _check_lengths(config: GRPOConfig) -> None:
 
 
 def _check_model_context(config: GRPOConfig) -> None:
-    for path in dict.fromkeys((config.actor.path, config.rollout.path)):
-        shape = read_model_shape(path)
+    for path, revision in _models(config):
+        folder = cached_model(path, revision)
+        shape = read_model_shape(folder) if folder else None
         limit = shape.max_context_tokens if shape else None
         if limit is not None and config.rollout.max_context_tokens > limit:
             raise ConfigError(
