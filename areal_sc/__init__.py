@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
     from areal_sc.trainer.run import Run as Run
-    from areal_sc.trainer.tracker import Tracker as Tracker
+    from areal_sc.trainer.trackers.base import Tracker as Tracker
     from areal_sc.workflows.base import Prompts as Prompts
     from areal_sc.workflows.base import Trajectory as Trajectory
     from areal_sc.workflows.base import Workflow as Workflow
@@ -37,7 +37,7 @@ _HOMES = {
     "Checkpoints": "areal_sc.trainer.checkpoints",
     "Evaluations": "areal_sc.trainer.evaluations",
     "Run": "areal_sc.trainer.run",
-    "Tracker": "areal_sc.trainer.tracker",
+    "Tracker": "areal_sc.trainer.trackers.base",
     "FSDPPPOActor": "areal_sc.engines.handles",
     "FSDPSFTActor": "areal_sc.engines.handles",
     "GRPOConfig": "areal_sc.config.schema",

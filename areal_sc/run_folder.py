@@ -12,6 +12,7 @@
     keys.json        the keys of the running run; its owner's alone
     sources/         how workers build the user's datasets and workflows
     previous/<n>/    what an earlier start left that had no snapshot to go on from
+    tracker_id       names the run for trackers; it keeps it when it is resumed
     .lineage         number of the newest history of weights
 
 The lock is the kernel's, so it ends with its process, however that ends: `file_lock`.
@@ -74,6 +75,7 @@ class RunFolder:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
+        self.tracker_id_path = self.path / "tracker_id"
         self.learning_curve_path = self.path / "learning_curve.png"
         self.keys_path = self.path / "keys.json"
         self.logs = self.path / "logs"

@@ -1,6 +1,6 @@
 """Reinforcement learning on your own questions: a JSONL file of {"prompt": ..., "answer": ...}.
 
-    python examples/jsonl_math.py --config configs/jsonl_math.yaml actor.path=<model folder>
+    python examples/jsonl_math.py --config configs/jsonl_math.yaml actor.path=<model>
 
 `task.reward` is `numeric` (the completion's final answer has the same value; docs/rewards.md) or
 `exact` (it is the same text). The last `task.num_held_out` rows of the file are kept for

@@ -14,6 +14,7 @@ from areal_sc.errors import RunFolderError
 FIXED = {
     "seed": "steps that are trained again would see other prompts",
     "actor.path": "the snapshot holds the weights of another model",
+    "actor.revision": "the snapshot holds the weights of another model",
     "actor.dtype": "steps that are trained again would give other weights",
     "rollout.train_batch_groups": "admission counts in batches of this many groups",
     "rollout.group_size": "groups that are waiting have another number of answers",
@@ -27,6 +28,8 @@ FREE = (
     "total_steps",
     "rollout.total_steps",
     "evaluation",
+    "trackers",
+    "tracker_project",
     "checkpoint",
     "scheduler",
     "transport",

@@ -58,6 +58,14 @@ class OverBound(StrEnum):
     regenerate = "regenerate"
 
 
+class TrackerKind(StrEnum):
+    """What else keeps a run's metrics; each is a package of the same name."""
+
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    trackio = "trackio"
+
+
 class RolloutEngine(StrEnum):
     """What generates.
 
@@ -236,7 +244,8 @@ class ParallelConfig:
 class ActorConfig(Section):
     """The trained policy: model, parallelism, memory, optimizer."""
 
-    path: str = setting(MISSING, "Hugging Face model folder")
+    path: str = setting(MISSING, "model folder, or its name on the Hugging Face hub")
+    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest")
     random_init: bool = setting(
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
@@ -261,7 +270,8 @@ class RolloutConfig(Section):
     """Generation: engines, admission, staleness, limits."""
 
     engine: RolloutEngine = setting(RolloutEngine.local)
-    path: str = shared("${actor.path}", MISSING, "Hugging Face model folder")
+    path: str = shared("${actor.path}", MISSING, "model folder, or its name on the hub")
+    revision: str = shared("${actor.revision}", "", "branch, tag or commit on the hub")
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     device: Device = setting(Device.auto)
@@ -379,6 +389,8 @@ class GRPOConfig:
     transport: TransportConfig = setting(TransportConfig)
     evaluation: EvaluationConfig = setting(EvaluationConfig)
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
+    trackers: list[TrackerKind] = setting(list, "what else keeps the metrics: wandb, …")
+    tracker_project: str = setting("areal_sc", "name under which trackers file the run")
     task: dict[str, Any] = setting(dict, "the script's own settings")
 
     def __post_init__(self) -> None:

@@ -10,13 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, RolloutConfig
 from areal_sc.config.store_room import live_row_bytes
 from areal_sc.config.worker_plan import Plan, WorkerPlan
+from areal_sc.hub import is_hub_name, local_model
+
+C = TypeVar("C", ActorConfig, RolloutConfig)
+
+
+def with_local_model(config: C) -> C:
+    """The same settings, whose model is a folder of this machine.
+
+    Raises: ModelError: the model is one of the hub, and cannot be had.
+    """
+    if not is_hub_name(config.path):
+        return config
+    return replace(config, path=str(local_model(config.path, config.revision)))
 
 
 @dataclass(frozen=True)
@@ -32,8 +45,11 @@ class TrainHandle:
     worker_class: ClassVar[str]
 
     def build(self) -> Any:
-        """The engine of one rank, not yet initialised. Imports torch."""
-        return resolve_name(self.worker_class)(self.config)
+        """The engine of one rank, not yet initialised. Imports torch.
+
+        Raises: ModelError: as `with_local_model`.
+        """
+        return resolve_name(self.worker_class)(with_local_model(self.config))
 
     @property
     def num_workers(self) -> int:
@@ -78,8 +94,9 @@ class GeneratorHandle:
         Args:
             log_folder: where the logs of processes go that the engine starts.
             name: begins the names of the logs.
+        Raises: ModelError: as `with_local_model`.
         """
-        return resolve_name(self.worker_class)(self.config)
+        return resolve_name(self.worker_class)(with_local_model(self.config))
 
     @property
     def num_workers(self) -> int:

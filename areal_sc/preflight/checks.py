@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 from omegaconf import MISSING
 
@@ -32,6 +34,7 @@ from areal_sc.config.sharing import differing_sections
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
+from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 
 MIN_HEARTBEATS_TO_ORPHAN = 2
 """Heartbeats that must be missing before a worker gives its controller up."""
@@ -93,12 +96,35 @@ def check_config(
 
 
 def check_models(config: GRPOConfig) -> None:
-    """Checks, in milliseconds, that the models that the workers load are there.
+    """Checks that the models that the workers load are there; downloads those of the hub.
 
-    Raises: ModelError: a folder holds none that can be used.
+    Raises: ModelError: there is no such model, or a folder holds none that can be used.
     """
-    for path in dict.fromkeys((config.actor.path, config.rollout.path)):
-        check_model_folder(path)
+    for path, revision in _models(config):
+        check_model_folder(local_model(path, revision))
+
+
+def fetch_models(config: GRPOConfig) -> bool:
+    """Downloads the models that are named as on the hub; tells whether there were any.
+
+    What lies beside the run folder is a path, also when a script has yet to make it.
+
+    Raises: ModelError: there is no such model, or it cannot be had.
+    """
+    beside = Path(config.run_dir).parts[0]
+    named = [
+        (path, revision)
+        for path, revision in _models(config)
+        if is_hub_name(path) and Path(path).parts[0] != beside
+    ]
+    for path, revision in named:
+        fetch_model(path, revision)
+    return bool(named)
+
+
+def _models(config: GRPOConfig) -> set[tuple[str, str]]:
+    actor, rollout = config.actor, config.rollout
+    return {(actor.path, actor.revision), (rollout.path, rollout.revision)}
 
 
 def _check_python_values(config: GRPOConfig) -> None:
@@ -164,8 +190,9 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         config.actor.max_tokens_per_micro_batch >= context,
         f"at least {named}={context}, the longest row",
     )
-    for path in dict.fromkeys((config.actor.path, rollout.path)):
-        shape = read_model_shape(path)
+    for path, revision in _models(config):
+        folder = cached_model(path, revision)
+        shape = read_model_shape(folder) if folder else None
         limit = (shape and shape.max_context_tokens) or context
         yield named, context <= limit, f"at most {limit} (the context of the model in {path})"
 
@@ -178,6 +205,12 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         all(token >= 0 for token in config.generation.stop_token_ids),
         "token ids of at least 0",
     )
+    for tracker in config.trackers:
+        yield (
+            "trackers",
+            find_spec(tracker) is not None,
+            f"packages that are installed (`pip install {tracker}`)",
+        )
     yield (
         "transport.shared_memory",
         shared_memory in ("auto", "off") or os.path.isabs(os.path.expanduser(shared_memory)),

@@ -11,7 +11,7 @@ from areal_sc.config.arguments import parse_arguments
 from areal_sc.config.loader import compose_config, config_text
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.preflight.checks import check_config, check_models
+from areal_sc.preflight.checks import check_config, check_models, fetch_models
 from areal_sc.preflight.plan import plan
 from areal_sc.run_folder import RunFolder
 
@@ -38,7 +38,7 @@ def load_config(
     Raises:
         ConfigError: anything that is wrong with the command line, the files or the settings.
         RunFolderError: `--dry-run`, and the run folder is in no state for a run.
-        ModelError: `--dry-run`, and there is no model.
+        ModelError: the hub does not give the model; or `--dry-run`, and there is none.
         SystemExit: `--help`, `--print-config` or `--dry-run`, after it has been shown.
     """
     arguments = parse_arguments(argv, schema)
@@ -47,7 +47,10 @@ def load_config(
         sys.stdout.write(config_text(config))
         raise SystemExit(0)
     if isinstance(config, GRPOConfig):
-        for warning in check_config(config, count_devices):
+        warnings = check_config(config, count_devices)
+        if not makes_model and fetch_models(config):
+            warnings = check_config(config, count_devices)  # by what is known of the model now
+        for warning in warnings:
             _logger.warning("%s", warning)
         if arguments.dry_run:
             if not makes_model:

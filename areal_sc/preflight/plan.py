@@ -14,6 +14,7 @@ from areal_sc.config.worker_plan import HOST, Plan, WorkerPlan
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
+from areal_sc.hub import cached_model
 
 
 def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Plan:
@@ -26,7 +27,8 @@ def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Pla
         ModelError: the model folder exists and cannot be read.
     """
     machine = probe()
-    shape = read_model_shape(config.actor.path)
+    folder = cached_model(config.actor.path, config.actor.revision)
+    shape = read_model_shape(folder) if folder else None
     placement = DevicePlacement(machine.num_cuda_devices)
 
     def workers_of(

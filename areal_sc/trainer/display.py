@@ -25,7 +25,7 @@ from rich.text import Text
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.trainer.quantities import percent, short_duration, short_number
 from areal_sc.trainer.step_table import StepTable, named_values
-from areal_sc.trainer.tracker import Tracker
+from areal_sc.trainer.trackers.base import Tracker
 
 _REPORTS_PER_PHASE = 4
 """Plain lines about the progress of one phase, beside those of its start and end."""

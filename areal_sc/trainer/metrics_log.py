@@ -13,7 +13,7 @@ import msgspec
 
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, to_json
-from areal_sc.trainer.tracker import Tracker
+from areal_sc.trainer.trackers.base import Tracker
 
 
 class MetricsLog(Tracker):

@@ -19,6 +19,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Self
+from uuid import uuid4
+
+import yaml
 
 from areal_sc.config.loader import config_text
 from areal_sc.config.schema import GRPOConfig
@@ -37,7 +40,9 @@ from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
 from areal_sc.trainer.steps import Step, count
-from areal_sc.trainer.tracker import Tracker
+from areal_sc.trainer.trackers.background import BackgroundTracker
+from areal_sc.trainer.trackers.base import RunDescription, Tracker
+from areal_sc.trainer.trackers.kinds import make_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +51,9 @@ class Run:
     """One run in its folder, from the start of its script to its summary. A context manager.
 
     Args:
-        trackers: are told of steps, evaluations and models, in this order, after the metrics file
-            and the display.
+        config: the run's settings.
+        trackers: further ones than `config.trackers` names. They are told what happens without
+            the run waiting for them, so they can neither stop nor slow it.
 
     Attributes:
         scheduler: starts the workers; its fork server begins to import at once.
@@ -61,7 +67,8 @@ class Run:
 
     def __init__(self, config: GRPOConfig, trackers: Sequence[Tracker] = ()) -> None:
         self.config = config
-        self._trackers = list(trackers)
+        self._given_trackers = list(trackers)
+        self._trackers: list[BackgroundTracker] = []
         self._stack = ExitStack()
         self._is_open = False
         self._opening = Opening.start
@@ -71,6 +78,7 @@ class Run:
 
     def __enter__(self) -> Self:
         warnings = check_config(self.config)
+        trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails
             self.folder = RunFolder(self.config.run_dir)
             self._opening = self.folder.open(
@@ -90,6 +98,10 @@ class Run:
             stack.callback(self.display.close)
             self.log = MetricsLog(self.folder.metrics_path)
             stack.callback(self.log.close)
+            for tracker in trackers:
+                self._trackers.append(BackgroundTracker(tracker, self.display.warning))
+                stack.callback(self._trackers[-1].close)
+            self._begin_trackers()
             if self._opening is Opening.restart:
                 self.display.warning(
                     f"an earlier start in {self.folder.path} left no snapshot, so the run starts "
@@ -124,9 +136,11 @@ class Run:
             yield stack.enter_context(closing(self._steps(actor, rollout)))
 
     def tell(self, event: Callable[[Tracker], None]) -> None:
-        """Calls a method of everybody who follows the run."""
-        for tracker in (self.log, self.display, *self._trackers):
-            event(tracker)
+        """Calls one of their methods for everybody who follows the run."""
+        event(self.log)
+        event(self.display)
+        for tracker in self._trackers:
+            tracker.tell(event)
 
     def tell_model(self, step: int, folder: Path) -> None:
         """Says that a model lies in a folder."""
@@ -153,6 +167,21 @@ class Run:
         self.folder.write_atomic(self.folder.summary_path, summary.to_json())
         self.tell(lambda tracker: tracker.on_finish(summary))
         return summary
+
+    def _begin_trackers(self) -> None:
+        if not self._trackers:
+            return
+        id_path = self.folder.tracker_id_path
+        if not id_path.exists():
+            self.folder.write_atomic(id_path, uuid4().hex.encode())
+        description = RunDescription(
+            id=id_path.read_text(),
+            name=self.folder.path.name,
+            folder=self.folder.path,
+            project=self.config.tracker_project,
+            settings=yaml.safe_load(config_text(self.config)),
+        )
+        self.tell(lambda tracker: tracker.on_start(description))
 
     def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
         step, warnings = load_latest_snapshot(self.folder, actor, rollout)

@@ -20,6 +20,7 @@ FLOORS = {
     "durable": 0,
     "errors": 0,
     "file_lock": 0,
+    "hub": 0,
     "ids": 0,
     "interrupts": 0,
     "log": 0,

@@ -17,7 +17,7 @@ import pytest
 
 from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import RunFolderError
-from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.run_folder import FORMAT_VERSION, Opening, RunFolder
 
 CONFIG = "seed: 0\ntotal_steps: 5\n"
 
@@ -147,9 +147,8 @@ def test_a_run_of_another_format_is_left_alone(path: Path, found: int | None) ->
     run_once(path, snapshot=True)
     marker = {"kind": "areal_sc run", "format_version": found}
     (path / "run.json").write_text(json.dumps(marker))
-    message = (
-        rf"expected format 3, got {found}: another version .* go on with that one, .*overwrite"
-    )
+    another = "another version .* go on with that one, .*overwrite"
+    message = rf"expected format {FORMAT_VERSION}, got {found}: {another}"
     for resume in ("auto", "must", "never"):
         with pytest.raises(RunFolderError, match=message):
             RunFolder(path).open(config_text=CONFIG, resume=resume)

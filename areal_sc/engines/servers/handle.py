@@ -20,7 +20,7 @@ from areal_sc.config.schema import (
     WeightUpdateMethod,
 )
 from areal_sc.config.worker_plan import WorkerPlan
-from areal_sc.engines.handle_base import GeneratorHandle
+from areal_sc.engines.handle_base import GeneratorHandle, with_local_model
 from areal_sc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class ServersHandle(GeneratorHandle):
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:
-        return resolve_name(self.worker_class)(self, log_folder=log_folder, name=name)
+        handle = replace(self, config=with_local_model(self.config))
+        return resolve_name(self.worker_class)(handle, log_folder=log_folder, name=name)
 
     def connect(self, url: str, api_key: str, *, is_own: bool) -> ServerClient:
         """Imports torch."""

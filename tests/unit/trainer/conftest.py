@@ -17,11 +17,14 @@ from areal_sc.trainer.display import make_display
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.metrics_log import MetricsLog
 from areal_sc.trainer.run import Run
-from areal_sc.trainer.tracker import Tracker
+from areal_sc.trainer.trackers.base import Tracker
 
 
 class Follower(Tracker):
-    """Keeps what it is told."""
+    """Keeps what it is told; stands in for its own thread, too."""
+
+    def tell(self, event: Callable[[Tracker], None]) -> None:
+        event(self)
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -51,7 +54,8 @@ def run(tmp_path: Path, follower: Follower) -> Iterator[Run]:
         evaluation=EvaluationConfig(num_prompts=7),
         checkpoint=CheckpointConfig(every_steps=1, every_minutes=0),
     )
-    run = Run(config, [follower])
+    run = Run(config)
+    run._trackers = [follower]  # type: ignore[list-item]  # told at once
     with RunFolder(config.run_dir) as run.folder:
         run.folder.open(config_text="seed: 0")
         run.display = make_display(Console(file=io.StringIO(), force_terminal=False))

@@ -1,0 +1,106 @@
+"""Models by their name on the Hugging Face hub: where they are on this machine.
+
+The hub's own library downloads, keeps and finds them: once a machine, in `HF_HOME`, with the token
+of `HF_TOKEN` or `hf auth login`, and without any request where `HF_HUB_OFFLINE=1`.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from typing import Final
+
+from areal_sc.errors import ModelError
+
+MODEL_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""What engines read of a model; a repository may also hold the same weights in other formats."""
+
+_HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a model is named as the hub does, `owner/model`, and is no path on this machine."""
+    folder = Path(path)
+    return bool(_HUB_NAME.fullmatch(path)) and not folder.exists() and not folder.parent.is_dir()
+
+
+def cached_model(path: str, revision: str = "") -> Path | None:
+    """The folder of a model; None: it is one of the hub that was not downloaded yet.
+
+    Args:
+        path: a folder, or a name of the hub.
+        revision: branch, tag or commit; "": the newest of the main branch.
+    """
+    if not is_hub_name(path):
+        return Path(path)
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _snapshot(path, revision, is_offline=True)
+    except LocalEntryNotFoundError:
+        return None
+
+
+def fetch_model(path: str, revision: str = "") -> Path:
+    """The folder of a model, which is downloaded if it is not there; shows how far it is.
+
+    Arguments are those of `cached_model`. Several processes of a machine download it once.
+
+    Raises: ModelError: there is no such model, or it cannot be had; says what to do.
+    """
+    if not is_hub_name(path):
+        return Path(path)
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    what = f"model {path}" + (f" at revision {revision}" if revision else "")
+    try:
+        return _snapshot(path, revision)
+    except Exception as error:  # those of whichever HTTP library the hub's library is built on
+        cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
+        match cause:
+            case errors.GatedRepoError():
+                reason = (
+                    f"its owner grants access on request: ask for it at {hub}/{path}, then call "
+                    "`hf auth login` or set HF_TOKEN"
+                )
+            case errors.RevisionNotFoundError():
+                reason = f"{hub} has the model, but no such revision"
+            case errors.RepositoryNotFoundError():
+                reason = (
+                    f"there is no such folder, and no such model at {hub}; if it is a private one, "
+                    "call `hf auth login` or set HF_TOKEN"
+                )
+            case _ if constants.HF_HUB_OFFLINE:
+                reason = (
+                    "there is no such folder, it was not downloaded before, and HF_HUB_OFFLINE is "
+                    "set, so nothing is asked for"
+                )
+            case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+                reason = (
+                    f"no space is left in {constants.HF_HUB_CACHE}; free some, or set HF_HOME to "
+                    "a folder on another disk"
+                )
+            case _:
+                reason = (
+                    f"there is no such folder, and {hub} gives no answer that helps: {cause!r:.300}"
+                )
+        raise ModelError(f"{what}: {reason}") from None
+
+
+def local_model(path: str, revision: str = "") -> Path:
+    """As `fetch_model`, but what was downloaded before is taken without asking for a newer one."""
+    return cached_model(path, revision) or fetch_model(path, revision)
+
+
+def _snapshot(path: str, revision: str, *, is_offline: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        path,
+        revision=revision or None,
+        allow_patterns=list(MODEL_FILES),
+        local_files_only=is_offline,
+    )
+    return Path(folder)

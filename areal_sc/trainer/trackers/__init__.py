@@ -1,0 +1,1 @@
+"""What else follows a run: Weights & Biases, TensorBoard, trackio, or a user's own."""

@@ -1,0 +1,22 @@
+"""The trackers that settings name."""
+
+from __future__ import annotations
+
+import importlib
+
+from areal_sc.config.schema import TrackerKind
+from areal_sc.trainer.trackers.base import Tracker
+
+_CLASSES = {
+    TrackerKind.wandb: "WandbTracker",
+    TrackerKind.tensorboard: "TensorBoardTracker",
+    TrackerKind.trackio: "TrackioTracker",
+}
+
+
+def make_tracker(kind: TrackerKind) -> Tracker:
+    """Raises: ConfigError: it cannot be used as things are."""
+    module = importlib.import_module(f"areal_sc.trainer.trackers.{kind}")
+    tracker = getattr(module, _CLASSES[kind])()
+    assert isinstance(tracker, Tracker)
+    return tracker

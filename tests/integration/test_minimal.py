@@ -1,0 +1,35 @@
+"""The example that new users copy: it runs as printed, from nothing, and learns."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from integration.run_process import REPOSITORY
+
+
+def test_the_minimal_example_makes_its_model_and_learns(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPOSITORY / "examples" / "minimal.py")]
+    command += ["--config", str(REPOSITORY / "configs" / "minimal.yaml"), "total_steps=60"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracies = [float(value) for value in re.findall(r"accuracy=(\S+)", done.stdout)]
+    assert len(accuracies) == 60
+    assert sum(accuracies[:5]) / 5 < 0.3
+    assert sum(accuracies[-5:]) / 5 > 0.6
+    assert (tmp_path / "runs" / "minimal" / "model" / "model.safetensors").is_file()
+
+
+def test_the_loop_in_the_readme_is_the_one_of_the_example() -> None:
+    """All of it but the making of the model."""
+    example = (REPOSITORY / "examples" / "minimal.py").read_text()
+    readme = (REPOSITORY / "README.md").read_text()
+    before, _, rest = example.partition("\n\ndef make_model")
+    after = rest[rest.index("\n\ndef main") :]
+    without_docstring = before.split('"""')[2].replace("from __future__ import annotations\n", "")
+    shown = f"{without_docstring}{after}".replace("from pathlib import Path\n", "")
+    shown = re.sub(r"MODEL = .*\n", "", shown)
+    shown = re.sub(r" *if not Path.*\n.*make_model.*\n", "", shown)
+    assert f"```python\n{shown.strip()}\n```" in readme
