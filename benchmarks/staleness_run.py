@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ def measure(
     steps: list[Step] = []
     with job.workers(config) as workers:
         rollout = workers.rollout
-        rollout.total_steps = config.total_steps
+        rollout.groups.total_steps = config.total_steps
         evaluator = _Evaluator(rollout, lengths, config.seed)
 
         def before_step(version: int) -> None:
@@ -111,7 +112,7 @@ def measure(
             if is_held:
                 oldest = max(0, batch.global_step - config.rollout.max_staleness)
                 _check_versions(batch, oldest)
-                rollout.drain()
+                _wait_for_running_groups(rollout)
                 evaluator.collect()
 
         for step in training_steps(
@@ -166,3 +167,11 @@ def _check_versions(batch: BatchMetadata, expected: int) -> None:
         f"the batch of version {batch.global_step} was sampled by the versions "
         f"{sorted(versions)}; expected {expected} alone"
     )
+
+
+def _wait_for_running_groups(rollout: RolloutController) -> None:
+    deadline_s = time.monotonic() + rollout.config.group_timeout_s
+    while (account := rollout.account())["queued"] + account["running"]:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"groups that do not end: {account}")
+        time.sleep(0.01)

@@ -104,7 +104,7 @@ def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
         killed.wait_until_gone()
     (user_folder,) = memory.iterdir()
     (left_over,) = user_folder.iterdir()
-    assert sum(1 for _ in left_over.glob("*/segment-*")) >= 2
+    assert sum(1 for _ in left_over.glob("*/block-*")) >= 2
     with tiny_run(tmp_path / "next", tiny_model_folder, shared) as run:
         run.wait_for_step(1)
         assert not left_over.exists()

@@ -157,7 +157,6 @@ def test_the_bound_holds_in_a_loop_of_the_user(
     )
     actor = TrainController(FSDPPPOActor(config.actor), scheduler)
     rollout = RolloutController(LocalGenerator(config.rollout), scheduler)
-    rollout.total_steps = num_steps
     prompts, workflow = letter_prompts(16, seed=3), SlowForSome(16 * num_rows, 0.8, num_rows)
     seen: list[tuple[int, int]] = []
     with start_controllers(actor, rollout):
