@@ -266,7 +266,9 @@ class RpcClient:
         """Calls that wait raise PeerLost, unless somebody else decides that."""
         self._is_interrupted = True
         if self._keeps_trying:
-            logger.warning("node=%s cannot be reached: %s", self.node_id, reason)
+            # without a call that waits it may as well have ended as it should
+            level = logging.WARNING if self._pending else logging.INFO
+            logger.log(level, "node=%s cannot be reached: %s", self.node_id, reason)
         else:
             self.fail_pending(self._peer_lost("call ended"))
 
