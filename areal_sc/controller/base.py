@@ -55,12 +55,14 @@ class Controller(ABC):
     """Steers the workers of one role.
 
     Attributes:
+        role: names its workers, logs and snapshots.
         fleet: its workers.
         worker_lost: for the first of its workers that was lost, if one was.
         measures_free_memory: whether its engines take a share of the GPU memory that is free when
             they start.
     """
 
+    role: str
     worker_lost: WorkerLost | None = None
     measures_free_memory: bool = False
     _control_loop: ControlLoop | None = None

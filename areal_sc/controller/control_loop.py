@@ -13,12 +13,13 @@ import contextlib
 import gc
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from itertools import combinations
 from typing import Any, TypeVar
 
 from areal_sc import interrupts
 from areal_sc.controller.base import Controller
 from areal_sc.controller.pausable_loop import PausableLoop
-from areal_sc.errors import TransportError, WaitTimeout, WorkerLost
+from areal_sc.errors import ConfigError, TransportError, WaitTimeout, WorkerLost
 
 T = TypeVar("T")
 
@@ -129,9 +130,17 @@ def start(*controllers: Controller) -> Iterator[None]:
     However the block ends (return, exception, any number of Ctrl-C), every worker is gone
     afterwards.
 
-    Raises: WorkerLost: in place of a TransportError of the block, where the loss explains it: a
-        rank that waits for the dead one, say, or a worker that pulls from it.
+    Raises:
+        ConfigError: two controllers have one role.
+        WorkerLost: in place of a TransportError of the block, where the loss explains it: a rank
+            that waits for the dead one, say, or a worker that pulls from it.
     """
+    for one, other in combinations(controllers, 2):
+        if one.role == other.role:
+            raise ConfigError(
+                f"two controllers have the role {one.role!r}, which names their workers, logs and "
+                "snapshots; give one another: TrainController(..., role='ref')"
+            )
     control_loop = ControlLoop(controllers)
     try:
         for controller in controllers:

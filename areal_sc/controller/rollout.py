@@ -59,6 +59,7 @@ class RolloutController(Controller):
     """
 
     engine: GeneratorHandle
+    role = ROLLOUT_ROLE
 
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController, start
 from areal_sc.durable import partial_of
+from areal_sc.errors import ConfigError
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workflows.base import Prompts
@@ -20,6 +22,14 @@ class Demonstrations(Prompts):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         return {"input_ids": [1, 2, 3 + index, 4], "loss_mask": [0, 1, 1, 1]}
+
+
+def test_two_controllers_of_one_role_are_refused_before_anything_starts(
+    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler
+) -> None:
+    actors = [TrainController(FSDPPPOActor(tiny_config().actor), scheduler) for _ in range(2)]
+    with pytest.raises(ConfigError, match="two controllers have the role 'train'"), start(*actors):
+        pass
 
 
 def test_each_controller_has_what_is_its_own(

@@ -32,7 +32,7 @@ class Recorder(Controller):
         self, events: list[str], name: str, *, start_error: Exception | None = None
     ) -> None:
         self.events = events
-        self.name = name
+        self.name = self.role = name
         self.start_error = start_error
 
     async def start_async(self) -> None:
