@@ -23,7 +23,7 @@ from uuid import uuid4
 
 import yaml
 
-from areal_sc.config.loader import config_text
+from areal_sc.config.loader import config_text, typed
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import RolloutController
@@ -66,7 +66,7 @@ class Run:
     log: MetricsLog
 
     def __init__(self, config: GRPOConfig, trackers: Sequence[Tracker] = ()) -> None:
-        self.config = config
+        self.config = typed(config)
         self._given_trackers = list(trackers)
         self._trackers: list[BackgroundTracker] = []
         self._stack = ExitStack()
