@@ -1,0 +1,156 @@
+"""What a notebook or REPL defines, copied to a module that workers can import. No torch.
+
+A session has no file, but in a notebook the text of its cells is known. A function or class is
+copied from there, with the imports and definitions that it uses; plain values that it uses are
+written down as they are now. Nothing else of a cell runs in a worker.
+
+    In [1]: import re                                 import re
+            THRESHOLD = 0.5                  ->       THRESHOLD = 0.5
+    In [2]: def reward(prompt, answer): ...           def reward(prompt, answer): ...
+            PPOTrainer(config).fit(...)
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import os
+import re
+import symtable
+import sys
+from collections.abc import Iterable, Iterator
+from types import NoneType
+from typing import Any
+
+from areal_sc.errors import WorkflowError
+
+SESSION = "__main__"
+"""Module name of what has no file."""
+
+_PLAIN = (NoneType, bool, int, float, complex, str, bytes, list, tuple, dict, set)
+
+_HEADER = """\
+from __future__ import annotations
+
+import sys
+
+sys.path[:0] = [folder for folder in {folders!r} if folder not in sys.path]
+"""
+
+
+def session_module(names: Iterable[str]) -> str:
+    """The text of a module that has these functions and classes of the session.
+
+    Raises: WorkflowError: the text of one is not known, or it uses what cannot be written down;
+        says what to do.
+    """
+    copy = _Copy()
+    for name in names:
+        copy.add(name, name)
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    return "\n\n".join([_HEADER.format(folders=folders), *copy.statements]) + "\n"
+
+
+class _Copy:
+    """Statements of the session, each after those that it uses."""
+
+    def __init__(self) -> None:
+        self.statements: list[str] = []
+        self._values = vars(sys.modules[SESSION])
+        self._cells = _cells(self._values)
+        self._seen: set[str] = set()
+
+    def add(self, name: str, user: str) -> None:
+        """Args: user: the definition that uses the name."""
+        if name in self._seen or name not in self._values:  # a builtin, or nothing yet
+            return
+        self._seen.add(name)
+        value = self._values[name]
+        if getattr(value, "__module__", None) == SESSION and hasattr(value, "__qualname__"):
+            statement = self._definition(name, value)
+            for used in sorted(_global_names(symtable.symtable(statement, name, "exec"))):
+                self.add(used, name)
+        elif type(value) in _PLAIN and _is_literal(value):
+            statement = f"{name} = {value!r}"
+        elif isinstance(value, re.Pattern):
+            statement = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})"
+        else:
+            statement = "\n".join(self._imports(name))
+            if not statement:
+                raise WorkflowError(
+                    f"{user} uses {name}, which cannot be sent to workers from an interactive "
+                    f"session (it is of type {type(value).__name__}): make it inside of {user}, or "
+                    f"{_to_file(user)}"
+                )
+        if statement not in self.statements:  # one import may give several names
+            self.statements.append(statement)
+
+    def _definition(self, name: str, value: Any) -> str:
+        for cell in [*_cells_of(value), *reversed(self._cells)]:
+            for node in reversed(_statements(cell)):
+                if isinstance(node, _DEFINITIONS) and node.name == name:
+                    return ast.unparse(node)
+        raise WorkflowError(
+            f"{name} is defined in an interactive session, which keeps no text of it, so it cannot "
+            f"be sent to workers: {_to_file(name)}"
+        )
+
+    def _imports(self, name: str) -> Iterator[str]:
+        """The import statements of the session that give the name its meaning."""
+        for cell in self._cells:
+            for node in _statements(cell):
+                if isinstance(node, ast.Import | ast.ImportFrom) and any(
+                    name == (alias.asname or alias.name.partition(".")[0]) for alias in node.names
+                ):
+                    yield ast.unparse(node)
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _to_file(name: str) -> str:
+    return (
+        "put it into a file of the current folder, `rewards.py` say (a notebook cell whose first "
+        f"line is `%%writefile rewards.py` writes it), and `from rewards import {name}`"
+    )
+
+
+def _cells(values: dict[str, Any]) -> list[str]:
+    """Texts that were run in the session, oldest first: IPython's, or those of a newer REPL."""
+    if "In" in values:
+        return list(values["In"])
+    lasting = [entry for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None]
+    return ["".join(lines) for _, _, lines, _ in lasting]
+
+
+def _cells_of(value: Any) -> Iterator[str]:
+    """The very cells that a function, or the methods of a class, come from."""
+    for part in (value, *vars(value).values()) if isinstance(value, type) else (value,):
+        code = getattr(inspect.unwrap(part), "__code__", None)
+        if code is not None:
+            yield "".join(linecache.getlines(code.co_filename))
+
+
+def _statements(cell: str) -> list[ast.stmt]:
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    try:
+        tree: ast.Module = compile(cell, "<cell>", "exec", flags, dont_inherit=True)
+    except SyntaxError:  # it did not run either
+        return []
+    return tree.body
+
+
+def _global_names(table: symtable.SymbolTable) -> set[str]:
+    """Global names that a scope, or one within it, reads."""
+    symbols = table.get_symbols()
+    names = {s.get_name() for s in symbols if s.is_global() and s.is_referenced()}
+    return names.union(*map(_global_names, table.get_children()))
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether its `repr` says all of it."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
