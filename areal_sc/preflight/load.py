@@ -81,7 +81,8 @@ def load_config(
     """
     if isinstance(schema, str):
         schema, overrides = GRPOConfig, (schema, *overrides)
-    argv, values = list(overrides), None
+    argv = list(overrides)
+    values: Mapping[str, Any] | None = None
     match source:
         case None:
             argv = [*_command_line(), *argv]

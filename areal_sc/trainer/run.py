@@ -66,7 +66,7 @@ class Run:
     log: MetricsLog
 
     def __init__(self, config: GRPOConfig, trackers: Sequence[Tracker] = ()) -> None:
-        self.config = typed(config)
+        self.config = config
         self._given_trackers = list(trackers)
         self._trackers: list[BackgroundTracker] = []
         self._stack = ExitStack()
@@ -77,6 +77,7 @@ class Run:
         self._has_advised = False
 
     def __enter__(self) -> Self:
+        self.config = typed(self.config)
         warnings = check_config(self.config)
         trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails

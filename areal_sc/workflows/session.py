@@ -1,8 +1,8 @@
-"""What a notebook or REPL defines, copied to a module that workers can import. No torch.
+"""What a notebook defines, copied to a module that workers can import. No torch.
 
-A session has no file, but in a notebook the text of its cells is known. A function or class is
-copied from there, with the imports and definitions that it uses; plain values that it uses are
-written down as they are now. Nothing else of a cell runs in a worker.
+A session has no file. IPython keeps the text of its cells, though; Python's own prompt does not. A
+function or class is copied from there, with the imports and definitions that it uses; plain values
+that it uses are written down as they are now. Nothing else of a cell runs in a worker.
 
     In [1]: import re                                 import re
             THRESHOLD = 0.5                  ->       THRESHOLD = 0.5
@@ -58,7 +58,7 @@ class _Copy:
     def __init__(self) -> None:
         self.statements: list[str] = []
         self._values = vars(sys.modules[SESSION])
-        self._cells = _cells(self._values)
+        self._cells: list[str] = self._values.get("In", [])  # IPython's, oldest first
         self._seen: set[str] = set()
 
     def add(self, name: str, user: str) -> None:
@@ -114,14 +114,6 @@ def _to_file(name: str) -> str:
         "put it into a file of the current folder, `rewards.py` say (a notebook cell whose first "
         f"line is `%%writefile rewards.py` writes it), and `from rewards import {name}`"
     )
-
-
-def _cells(values: dict[str, Any]) -> list[str]:
-    """Texts that were run in the session, oldest first: IPython's, or those of a newer REPL."""
-    if "In" in values:
-        return list(values["In"])
-    lasting = [entry for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None]
-    return ["".join(lines) for _, _, lines, _ in lasting]
 
 
 def _cells_of(value: Any) -> Iterator[str]:

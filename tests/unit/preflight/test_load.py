@@ -97,7 +97,7 @@ def test_a_schema_of_ones_own_is_the_second_argument(write_yaml: WriteYaml) -> N
         ({"actor": 3}, "actor: expected a section with the keys path, "),
         ({"rollout.group_size": 1}, "rollout.group_size: expected at least 2 with "),
         ({1: 2}, "unknown setting 1"),
-        ({"task": {"reward": load}}, "task: expected numbers, strings, lists and mappings, got {'reward'"),
+        ({"task": {"reward": load}}, "task: expected numbers, strings, lists and mappings, got {"),
     ],
 )
 def test_a_mapping_is_checked_as_a_yaml_is(change: dict[Any, Any], message: str) -> None:
@@ -164,6 +164,20 @@ def test_a_mapping_stays_as_it_is_and_warns_as_a_yaml(caplog: pytest.LogCaptureF
     assert "generation.top_k=5" in caplog.text
     config.task["names"].append("b")
     assert given == {**REQUIRED, "generation": {"top_k": 5}, "task": {"names": ["a"]}}
+
+
+def test_the_ways_that_the_readme_shows(
+    write_yaml: WriteYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    section = readme.partition("## From Python, a notebook or a REPL\n")[2]
+    calls = section.partition("```python\n")[2].partition("```")[0].strip().splitlines()
+    write_yaml()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py", "run_dir=r", "total_steps=9", "actor.path=m"])
+    assert len(calls) == 4
+    for call in calls:
+        assert eval(call).total_steps == 9
 
 
 SCRIPT = "from areal_sc import load_config\nconfig = load_config()\nprint(config.total_steps)\n"

@@ -122,7 +122,7 @@ def test_an_object_that_cannot_be_written_down_is_named(run_cell: RunCell) -> No
 
 
 def test_a_session_without_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of Python before 3.13, and of `python -c`."""
+    """As Python's own prompt, and `python -c`."""
     main = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(compile("def reward(p, c): ...", "<stdin>", "exec"), vars(main))
