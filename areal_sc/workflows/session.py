@@ -20,6 +20,7 @@ import re
 import symtable
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import NoneType
 from typing import Any
 
@@ -58,7 +59,7 @@ class _Copy:
     def __init__(self) -> None:
         self.statements: list[str] = []
         self._values = vars(sys.modules[SESSION])
-        self._cells: list[str] = self._values.get("In", [])  # IPython's, oldest first
+        self._cells = [_statements(cell) for cell in self._values.get("In", ())]  # oldest first
         self._seen: set[str] = set()
 
     def add(self, name: str, user: str) -> None:
@@ -67,7 +68,8 @@ class _Copy:
             return
         self._seen.add(name)
         value = self._values[name]
-        if getattr(value, "__module__", None) == SESSION and hasattr(value, "__qualname__"):
+        defined_as = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if defined_as == (SESSION, name):
             statement = self._definition(name, value)
             for used in sorted(_global_names(symtable.symtable(statement, name, "exec"))):
                 self.add(used, name)
@@ -76,19 +78,18 @@ class _Copy:
         elif isinstance(value, re.Pattern):
             statement = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})"
         else:
-            statement = "\n".join(self._imports(name))
+            statement = "\n".join(dict.fromkeys(self._imports(name, value)))
             if not statement:
                 raise WorkflowError(
                     f"{user} uses {name}, which cannot be sent to workers from an interactive "
                     f"session (it is of type {type(value).__name__}): make it inside of {user}, or "
                     f"{_to_file(user)}"
                 )
-        if statement not in self.statements:  # one import may give several names
-            self.statements.append(statement)
+        self.statements.append(statement)
 
     def _definition(self, name: str, value: Any) -> str:
-        for cell in [*_cells_of(value), *reversed(self._cells)]:
-            for node in reversed(_statements(cell)):
+        for statements in [*_cells_of(value), *reversed(self._cells)]:
+            for node in reversed(statements):
                 if isinstance(node, _DEFINITIONS) and node.name == name:
                     return ast.unparse(node)
         raise WorkflowError(
@@ -96,14 +97,21 @@ class _Copy:
             f"be sent to workers: {_to_file(name)}"
         )
 
-    def _imports(self, name: str) -> Iterator[str]:
-        """The import statements of the session that give the name its meaning."""
-        for cell in self._cells:
-            for node in _statements(cell):
-                if isinstance(node, ast.Import | ast.ImportFrom) and any(
-                    name == (alias.asname or alias.name.partition(".")[0]) for alias in node.names
-                ):
-                    yield ast.unparse(node)
+    def _imports(self, name: str, value: Any) -> Iterator[str]:
+        """The imports of the session that give the name this value."""
+        for node in chain(*self._cells):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    module = alias.name if alias.asname else alias.name.partition(".")[0]
+                    if name == (alias.asname or module) and sys.modules.get(module) is value:
+                        yield ast.unparse(ast.Import([alias]))
+            elif isinstance(node, ast.ImportFrom):
+                origin = sys.modules.get(node.module or "")
+                for alias in node.names:
+                    attribute = name if alias.name == "*" else alias.name
+                    is_named = name == (alias.asname or attribute)
+                    if is_named and getattr(origin, attribute, None) is value:
+                        yield f"from {node.module} import {attribute} as {name}"
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -116,12 +124,12 @@ def _to_file(name: str) -> str:
     )
 
 
-def _cells_of(value: Any) -> Iterator[str]:
+def _cells_of(value: Any) -> Iterator[list[ast.stmt]]:
     """The very cells that a function, or the methods of a class, come from."""
     for part in (value, *vars(value).values()) if isinstance(value, type) else (value,):
         code = getattr(inspect.unwrap(part), "__code__", None)
         if code is not None:
-            yield "".join(linecache.getlines(code.co_filename))
+            yield _statements("".join(linecache.getlines(code.co_filename)))
 
 
 def _statements(cell: str) -> list[ast.stmt]:

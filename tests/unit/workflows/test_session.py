@@ -54,7 +54,10 @@ def copied(*names: str) -> dict[str, Any]:
 
 
 def test_a_reward_comes_with_all_that_it_uses_and_nothing_else(run_cell: RunCell) -> None:
-    run_cell("import re, os.path as paths\nfrom math import (sqrt as root)\nimport xml.dom\n")
+    run_cell(
+        "import re, os.path as paths\nfrom string import *\nfrom math import (sqrt as root)\n"
+        "import xml.dom\n"
+    )
     run_cell("import xml.sax\nimport smtplib\nPATTERN = re.compile('a+', re.I)\nSCALE = {'x': 2.0}")
     run_cell("def unused():\n    return nowhere\n\nraised = []\nraised.append(1 / 1)\n")
     run_cell(
@@ -66,10 +69,11 @@ def test_a_reward_comes_with_all_that_it_uses_and_nothing_else(run_cell: RunCell
         "    found = PATTERN.match(completion)\n"
         "    unused = [SCALE for SCALE in range(3)]  # names of its own\n"
         "    assert xml.dom.Node and xml.sax.parse and paths.join\n"
-        "    return half(root(4.0)) + len(found[0])\n"
+        "    return half(root(4.0)) + len(found[0]) + len(digits)\n"
     )
     found = copied("reward")
-    assert found["reward"]({}, "AAb") == 1.0 + 2
+    assert found["reward"]({}, "AAb") == 1.0 + 2 + 10
+    assert "ascii_letters" not in found
     assert "smtplib" not in found
     assert "unused" not in found
     assert "raised" not in found
@@ -119,6 +123,18 @@ def test_an_object_that_cannot_be_written_down_is_named(run_cell: RunCell) -> No
     run_cell("def other(p, c):\n    return nan\n")
     with pytest.raises(WorkflowError, match=r"other uses nan, .*float"):
         session_module(["other"])
+
+
+def test_a_name_that_means_something_else_by_now_is_not_taken_for_what_it_was(
+    run_cell: RunCell,
+) -> None:
+    run_cell("from fractions import Fraction as half\nhalf = half(1, 2)\ndef other(x): return x\n")
+    run_cell("def reward(p, c): return half\n")
+    with pytest.raises(WorkflowError, match=r"reward uses half, .*of type Fraction"):
+        session_module(["reward"])
+    run_cell("def half(x): return 1\n\nhalf = other\n")
+    with pytest.raises(WorkflowError, match=r"reward uses half, .*of type function"):
+        session_module(["reward"])
 
 
 def test_a_session_without_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
