@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from areal_sc.config.loader import typed
 from areal_sc.config.schema import (
     ActorConfig,
     GenerationConfig,
@@ -70,6 +71,7 @@ def test_the_same_settings_from_everywhere_are_the_same(write_yaml: WriteYaml) -
         load(nested),
         load(flat | {"seed": 1}, "seed=4"),
         load(by_hand),
+        typed(by_hand),  # as a run does
     ):
         assert found == expected
         assert type(found.run_dir) is str
