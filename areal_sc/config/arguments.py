@@ -1,4 +1,7 @@
-"""The command line of a script: `python script.py --config x.yaml key=value ...`."""
+"""The command line of a script: `python script.py --config x.yaml key=value ...`.
+
+`--config` may be left out where `key=value` gives all that is required.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ examples:
   run it:
     {prog} --config x.yaml
     {prog} --config x.yaml total_steps=10 rollout.max_staleness=0
+    {prog} run_dir=runs/x total_steps=10 actor.path=Qwen/Qwen2.5-0.5B
   show every setting, or what would be started:
     {prog} --config x.yaml --print-config
     {prog} --config x.yaml --dry-run
@@ -51,14 +55,14 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
 
     Args:
         schema: the dataclass of the settings, which `--help` shows.
-    Returns: `config`: path of the YAML; `overrides`: `key=value` in hydra's grammar, those that
-        flags stand for included, last; `print_config` and `dry_run`: show that, and end.
+    Returns: `config`: path of the YAML, or None; `overrides`: `key=value` in hydra's grammar, those
+        that flags stand for included, last; `print_config` and `dry_run`: show that, and end.
     Raises:
-        ConfigError: no `--config`, an unknown flag, or a value that is not `key=value`.
+        ConfigError: an unknown flag, or a value that is not `key=value`.
         SystemExit: `--help`, after it has been shown.
     """
     parser = _Parser(
-        usage="%(prog)s --config FILE.yaml [flags] [key=value ...]",
+        usage="%(prog)s [--config FILE.yaml] [flags] [key=value ...]",
         allow_abbrev=False,
     )
     parser.schema = schema
@@ -86,7 +90,5 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
         if "=" not in override and not override.startswith("~"):
             hint = f"; did you mean --config {override}?" if override.endswith(".yaml") else ""
             raise ConfigError(f"command line: expected key=value, got {override!r}{hint}")
-    if parsed.config is None:
-        raise ConfigError("command line: no settings given; name a YAML file by --config FILE.yaml")
     parsed.overrides += parsed.flag_overrides or ()
     return parsed

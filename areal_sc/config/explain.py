@@ -17,6 +17,7 @@ from omegaconf.errors import (
     InterpolationToMissingValueError,
     InterpolationValidationError,
     OmegaConfBaseException,
+    UnsupportedValueType,
     ValidationError,
 )
 
@@ -75,6 +76,9 @@ def refused_value(
     error: OmegaConfBaseException, where: str, key: str, annotation: Any = None, value: Any = None
 ) -> ConfigError:
     """Why OmegaConf does not take a value."""
+    if isinstance(error, UnsupportedValueType):  # it knows the place within `value` alone
+        plain = "numbers, strings, lists and mappings"
+        return ConfigError(f"{where}: {key}: expected {plain}, got {value!r}")
     reason = _first_line(error)
     if isinstance(error, GrammarParseError):
         reason = f"not a valid ${{...}}: {reason}"
@@ -84,7 +88,7 @@ def refused_value(
 
 
 def refused_interpolation(
-    error: OmegaConfBaseException, config_path: Path, keys: Mapping[str, Any]
+    error: OmegaConfBaseException, where: str, keys: Mapping[str, Any]
 ) -> ConfigError:
     """What went wrong while `${...}` were replaced by the values they name."""
     key = str(error.full_key or "")
@@ -99,7 +103,7 @@ def refused_interpolation(
         reason = f"expected {expected(keys[key])}; {reason}"
     elif isinstance(error, InterpolationToMissingValueError | InterpolationResolutionError):
         reason = f"its ${{...}} has no value: {reason}"
-    return ConfigError(f"{config_path}: {key}: {reason}")
+    return ConfigError(f"{where}: {key}: {reason}")
 
 
 def _first_line(error: BaseException) -> str:

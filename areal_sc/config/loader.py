@@ -1,6 +1,6 @@
-"""From a YAML file and overrides to a configuration, by OmegaConf on structured dataclasses.
+"""From a YAML file, a mapping and overrides to a configuration, by OmegaConf on dataclasses.
 
-    schema (dataclass defaults)  <-  `defaults:` of the YAML  <-  the YAML  <-  key=value
+    dataclass defaults  <-  `defaults:` of the YAML  <-  the YAML  <-  mapping  <-  key=value
 
 Each takes precedence over those to its left. Each value is set by itself, so that an error names
 the file or override that it stands in. Overrides are written in hydra's grammar.
@@ -9,6 +9,7 @@ the file or override that it stands in. Overrides are written in hydra's grammar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,29 +32,53 @@ from areal_sc.errors import ConfigError
 
 T = TypeVar("T")
 
+_GIVEN = "settings"
+"""Where a value stands that was given in Python, for messages."""
 
-def compose_config(config_path: Path, overrides: Sequence[str], schema: type[T]) -> T:
-    """The configuration of a YAML file and `key=value` overrides, of the right types, unchecked.
 
+def compose_config(
+    config_path: Path | None,
+    overrides: Sequence[str],
+    schema: type[T],
+    values: Mapping[str, Any] | None = None,
+) -> T:
+    """The configuration that all of these give together, of the right types, unchecked.
+
+    Args:
+        config_path: a YAML file.
+        overrides: `key=value`, in hydra's grammar.
+        values: settings as in a YAML: nested mappings, keys with dots, or both.
     Raises: ConfigError: anything that is wrong with the files or the settings.
     """
-    if not config_path.is_file():
-        kind = "is a folder" if config_path.is_dir() else "there is no such file"
-        raise ConfigError(f"--config {config_path}: {kind} (current directory: {Path.cwd()})")
-    if config_path.suffix != ".yaml":
-        raise ConfigError(f"--config {config_path}: expected a name that ends in .yaml")
+    where, advice = "command line", "name a YAML file by --config FILE.yaml, or set it here"
+    if values is not None:
+        where, advice = _GIVEN, "give it a value"
     parsed = [_parse_override(text) for text in overrides]
     composition = _Composition(schema)
-    composition.read_file(config_path)
+    if config_path is not None:
+        where, advice = str(config_path), "set it in the YAML or on the command line"
+        _check_is_yaml(config_path)
+        composition.read_file(config_path)
+    composition.set(_GIVEN, "", values or {})
     for override in parsed:
         composition.apply_override(override)
-    _require_all_set(composition.config, config_path, composition.keys)
+    _require_all_set(composition.config, where, advice, composition.keys)
     try:
         config = OmegaConf.to_object(composition.config)
     except OmegaConfBaseException as error:
-        raise explain.refused_interpolation(error, config_path, composition.keys) from None
+        raise explain.refused_interpolation(error, where, composition.keys) from None
     assert isinstance(config, schema)
     return config
+
+
+def typed(config: T) -> T:
+    """Settings that were built in Python, with the types that a YAML gives them.
+
+    A path becomes a string, and the name of a choice becomes the choice.
+
+    Raises: ConfigError: a value is missing, or of a wrong type.
+    """
+    return compose_config(None, (), type(config), asdict(config))  # type: ignore[call-overload]
 
 
 def config_text(config: Any) -> str:
@@ -88,7 +113,7 @@ class _Composition:
         for name in names if "_self_" in names else [*names, "_self_"]:
             file = path.parent / f"{name}.yaml"
             if name == "_self_":
-                self._set(str(path), "", content)
+                self.set(str(path), "", content)
             elif file.is_file():
                 self.read_file(file, (*named_by, path))
             else:
@@ -103,20 +128,20 @@ class _Composition:
             known = OmegaConf.select(self.config, section) or {}
             if not (name in list(known) or override.is_add() or override.is_force_add()):
                 raise explain.unknown_key(where, key, self.keys)  # most likely a slip
-        self._set(where, key, override.value())
+        self.set(where, key, override.value())
 
-    def _set(self, where: str, key: str, value: Any) -> None:
+    def set(self, where: str, key: str, value: Any) -> None:
         """Sets one setting, or all those of a section; '' is the top level.
 
         Raises: ConfigError: the schema does not have it, or it is of another type.
         """
         annotation = self._all_keys.get(key)
-        if isinstance(value, dict) and (not key or is_section(annotation)):
+        if isinstance(value, Mapping) and (not key or is_section(annotation)):
             if key in self._shared:  # from here on it may differ from where it is taken from
                 own = OmegaConf.select(self.config, key)
                 OmegaConf.update(self.config, key, own, merge=False)
             for name, inner in value.items():
-                self._set(where, f"{key}.{name}".lstrip("."), inner)
+                self.set(where, f"{key}.{name}".lstrip("."), inner)
             return
         if annotation is None and not is_free_form(key, self.keys):
             raise explain.unknown_key(where, key, self.keys)
@@ -126,6 +151,14 @@ class _Composition:
             OmegaConf.update(self.config, key, value, force_add=True)
         except OmegaConfBaseException as error:
             raise explain.refused_value(error, where, key, annotation, value) from None
+
+
+def _check_is_yaml(path: Path) -> None:
+    if not path.is_file():
+        kind = "is a folder" if path.is_dir() else "there is no such file"
+        raise ConfigError(f"{path}: {kind} (current directory: {Path.cwd()})")
+    if path.suffix != ".yaml":
+        raise ConfigError(f"{path}: expected a name that ends in .yaml")
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -167,14 +200,15 @@ def _parse_override(text: str) -> Override:
     return override
 
 
-def _require_all_set(composed: DictConfig, source: Path, keys: Mapping[str, Any]) -> None:
+def _require_all_set(
+    composed: DictConfig, where: str, advice: str, keys: Mapping[str, Any]
+) -> None:
     missing = list(_missing_keys(composed))
     if missing:
         first = keys.get(missing[0])
         choices = f" ({explain.expected(first)})" if is_choice(first) else ""
         raise ConfigError(
-            f"{source}: no value for {', '.join(missing)}{choices}; "
-            f"set it in the YAML or on the command line ({missing[0]}=...)"
+            f"{where}: no value for {', '.join(missing)}{choices}; {advice} ({missing[0]}=...)"
         )
 
 

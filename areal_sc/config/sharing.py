@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
-from areal_sc.config.fields import ALONE, TEMPLATE, shared_settings, value_at
+from areal_sc.config.fields import ALONE, TEMPLATE, is_section, shared_settings, value_at
+from areal_sc.errors import ConfigError
 
 _TEMPLATE = re.compile(r"\$\{([\w.]+)\}(.*)")
 
@@ -44,7 +45,17 @@ class Section:
 
 
 def join_sections(run: Any) -> None:
-    """Gives the sections of a run's settings, a dataclass instance, what they share."""
+    """Gives the sections of a run's settings, a dataclass instance, what they share.
+
+    Raises: ConfigError: something else stands in the place of a section.
+    """
+    for name, annotation in get_type_hints(type(run)).items():
+        value = getattr(run, name)
+        if is_section(annotation) and not isinstance(value, annotation):
+            raise ConfigError(
+                f"{name}: expected an {annotation.__name__}, got a {type(value).__name__}; "
+                "load_config takes settings as a mapping"
+            )
     for setting in fields(run):
         value = getattr(run, setting.name)
         if isinstance(value, Section):

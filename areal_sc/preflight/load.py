@@ -1,37 +1,75 @@
-"""From a command line to a configuration that has been composed and checked."""
+"""From a command line, or what a script, REPL or notebook gives, to a checked configuration."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeAlias, TypeVar, overload
 
 from areal_sc.config.arguments import parse_arguments
 from areal_sc.config.loader import compose_config, config_text
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import ConfigError
 from areal_sc.preflight.checks import check_config, check_models, fetch_models
 from areal_sc.preflight.plan import plan
 from areal_sc.run_folder import RunFolder
 
 T = TypeVar("T")
+C = TypeVar("C", bound=GRPOConfig)
+
+SettingsSource: TypeAlias = str | os.PathLike[str] | Sequence[str] | Mapping[str, Any] | None
 
 _logger = logging.getLogger(__name__)
 
 
+@overload
 def load_config(
-    argv: Sequence[str],
+    source: SettingsSource = ...,
+    *overrides: str,
+    makes_model: bool = ...,
+    count_devices: Callable[[], int] = ...,
+) -> GRPOConfig: ...
+
+
+@overload
+def load_config(
+    source: SettingsSource,
     schema: type[T],
-    *,
+    *overrides: str,
+    makes_model: bool = ...,
+    count_devices: Callable[[], int] = ...,
+) -> T: ...
+
+
+@overload
+def load_config(
+    source: C, *, makes_model: bool = ..., count_devices: Callable[[], int] = ...
+) -> C: ...
+
+
+def load_config(
+    source: SettingsSource | GRPOConfig = None,
+    schema: Any = GRPOConfig,
+    *overrides: str,
     makes_model: bool = False,
     count_devices: Callable[[], int] = count_cuda_devices,
-) -> T:
-    """Composes, checks and returns the configuration that a command line names.
+) -> Any:
+    """Composes, checks and returns the configuration of a run.
+
+        load_config()                                         the script's own command line
+        load_config(argv, Config)                             `--config x.yaml key=value ...`
+        load_config("x.yaml", "seed=1")                       a YAML file
+        load_config({"run_dir": "r", "actor.path": "m"})      nested mappings, keys with dots, both
+        load_config(GRPOConfig(run_dir="r", total_steps=9))   checks what was built in Python
 
     Args:
-        argv: `--config x.yaml key=value ...`, without the program's name.
-        schema: `GRPOConfig`, or a dataclass that derives from it.
+        source: one of these.
+        schema: `GRPOConfig`, or a dataclass that derives from it; it may be left out.
+        overrides: `key=value`, or a flag such as `--overwrite`; they win over `source`.
         makes_model: the script itself makes the model at `actor.path`, if it is not there yet.
         count_devices: number of CUDA devices of this machine; asked only when it matters.
     Returns: an instance of `schema` in which every `${...}` is replaced by its value.
@@ -41,8 +79,28 @@ def load_config(
         ModelError: the hub does not give the model; or `--dry-run`, and there is none.
         SystemExit: `--help`, `--print-config` or `--dry-run`, after it has been shown.
     """
+    if isinstance(schema, str):
+        schema, overrides = GRPOConfig, (schema, *overrides)
+    argv = list(overrides)
+    values: Mapping[str, Any] | None = None
+    match source:
+        case None:
+            argv = [*_command_line(), *argv]
+        case GRPOConfig():
+            if argv:
+                raise ConfigError(
+                    f"override {argv[0]}: expected none beside a whole configuration; use "
+                    "dataclasses.replace(config, ...), or give a mapping in its place"
+                )
+            schema, values = type(source), asdict(source)
+        case Mapping():
+            values = source
+        case str() | os.PathLike():
+            argv = ["--config", os.fspath(source), *argv]
+        case _:
+            argv = [*source, *argv]
     arguments = parse_arguments(argv, schema)
-    config = compose_config(arguments.config, arguments.overrides, schema)
+    config = compose_config(arguments.config, arguments.overrides, schema, values)
     if arguments.print_config:
         sys.stdout.write(config_text(config))
         raise SystemExit(0)
@@ -58,6 +116,17 @@ def load_config(
             sys.stdout.write("\n".join(_dry_run(config)) + "\n")
             raise SystemExit(0)
     return config
+
+
+def _command_line() -> list[str]:
+    """The script's arguments. Raises: ConfigError: there is no script."""
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        raise ConfigError(
+            "load_config() takes the command line of a script, and this is an interactive "
+            'session; give it settings: load_config("x.yaml", "key=value"), or '
+            'load_config({"run_dir": ..., "total_steps": ..., "actor.path": ...})'
+        )
+    return sys.argv[1:]
 
 
 def _dry_run(config: GRPOConfig) -> Iterator[str]:

@@ -10,7 +10,8 @@ workers; a reference names code to import, so it is never accepted from a socket
       kwargs  {"reward": <reference to areal_sc.workflows.math_reward:exact_match>, "max_turns": 3}
 
 What is defined in the script (`__main__`) is loaded from the script's file under another module
-name, once per process, so its `if __name__ == "__main__":` block does not run.
+name, once per process, so its `if __name__ == "__main__":` block does not run. Where `__main__` has
+no file, in a REPL or a notebook, its name stays in the target; `session` makes a file of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import importlib.util
 import sys
 import sysconfig
 import types
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -116,6 +118,18 @@ def reference_of(obj: Any) -> ObjectReference:
     )
 
 
+def references_in(wire: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A reference in its wire form, and those among its arguments."""
+    yield wire
+    values = [wire["args"], wire["kwargs"]]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict) and value.get("$") == "reference":
+            yield from references_in(value["reference"])
+        elif isinstance(value, dict | list):
+            values.extend(value.values() if isinstance(value, dict) else value)
+
+
 def resolve(reference: ObjectReference) -> Any:
     """Imports the target and, when the reference has arguments, constructs the instance.
 
@@ -173,12 +187,7 @@ def _location_of(module: types.ModuleType) -> tuple[str, str | None]:
     if name == "__main__" and spec is not None:
         name = spec.name  # started by `python -m package.module`
     if getattr(module, "__file__", None) is None:
-        if name in ("__main__", "__mp_main__"):
-            raise WorkflowError(
-                "what is defined in an interactive session cannot be sent to workers: "
-                "put it in a file and import it, or run that file"
-            )
-        return name, None  # built into the interpreter
+        return name, None  # built into the interpreter; `__main__` is a REPL's or a notebook's
     file = Path(str(module.__file__)).resolve()
     if name not in ("__main__", "__mp_main__"):
         inner = file.parent / file.name.partition(".")[0]

@@ -20,7 +20,14 @@ from areal_sc.errors import RunFolderError, WorkflowError
 from areal_sc.run_folder import RunFolder
 from areal_sc.workflows.base import Prompts, Workflow
 from areal_sc.workflows.prompts import write_prompts
-from areal_sc.workflows.reference import ObjectReference, Referable, reference_of, resolve
+from areal_sc.workflows.reference import (
+    ObjectReference,
+    Referable,
+    reference_of,
+    references_in,
+    resolve,
+)
+from areal_sc.workflows.session import SESSION, session_module
 
 T = TypeVar("T")
 
@@ -93,12 +100,27 @@ class SourceRegistry:
             return write_prompts(rows, path)
 
     def _write(self, source: Referable) -> int:
-        wire = json.dumps(reference_of(source).to_wire(), sort_keys=True).encode()
+        reference = reference_of(source).to_wire()
+        self._write_session(list(references_in(reference)))
+        wire = json.dumps(reference, sort_keys=True).encode()
         number = int.from_bytes(hashlib.blake2b(wire, digest_size=6).digest())
         path = self._folder / f"{number}.json"
         with _writing(path):
             write_atomic(path, wire)
         return number
+
+    def _write_session(self, references: list[dict[str, Any]]) -> None:
+        """Makes those to a notebook or REPL lead to a module that has its definitions."""
+        defined_here = [r for r in references if r["target"].startswith(f"{SESSION}:")]
+        if not defined_here:
+            return
+        names = [r["target"].removeprefix(f"{SESSION}:") for r in defined_here]
+        text = session_module(name.partition(".")[0] for name in names).encode()
+        path = self._folder / f"session_{hashlib.blake2b(text, digest_size=6).hexdigest()}.py"
+        with _writing(path):
+            write_atomic(path, text)
+        for reference, name in zip(defined_here, names, strict=True):
+            reference["target"] = f"{path}:{name}"
 
 
 @contextmanager

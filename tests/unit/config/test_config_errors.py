@@ -185,7 +185,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         return str(caught.value)
 
     missing = tmp_path / "missing.yaml"
-    assert f"--config {missing}: there is no such file" in message(missing)
+    assert f"{missing}: there is no such file" in message(missing)
     assert str(Path.cwd()) in message(missing)
     assert "is a folder" in message(tmp_path)
     json = tmp_path / "x.json"
