@@ -21,4 +21,4 @@ class SamplesConfig:
         ge=20,
         le=100_000,
     )
-    show: bool = setting(False, "the display shows the newest ones")
+    show: bool = setting(False, "the display of a Run shows the newest ones, too")

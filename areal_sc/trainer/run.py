@@ -217,7 +217,7 @@ class Run:
             self._first_step_s = _process_age_s()
         self.tell(lambda tracker: tracker.on_step(metrics))
         samples = rollout.newest_samples
-        if self.config.samples.show and samples is not self._shown_samples:
+        if self.config.samples.show and samples and samples is not self._shown_samples:
             self._shown_samples = samples
             self.display.show_samples([s for s in samples if s.group == samples[0].group])
         advice = tail_advice(self.config.rollout, metrics)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from sample_rows import sample
+from unit.trainer.conftest import shown as shown_by
 
 from areal_sc.samples import Place, Sample
 from areal_sc.trainer.display import make_display
+from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.trainer.run import Run
 from areal_sc.trainer.sample_view import sample_view
 
 QUESTION = "How many letters does the word strawberry have, and why?\nThink before you answer. "
@@ -95,3 +99,19 @@ def test_plain_output_has_a_line_a_sample() -> None:
     assert isinstance(console.file, io.StringIO)
     line = 'INFO sample=best step=1 reward=1 prompt=3,8> answer="8\\n$"\n'
     assert console.file.getvalue() == line
+
+
+def test_a_run_shows_each_samples_once_and_only_on_request(
+    run: Run, make_step: Callable[..., StepMetrics]
+) -> None:
+    def told(newest: tuple[Sample, ...]) -> str:
+        run._tell_step(SimpleNamespace(newest_samples=newest), make_step())  # type: ignore[arg-type]
+        return shown_by(run)
+
+    samples = (sample(4, answer="first"), sample(4, group=9, answer="of another group"))
+    assert "sample=" not in told(samples)
+    run.config.samples.show = True
+    assert "sample=" not in told(())
+    assert told(samples).count("sample=best step=4 reward=1 prompt=3,8> answer=first") == 1
+    assert told(samples).count("sample=best") == 1
+    assert told((sample(5),)).count("sample=best") == 2
