@@ -7,6 +7,7 @@ the names of a project of one's own.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -98,7 +99,7 @@ def write_project(folder: Path, files: Mapping[str, str]) -> None:
 def next_steps(folder: Path, files: Mapping[str, str]) -> str:
     """What to do with a project that was written: run it, and change it in three places."""
     return _NEXT_STEPS.format(
-        folder=folder,
+        folder=shlex.quote(str(folder)),
         script=SCRIPT,
         settings=SETTINGS,
         test=TEST,

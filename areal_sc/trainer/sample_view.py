@@ -63,8 +63,9 @@ def _labelled(
         shown[-1].truncate(width - 1)
         shown[-1].append("…")
     for line in shown:
-        line.rstrip()
-        yield Text.assemble((f"  {label}".ljust(_INDENT), style), line) if line else Text()
+        labelled = Text.assemble((f"  {label}".ljust(_INDENT), style), line)
+        labelled.rstrip()
+        yield labelled
         label = ""
 
 

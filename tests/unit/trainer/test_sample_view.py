@@ -53,6 +53,11 @@ def test_a_group_has_its_prompt_once_and_each_answer_with_its_numbers() -> None:
     )
 
 
+def test_empty_lines_keep_their_label() -> None:
+    text = shown([sample(prompt="", answer="\n\n8", metrics={})], 80)
+    assert text.splitlines()[1:5] == ["  prompt", "  best", "", "          8"]
+
+
 @pytest.mark.parametrize("width", [60, 100, 200])
 def test_all_of_a_long_text_is_shown_on_every_width(width: int) -> None:
     text = shown(LONG, width)
