@@ -25,6 +25,7 @@ ArealError                    exit code 1
 |  `- TooManyRejections                     the share of rejected groups passed its limit
 |- CheckpointError            exit code 8   a snapshot could not be written or read
 |- WaitTimeout                exit code 9   nothing changed for longer than anything may take
+|- CommandError               exit code 2   `python -m areal_sc` was asked for something impossible
 `- LedgerError                exit code 1   a group was asked for a change that it cannot make
 """
 
@@ -194,6 +195,13 @@ class CheckpointError(ArealError):
 
     exit_code = 8
     title = "A checkpoint failed"
+
+
+class CommandError(ArealError):
+    """A command of `python -m areal_sc` was asked for something impossible."""
+
+    exit_code = 2
+    title = "The command cannot be carried out"
 
 
 class LedgerError(ArealError):

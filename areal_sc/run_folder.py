@@ -4,6 +4,7 @@
     config.yaml      the resolved settings
     summary.json     written last: the run is finished
     metrics.jsonl    one line a training step
+    samples.jsonl    what the model read and wrote: a few answers of each training step
     learning_curve.png
     logs/            <role>-<index>.log
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
@@ -74,6 +75,7 @@ class RunFolder:
         self.path = Path(path).expanduser().absolute()
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
+        self.samples_path = self.path / "samples.jsonl"
         self.summary_path = self.path / "summary.json"
         self.tracker_id_path = self.path / "tracker_id"
         self.learning_curve_path = self.path / "learning_curve.png"

@@ -36,12 +36,13 @@ def reward(prompt: dict[str, str], completion: str) -> float:
 
 def make_model(folder: str) -> None:
     """A tokenizer of single characters, and a small model with random weights."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     characters = ["$", *"0123456789,>"]  # `$` ends an answer
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="$"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()  # no spaces between the characters
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="$").save_pretrained(folder)
     sizes = LlamaConfig(
         vocab_size=len(characters),

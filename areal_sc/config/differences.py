@@ -30,6 +30,8 @@ FREE = (
     "evaluation",
     "trackers",
     "tracker_project",
+    "samples",
+    "rollout.samples",
     "checkpoint",
     "scheduler",
     "transport",

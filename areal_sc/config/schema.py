@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from areal_sc.config.fields import setting, shared
+from areal_sc.config.sample_settings import SamplesConfig
 from areal_sc.config.sharing import Section, join_sections
 
 
@@ -301,6 +302,7 @@ class RolloutConfig(Section):
     rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
+    samples: SamplesConfig = shared("${samples}", SamplesConfig)
 
     @property
     def episode_tokens(self) -> int:
@@ -389,6 +391,7 @@ class GRPOConfig:
     transport: TransportConfig = setting(TransportConfig)
     evaluation: EvaluationConfig = setting(EvaluationConfig)
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
+    samples: SamplesConfig = setting(SamplesConfig)
     trackers: list[TrackerKind] = setting(list, "what else keeps the metrics: wandb, …")
     tracker_project: str = setting("areal_sc", "name under which trackers file the run")
     task: dict[str, Any] = setting(dict, "the script's own settings")

@@ -23,6 +23,7 @@ from msgspec import Struct
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.batch_samples import BatchSamples
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import RolloutSource
 from areal_sc.controller.outside_groups import OutsideGroups
@@ -33,6 +34,8 @@ from areal_sc.controller.training_groups import TrainingGroups, TrainingState
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.run_folder import RunFolder
+from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
@@ -78,6 +81,12 @@ class RolloutController(Controller):
         self.groups = TrainingGroups(
             self.config, self._workers, self.rejections, self._background, new_id
         )
+        self._samples = BatchSamples(
+            self.config.samples,
+            self.fleet,
+            self._background,
+            RunFolder(scheduler.config.run_dir).samples_path,
+        )
         self._outside = OutsideGroups(self.config, self._workers, self.rejections, new_id)
 
     @property
@@ -89,6 +98,11 @@ class RolloutController(Controller):
     def batch_metrics(self) -> dict[str, float]:
         """Means of the workflow's own metrics over the newest batch."""
         return self.groups.batch_metrics
+
+    @property
+    def newest_samples(self) -> tuple[Sample, ...]:
+        """The newest lines of `samples.jsonl`: what the model wrote, of the last batch read."""
+        return self._samples.newest
 
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.
@@ -105,6 +119,7 @@ class RolloutController(Controller):
         """Ends all running groups, then the workers."""
         self.groups.end()
         await self._background.close()
+        self._samples.close()
         await super().close_async()
 
     async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
@@ -121,7 +136,9 @@ class RolloutController(Controller):
         """
         source = await self._register_async(prompts, workflow)
         self._outside.forget()
-        return await self.groups.next_batch(source)
+        batch = await self.groups.next_batch(source)
+        self._samples.begin(batch)
+        return batch
 
     async def rollout_batch_async(
         self, prompts: PromptSource, workflow: Workflow, num_groups: int | None = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,8 +22,10 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from areal_sc.samples import Sample, shortened
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.trainer.quantities import percent, short_duration, short_number
+from areal_sc.trainer.sample_view import group_view
 from areal_sc.trainer.step_table import StepTable, named_values
 from areal_sc.trainer.trackers.base import Tracker
 
@@ -32,6 +34,10 @@ _REPORTS_PER_PHASE = 4
 
 _REFRESHES_PER_S = 4
 _ROWS_PER_HEADER = 20
+_SAMPLE_LINES = 2
+"""Of each text of a sample, so that the bars and some steps stay in view."""
+_SAMPLE_CHARS = 200
+"""Of each text of a sample in a plain line."""
 _BAR_WIDTH = 20
 _SPEED_WINDOW_S = 3600.0
 """The remaining time follows from the speed within this time: one step may take many minutes."""
@@ -124,6 +130,17 @@ class Display(Tracker):
             values["step"] = f"{metrics.step}/{self._total_steps}"
         self._line(**values)
 
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        """Shows what the model wrote: samples of one group."""
+        for sample in samples:
+            self._line(
+                sample=sample.place,
+                step=sample.step,
+                reward=sample.reward,
+                prompt=shortened(sample.prompt, _SAMPLE_CHARS),
+                answer=shortened(sample.answer, _SAMPLE_CHARS),
+            )
+
     def on_evaluation(self, result: EvaluationResult) -> None:
         names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
         values = {name: getattr(result, name) for name in names}
@@ -165,6 +182,17 @@ def _word(value: Any) -> str:
     return text
 
 
+class _Bars(Progress):
+    """Progress bars, and what is shown below them."""
+
+    below: RenderableType | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below is not None:
+            yield self.below
+
+
 class LiveDisplay(Display):
     """For terminals: bars at the bottom while a phase is open; all else scrolls above them."""
 
@@ -173,7 +201,7 @@ class LiveDisplay(Display):
         self._table: StepTable | None = None
         self._rows_since_header = 0
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        self._bars = Progress(
+        self._bars = _Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
@@ -222,6 +250,10 @@ class LiveDisplay(Display):
                 self._print(line)
         self._rows_since_header += 1
         self._print(self._table.row(metrics))
+
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        """Below the bars, in place of the ones before."""
+        self._bars.below = Group(*group_view(samples, self._console, _SAMPLE_LINES))
 
     def on_evaluation(self, result: EvaluationResult) -> None:
         line = Text.assemble((f"evaluation {result.name}: ", "bold magenta"))

@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from areal_sc.json_lines import to_json
+
 STEP_PARTS = ("wait", "train", "sync")
 """What the time of a step goes to."""
 
@@ -243,11 +245,6 @@ def summarize(
             **{f"{part}_share": _ratio(total(f"{part}_s"), time_s) for part in STEP_PARTS},
         }
     return Summary(num_steps=len(steps), **others, **measured)
-
-
-def to_json(value: Any) -> bytes:
-    """JSON in one line; floats that are not finite are null, NumPy's numbers are floats."""
-    return msgspec.json.encode(value, enc_hook=float)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
-from areal_sc.errors import RunFolderError
-from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, to_json
+from areal_sc.json_lines import JsonLines, read_json_lines
+from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.trackers.base import Tracker
 
 
 class MetricsLog(Tracker):
-    """Appends records to `metrics.jsonl`, one JSON object a line, each written at once.
+    """Appends records to `metrics.jsonl`.
 
     Every record has `kind` (`step`, `evaluation` or `event`) and `time` (Unix time, seconds).
-    A last line that an earlier process did not finish is cut off first.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Raises: RunFolderError: the file cannot be opened."""
-        self.path = path
+        self._lines = JsonLines(path)
         self._clock = clock
-        try:
-            _cut_unfinished_line(path)
-            self._file = path.open("ab", buffering=0)  # nothing left to fail when it is closed
-        except OSError as error:
-            raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._append("step", metrics.to_record())
@@ -44,16 +35,10 @@ class MetricsLog(Tracker):
         self._append("event", {"name": name, **values})
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
     def _append(self, kind: str, values: dict[str, Any]) -> None:
-        line = to_json({"kind": kind, "time": round(self._clock(), 3), **values}) + b"\n"
-        try:
-            written = self._file.write(line)
-        except OSError as error:
-            raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
-        if written != len(line):
-            raise RunFolderError(f"cannot write {self.path}: the disk took part of a line")
+        self._lines.append({"kind": kind, "time": round(self._clock(), 3), **values})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -61,19 +46,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises: RunFolderError: the file cannot be read, or a line before the last is no JSON object.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):  # after the last newline: unfinished
-        try:
-            records.append(msgspec.json.decode(line, type=dict[str, Any]))
-        except msgspec.DecodeError as error:
-            raise RunFolderError(
-                f"{path}, line {number}: expected a JSON object, got {line!r}"
-            ) from error
-    return records
+    return read_json_lines(path, dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -96,13 +69,3 @@ class History:
             [StepMetrics.from_record(r) for r in found if r["kind"] == "step"],
             [EvaluationResult.from_record(r) for r in found if r["kind"] == "evaluation"],
         )
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    """Shortens the file to its last newline."""
-    if path.exists():
-        with path.open("rb") as file:
-            content = file.read(path.stat().st_size)
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            os.truncate(path, end)

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self
 from uuid import uuid4
@@ -31,6 +32,7 @@ from areal_sc.controller.train import TrainController
 from areal_sc.log import setup_logging
 from areal_sc.preflight.checks import check_config, check_models
 from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.trainer.advice import tail_advice
@@ -75,6 +77,7 @@ class Run:
         self._began = time.monotonic()
         self._first_step_s: float | None = None
         self._has_advised = False
+        self._shown_samples: tuple[Sample, ...] = ()
 
     def __enter__(self) -> Self:
         self.config = typed(self.config)
@@ -196,10 +199,11 @@ class Run:
         self, actor: TrainController, rollout: RolloutController
     ) -> Generator[Step, None, None]:
         total, counters = self.config.total_steps, count(actor, rollout)
+        tell = partial(self._tell_step, rollout)
         with self.display.phase("training", total, "steps") as phase:
             phase.advance(actor.version)
             while actor.version < total:
-                step = Step(actor, rollout, counters, self._tell_step)
+                step = Step(actor, rollout, counters, tell)
                 yield step
                 if actor.version != step.number:
                     raise RuntimeError(
@@ -209,10 +213,14 @@ class Run:
                 counters = step.counters
                 phase.advance()
 
-    def _tell_step(self, metrics: StepMetrics) -> None:
+    def _tell_step(self, rollout: RolloutController, metrics: StepMetrics) -> None:
         if self._first_step_s is None:
             self._first_step_s = _process_age_s()
         self.tell(lambda tracker: tracker.on_step(metrics))
+        samples = rollout.newest_samples
+        if self.config.samples.show and samples and samples is not self._shown_samples:
+            self._shown_samples = samples
+            self.display.show_samples([s for s in samples if s.group == samples[0].group])
         advice = tail_advice(self.config.rollout, metrics)
         if advice and not self._has_advised:  # once a run
             self._has_advised = True

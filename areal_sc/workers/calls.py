@@ -23,6 +23,9 @@ from areal_sc.workers.operations import Operation
 WRITE_TIMEOUT_S: Final = 4 * 3600.0
 """For weights, a snapshot or an export to be written; far above what any takes."""
 
+SAMPLE_TIMEOUT_S: Final = 10.0
+"""Samples that are not there by then are missing."""
+
 SHUTDOWN_TIMEOUT_S: Final = 2.0
 """A worker that has not answered by then is ended."""
 
@@ -264,11 +267,38 @@ class JoinWeightGroup(Struct, frozen=True, array_like=True):
     first_rank: int
 
 
+class ReadTexts(Struct, frozen=True, array_like=True):
+    """Rows that lie in the worker's own store, to be read as text.
+
+    Attributes:
+        batch: the rows, with `input_ids` and `loss_mask` alone.
+        max_chars: longer texts are cut.
+    """
+
+    batch: BatchMetadata
+    max_chars: int
+
+
+class RowText(Struct, frozen=True, array_like=True):
+    """A row as text, with special tokens.
+
+    Attributes:
+        prompt: what stands before the first trained token.
+        answer: all that follows.
+        metrics: what the workflow reports of the row.
+    """
+
+    prompt: str
+    answer: str
+    metrics: dict[str, float]
+
+
 INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
 RUN_GROUP = Method("run_group", RunGroup, GroupReply)
 GIVE_UP_GROUP = Method("give_up_group", GroupAttempt, NoneType)
 """Ends the episodes of a group, if they go on; the reply of its `run_group` follows."""
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
+READ_TEXTS = Method("read_texts", ReadTexts, tuple[RowText, ...], deadline_s=SAMPLE_TIMEOUT_S)
 UPDATE_WEIGHTS = Method("update_weights", WeightsReference, NoneType)
 WEIGHT_RANKS = Method("weight_ranks", str, WeightRanks)
 """Its argument is the weight group."""

@@ -46,6 +46,7 @@ from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.weights import WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
+from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import Rejection, checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
@@ -77,6 +78,7 @@ class RolloutWorker(Worker):
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
         )
         self._engine: GenerationEngine | None = None
+        self._texts = RowTexts(self.plane)
         self._group_episodes: dict[calls.GroupAttempt, asyncio.Task[list[Episode | Rejection]]] = {}
 
     @property
@@ -91,6 +93,7 @@ class RolloutWorker(Worker):
             calls.RUN_GROUP.served_by(self.run_group),
             calls.GIVE_UP_GROUP.served_by(self.give_up_group),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
+            calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
             calls.WEIGHT_RANKS.served_by(self.weight_ranks),
             calls.JOIN_WEIGHT_GROUP.served_by(
@@ -160,6 +163,14 @@ class RolloutWorker(Worker):
         sampled = [version for row in rows for version, _ in _version_spans(row)]
         reward = sum(float(row.reward) for row in rows) / len(rows)
         return calls.EvaluationReply(reward, _mean_metrics(rows), (min(sampled), max(sampled)))
+
+    async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
+        return await self._texts.read(wanted, self.engine.tokenizer)
+
+    async def sweep(self, sweep: calls.Sweep) -> int:
+        last_sequence = await super().sweep(sweep)
+        self._texts.forget()
+        return last_sequence
 
     async def update_weights(self, weights: WeightsReference) -> None:
         """Gives the engine the weights of a version, in the way that the trainers publish them."""
@@ -287,6 +298,7 @@ class RolloutWorker(Worker):
             shard_id=self.plane.store.put(fields, lengths),
             runs=(Run(0, 0, len(lengths)),),
         )
+        self._texts.keep(shard.shard_id, [row.metrics for _, row in numbered])
         rows = tuple(
             RowMetadata(
                 group_id=group.group_id,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from integration.run_process import REPOSITORY, tiny_run
 
+from areal_sc.samples import read_samples
+
 SCRIPT = REPOSITORY / "examples" / "own_loop.py"
 ROWS_A_STEP = 8
 
@@ -15,7 +17,7 @@ ROWS_A_STEP = 8
 def test_a_loop_of_ones_own_is_measured_evaluated_and_resumed(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    settings = ("checkpoint.every_steps=2", "evaluation.every_steps=2")
+    settings = ("checkpoint.every_steps=2", "evaluation.every_steps=2", "samples.show=true")
     endless, run_dir = "total_steps=100000", tmp_path / "run"
     with tiny_run(run_dir, tiny_model_folder, endless, *settings, script=SCRIPT) as stopped:
         stopped.wait_until(lambda: stopped.events("snapshot"), "a snapshot")
@@ -37,6 +39,10 @@ def test_a_loop_of_ones_own_is_measured_evaluated_and_resumed(
     assert summary["num_steps"] == last + 3
     assert summary["num_rows_trained"] == (last + 3) * ROWS_A_STEP
     assert summary["num_rows_trained_twice"] == 0
+    samples = read_samples(run_dir / "samples.jsonl")
+    assert {sample.step for sample in samples} == set(range(1, last + 4))
+    assert [sample.step for sample in samples] == sorted(sample.step for sample in samples)
+    assert f"sample={samples[-1].place} step=" in resumed.output
     for record in resumed.records("step"):
         assert record["train"].keys() >= {"loss", "grad_norm", "proximal_kl", "behavior_kl"}
         assert 0 < record["wait_s"] + record["train_s"] + record["sync_s"] <= record["step_time_s"]

@@ -201,6 +201,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
             calls.RUN_GROUP.served_by(self.run_group),
             calls.GIVE_UP_GROUP.served_by(self.give_up_group),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
+            calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
             calls.PAUSE.served_by(self.fall_asleep),
             calls.RESUME.served_by(self.wake_up),
@@ -270,6 +271,11 @@ class SimulatedRolloutWorker(SimulatedWorker):
             self.num_evaluations -= 1
         versions = self._versions(began, 100)
         return calls.EvaluationReply(1.0, {"accuracy": 1.0}, (versions[0], versions[-1]))
+
+    async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
+        for shard in wanted.batch.shards:
+            self.store.require(shard.shard_id)
+        return tuple(calls.RowText("1+1=", "2", {}) for _ in wanted.batch.rows)
 
     async def update_weights(self, weights: WeightsReference) -> None:
         assert not self.is_updating, f"{self.name} was given weights while it pulls others"

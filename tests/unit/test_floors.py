@@ -22,12 +22,14 @@ FLOORS = {
     "file_lock": 0,
     "hub": 0,
     "ids": 0,
+    "json_lines": 0,
     "interrupts": 0,
     "log": 0,
     "metadata": 0,
     "fork_server": 0,
     "process": 0,
     "run_folder": 0,
+    "samples": 0,
     "weights": 0,
     "config": 0,
     "transport": 1,
@@ -39,6 +41,8 @@ FLOORS = {
     "schedulers": 4,
     "controller": 5,
     "trainer": 6,
+    "commands": 7,
+    "__main__": 7,
 }
 
 LAZY_IMPORTS = {
@@ -54,6 +58,8 @@ TORCH_FREE = (
     "areal_sc.schedulers.",
     "areal_sc.controller.",
     "areal_sc.trainer.",
+    "areal_sc.commands.",
+    "areal_sc.__main__",
     "areal_sc.workflows.base",
     "areal_sc.workflows.reference",
     "areal_sc.workflows.prompts",

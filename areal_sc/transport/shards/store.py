@@ -122,6 +122,10 @@ class TensorStore:
         """Shards that can be read."""
         return len(self._shards)
 
+    def __contains__(self, shard_id: str) -> bool:
+        """Whether the shard can be read."""
+        return parse_shard_id(shard_id) in self._shards
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all shards: being written, readable, adopted, and gone but still read."""

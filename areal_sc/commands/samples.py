@@ -1,0 +1,96 @@
+"""`samples RUN_DIR`: what the model of a run read and wrote, also while the run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from areal_sc.errors import CommandError
+from areal_sc.run_folder import RunFolder
+from areal_sc.samples import Place, Sample, read_samples
+from areal_sc.trainer.sample_view import sample_view
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "samples",
+        help="show what the model of a run writes",
+        description="Shows prompts of a run with the best and the worst answer of the model to "
+        "each, and their rewards: those of the newest step, unless --step or --last says "
+        "otherwise. A run keeps some of each step in samples.jsonl (samples.groups_per_step); it "
+        "may go on meanwhile.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    parser.add_argument("--step", type=int, metavar="N", help="those of training step N")
+    parser.add_argument("--last", type=_count, metavar="N", help="the N newest answers")
+    place = parser.add_mutually_exclusive_group()
+    for word in (Place.best, Place.worst):
+        place.add_argument(
+            f"--{word}",
+            dest="place",
+            action="store_const",
+            const=word,
+            help=f"only the {word} answer to each prompt",
+        )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises: CommandError: there are no such samples. RunFolderError: they cannot be read."""
+    samples = chosen(_samples_of(arguments.run_dir), arguments)
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # it is a file
+    console = Console()
+    for part in sample_view(samples, console):
+        console.print(part, highlight=False)
+
+
+def chosen(samples: Sequence[Sample], arguments: argparse.Namespace) -> Sequence[Sample]:
+    """The samples that the command's words ask for.
+
+    Raises: CommandError: there is none.
+    """
+    step, place = arguments.step, arguments.place
+    if step is None and arguments.last is None:
+        step = samples[-1].step
+    found = [
+        sample
+        for sample in samples
+        if step in (None, sample.step) and (place is None or sample.place in (place, Place.equal))
+    ]
+    if not found:
+        steps = sorted({sample.step for sample in samples})
+        raise CommandError(
+            f"there are no samples of step {step}, only of {len(steps)} steps from {steps[0]} to "
+            f"{steps[-1]}"
+        )
+    return found[-arguments.last :] if arguments.last else found
+
+
+def _samples_of(run_dir: Path) -> Sequence[Sample]:
+    path = RunFolder(run_dir).samples_path
+    if not path.parent.is_dir():
+        raise CommandError(f"there is no folder {run_dir}; expected that of a run (`run_dir`)")
+    samples = read_samples(path) if path.exists() else []
+    if not samples:
+        raise CommandError(
+            f"there are no samples in {run_dir}: the run has not begun its first training step, "
+            "it was started with samples.groups_per_step=0, or this is not the folder of a run"
+        )
+    return samples
+
+
+def _count(text: str) -> int:
+    """Raises: ValueError: it is not a number above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return number

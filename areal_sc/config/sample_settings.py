@@ -1,0 +1,24 @@
+"""The settings of samples: see `areal_sc.samples`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_sc.config.fields import setting
+
+
+@dataclass
+class SamplesConfig:
+    """What the model reads and writes, kept in samples.jsonl of the run folder."""
+
+    groups_per_step: int = setting(
+        2, "groups a step whose best and worst answer are kept; 0: none", ge=0, le=64
+    )
+    max_chars: int = setting(
+        2000,
+        "characters kept of a prompt, and of an answer; a step takes up to "
+        "4 * groups_per_step * max_chars characters of the disk",
+        ge=20,
+        le=100_000,
+    )
+    show: bool = setting(False, "the display of a Run shows the newest ones, too")

@@ -1,0 +1,82 @@
+"""Files of one JSON object a line: appended to line by line, and read while they grow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from areal_sc.errors import RunFolderError
+
+T = TypeVar("T")
+
+
+class JsonLines:
+    """Appends lines to a file, each written at once.
+
+    A last line that an earlier process did not finish is cut off first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises: RunFolderError: the file cannot be opened."""
+        self._path = path
+        try:
+            _cut_unfinished_line(path)
+            self._file = path.open("ab", buffering=0)  # nothing left to fail when it is closed
+        except OSError as error:
+            raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
+
+    def append(self, *values: Any) -> None:
+        """Adds one line for each value, all in one write.
+
+        Raises: RunFolderError: they cannot be written, for example because the disk is full.
+        """
+        lines = b"".join(to_json(value) + b"\n" for value in values)
+        try:
+            written = self._file.write(lines)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self._path}: {error.strerror}") from error
+        if written != len(lines):
+            raise RunFolderError(f"cannot write {self._path}: the disk took part of a line")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path, line_type: type[T]) -> list[T]:
+    """All lines of a file, in order; an unfinished last line is left out.
+
+    Args:
+        line_type: what a line holds, for msgspec.
+    Raises: RunFolderError: the file cannot be read, or a line before the last is of another type.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+    decoder, found = msgspec.json.Decoder(line_type), []
+    for number, line in enumerate(lines[:-1], start=1):  # after the last newline: unfinished
+        try:
+            found.append(decoder.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RunFolderError(
+                f"{path}, line {number}: expected a JSON object, got {line[:200]!r}: {error}"
+            ) from error
+    return found
+
+
+def to_json(value: Any) -> bytes:
+    """JSON in one line; floats that are not finite are null, NumPy's numbers are floats."""
+    return msgspec.json.encode(value, enc_hook=float)
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Shortens the file to its last newline."""
+    if path.exists():
+        with path.open("rb") as file:
+            content = file.read(path.stat().st_size)
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(path, end)

@@ -1,0 +1,89 @@
+"""Samples as a reader sees them on a terminal of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from areal_sc.samples import Place, Sample
+
+_STYLES = {Place.best: "green", Place.worst: "red", Place.equal: "yellow"}
+_INDENT = len("  prompt  ")
+
+
+def sample_view(samples: Sequence[Sample], console: Console) -> Iterator[Text]:
+    """The lines of samples with all of their texts; an empty one between groups."""
+    groups = groupby(samples, key=lambda sample: (sample.step, sample.group))
+    for number, (_, group) in enumerate(groups):
+        if number:
+            yield Text()
+        yield from group_view(list(group), console)
+
+
+def group_view(
+    samples: Sequence[Sample], console: Console, max_lines: int | None = None
+) -> Iterator[Text]:
+    """The lines of samples of one group: a headline, the prompt, the answers; none is too wide.
+
+    Args:
+        max_lines: of each text, whose own lines are joined; None shows it whole.
+    """
+    first = samples[0]
+    headline = Text(f"step {first.step}, group {first.group}: ", style="bold")
+    if first.place is Place.equal:
+        headline.append(f"reward {first.reward:.4g} for every answer", style="not bold")
+    else:
+        headline.append(f"mean reward {first.group_reward:.4g}", style="not bold")
+    headline.truncate(console.width, overflow="ellipsis")
+    yield headline
+    prompt = None
+    for sample in samples:
+        if sample.prompt != prompt:  # an agent's rows have prompts of their own
+            prompt = sample.prompt
+            yield from _labelled("prompt", "dim", prompt, console, max_lines)
+        style = _STYLES[sample.place]
+        yield from _labelled(sample.place, style, sample.answer, console, max_lines)
+        yield from _labelled("", "", _numbers(sample), console, max_lines)
+
+
+def _labelled(
+    label: str, style: str, text: str, console: Console, max_lines: int | None
+) -> Iterator[Text]:
+    """A text beside its label."""
+    width = max(console.width - _INDENT, 1)
+    if max_lines is not None:
+        text = " ".join(text[: 2 * max_lines * width].split())
+    text_style = "" if label else "dim"
+    lines = Text(_printable(text), text_style).wrap(console, width, overflow="fold")
+    shown = lines[:max_lines]
+    if len(lines) > len(shown):
+        shown[-1].truncate(width - 1)
+        shown[-1].append("…")
+    for line in shown:
+        labelled = Text.assemble((f"  {label}".ljust(_INDENT), style), line)
+        labelled.rstrip()
+        yield labelled
+        label = ""
+
+
+def _printable(text: str) -> str:
+    """Characters that would steer the terminal are shown by their escapes: a model writes any."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def _numbers(sample: Sample) -> str:
+    versions = f"version {sample.first_version}"
+    if sample.last_version != sample.first_version:
+        versions += f" to {sample.last_version}"
+    return ", ".join(
+        [
+            f"reward {sample.reward:.4g}",
+            *(f"{_printable(name)} {value:.4g}" for name, value in sample.metrics.items()),
+            f"{sample.num_tokens} tokens",
+            versions,
+            f"staleness {sample.staleness}",
+        ]
+    )
