@@ -52,16 +52,15 @@ def load_prompts(
     columns = {"prompt": prompt_key} if template is None else {}
     columns |= {"answer": answer_key} if answer_key else {}
     needed = {*columns.values(), *_fields(template or "")}
-    where = f"dataset {path}"
+    where = f"dataset {path}, split {split}"
     if str(path).endswith(".jsonl") and not streaming:
+        where = f"dataset {path}"
         lines = JsonlPrompts(path)
         listed = [lines[number] for number in range(len(lines))]
         for number, row in enumerate(listed):
             _check_columns(row, needed, f"{where}: row {number}")
         return [{**row, **_renamed(row, columns, template)} for row in listed]
     rows = _load(str(path), name, split, revision, streaming, where)
-    if not streaming and len(rows) == 0:
-        raise WorkflowError(f"{where}: split {split} is empty: expected at least 1 row")
     _check_columns(rows.column_names or next(iter(rows), {}), needed, where)
     if template is None and all(key == column for key, column in columns.items()):
         return rows  # type: ignore[no-any-return]
