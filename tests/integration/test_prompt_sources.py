@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +72,23 @@ def test_a_stream_that_ends_ends_the_run(start_rollout: Callable[..., Any]) -> N
         assert {row.reward for row in batch.rows} == {0.0, 1.0, 2.0}
         with pytest.raises(WorkflowError, match="ended after 2 rows, but row 2 is needed"):
             rollout.prepare_batch(stream(2), WORKFLOW)
+
+
+def test_a_prompt_that_the_tokenizer_does_not_know_is_one_warning(
+    start_rollout: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import minimal  # not above: workers import this file, and have no examples on their path
+
+    minimal.make_model(str(tmp_path / "digits"))
+    settings = (
+        f"actor.path={tmp_path / 'digits'}",
+        "rollout.max_context_tokens=16",
+        "generation.max_new_tokens=2",
+    )
+    with start_rollout(*settings) as rollout:
+        rollout.rollout_batch([{"prompt": "1,2+>", "row": 0}], WORKFLOW)  # `+` alone
+        assert "tokenizer" not in caplog.text
+        rollout.rollout_batch([{"prompt": "A+B>", "row": row} for row in (1, 2)], WORKFLOW)
+    (warning,) = [r.getMessage() for r in caplog.records if "tokenizer" in r.getMessage()]
+    assert "{'prompt': 'A+B>', 'row': " in warning
+    assert "3 of its 4 tokens are $: $ $ $ >" in warning
