@@ -45,7 +45,8 @@ def describe_unknown(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int
     token = getattr(getattr(backend, "model", None), "unk_token", None) or tokenizer.unk_token
     if token is None:
         return ""
-    num_unknown = list(input_ids).count(tokenizer.convert_tokens_to_ids(str(token)))
+    unknown: Any = tokenizer.convert_tokens_to_ids(str(token))
+    num_unknown = list(input_ids).count(unknown)
     if 2 * num_unknown <= len(input_ids):
         return ""
     shown = " ".join(map(str, tokenizer.convert_ids_to_tokens(list(input_ids[:20]))))
