@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from areal_sc.workflows.base import Prompts as Prompts
     from areal_sc.workflows.base import Trajectory as Trajectory
     from areal_sc.workflows.base import Workflow as Workflow
+    from areal_sc.workflows.load_prompts import load_prompts as load_prompts
     from areal_sc.workflows.prompts import JsonlPrompts as JsonlPrompts
     from areal_sc.workflows.single_turn import SingleTurnWorkflow as SingleTurnWorkflow
 
@@ -52,6 +53,7 @@ _HOMES = {
     "Trajectory": "areal_sc.workflows.base",
     "Workflow": "areal_sc.workflows.base",
     "load_config": "areal_sc.preflight.load",
+    "load_prompts": "areal_sc.workflows.load_prompts",
     "make_scheduler": "areal_sc.schedulers.factory",
     "make_generator": "areal_sc.engines.handles",
     "run_script": "areal_sc.trainer.failure",

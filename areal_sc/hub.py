@@ -51,42 +51,51 @@ def fetch_model(path: str, revision: str = "") -> Path:
     """
     if not is_hub_name(path):
         return Path(path)
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
-    hub = constants.ENDPOINT
     what = f"model {path}" + (f" at revision {revision}" if revision else "")
     try:
         return _snapshot(path, revision)
     except Exception as error:  # those of whichever HTTP library the hub's library is built on
         cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
-        match cause:
-            case errors.GatedRepoError():
-                reason = (
-                    f"its owner grants access on request: ask for it at {hub}/{path}, then call "
-                    "`hf auth login` or set HF_TOKEN"
-                )
-            case errors.RevisionNotFoundError():
-                reason = f"{hub} has the model, but no such revision"
-            case errors.RepositoryNotFoundError():
-                reason = (
-                    f"there is no such folder, and no such model at {hub}; if it is a private one, "
-                    "call `hf auth login` or set HF_TOKEN"
-                )
-            case _ if constants.HF_HUB_OFFLINE:
-                reason = (
-                    "there is no such folder, it was not downloaded before, and HF_HUB_OFFLINE is "
-                    "set, so nothing is asked for"
-                )
-            case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-                reason = (
-                    f"no space is left in {constants.HF_HUB_CACHE}; free some, or set HF_HOME to "
-                    "a folder on another disk"
-                )
-            case _:
-                reason = (
-                    f"there is no such folder, and {hub} gives no answer that helps: {cause!r:.300}"
-                )
-        raise ModelError(f"{what}: {reason}") from None
+        raise ModelError(f"{what}: {why_not_had(cause, path)}") from None
+
+
+def why_not_had(cause: BaseException | None, path: str, kind: str = "model") -> str:
+    """Why the hub's library could not get a model or a data set, and what to do.
+
+    Args:
+        cause: what it raised.
+        kind: `model` or `dataset`.
+    """
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    page = f"{hub}/{path}" if kind == "model" else f"{hub}/{kind}s/{path}"
+    match cause:
+        case errors.GatedRepoError():
+            return (
+                f"its owner grants access on request: ask for it at {page}, then call "
+                "`hf auth login` or set HF_TOKEN"
+            )
+        case errors.RevisionNotFoundError():
+            return f"{hub} has the {kind}, but no such revision"
+        case errors.RepositoryNotFoundError():
+            return (
+                f"there is no such folder, and no such {kind} at {hub}; if it is a private one, "
+                "call `hf auth login` or set HF_TOKEN"
+            )
+        case _ if constants.HF_HUB_OFFLINE:
+            return (
+                "there is no such folder, it was not downloaded before, and HF_HUB_OFFLINE is "
+                "set, so nothing is asked for"
+            )
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return (
+                f"no space is left in {constants.HF_HOME}; free some, or set HF_HOME to "
+                "a folder on another disk"
+            )
+    return f"there is no such folder, and {hub} gives no answer that helps: {cause!r:.300}"
 
 
 def local_model(path: str, revision: str = "") -> Path:

@@ -1,10 +1,12 @@
-"""Reinforcement learning on your own questions: a JSONL file of {"prompt": ..., "answer": ...}.
+"""Reinforcement learning on your own questions: a file of {"prompt": ..., "answer": ...}, or a data
+set of the Hugging Face hub.
 
     python examples/jsonl_math.py --config configs/jsonl_math.yaml actor.path=<model>
+    python examples/jsonl_math.py --config configs/jsonl_math.yaml actor.path=<model> \\
+        task.dataset=openai/gsm8k task.subset=main task.prompt_key=question
 
 `task.reward` is `numeric` (the completion's final answer has the same value; docs/rewards.md) or
-`exact` (it is the same text). The last `task.num_held_out` rows of the file are kept for
-evaluation.
+`exact` (it is the same text). The last `task.num_held_out` rows are kept for evaluation.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from omegaconf import MISSING
 
 from areal_sc import (
     GRPOConfig,
-    JsonlPrompts,
     PPOTrainer,
     SingleTurnWorkflow,
     load_config,
+    load_prompts,
     run_script,
 )
 from areal_sc.config.fields import setting
@@ -40,9 +42,14 @@ REWARDS = {Reward.exact: exact_match, Reward.numeric: numeric_match}
 class Task:
     """The script's own settings."""
 
-    dataset: str = setting(MISSING, "JSONL file of prompts and answers")
+    dataset: str = setting(MISSING, "JSONL, JSON, CSV or Parquet file, or a name of the hub")
+    subset: str = setting("", "which part, where a data set of the hub has several")
+    split: str = setting("train", "of the data set")
+    prompt_key: str = setting("prompt", "column with the question")
+    answer_key: str = setting("answer", "column with the right answer")
+    template: str = setting("", "the prompt, with columns in braces: 'Q: {question} A:'")
     reward: Reward = setting(MISSING, "how an answer is compared with the right one")
-    num_held_out: int = setting(16, "last rows of the file, for evaluation")
+    num_held_out: int = setting(16, "last rows, for evaluation")
     use_chat_template: bool = setting(True, "prompts are chat messages")
 
 
@@ -54,9 +61,18 @@ class Config(GRPOConfig):
 def main(argv: list[str]) -> None:
     config = load_config(argv, Config)
     task = config.task
-    rows = JsonlPrompts(task.dataset)
+    rows = list(
+        load_prompts(
+            task.dataset,
+            name=task.subset or None,
+            split=task.split,
+            prompt_key=task.prompt_key,
+            answer_key=task.answer_key,
+            template=task.template or None,
+        )
+    )
     if task.reward is Reward.numeric:
-        check_answers(rows[index] for index in range(len(rows)))
+        check_answers(rows)
     num_train = len(rows) - task.num_held_out
     if not 0 < num_train <= len(rows):
         raise ConfigError(
@@ -65,8 +81,8 @@ def main(argv: list[str]) -> None:
         )
     PPOTrainer(config).fit(
         SingleTurnWorkflow(REWARDS[task.reward], use_chat_template=task.use_chat_template),
-        [rows[index] for index in range(num_train)],
-        evaluation_prompts=[rows[index] for index in range(num_train, len(rows))] or None,
+        rows[:num_train],
+        evaluation_prompts=rows[num_train:] or None,
     )
 
 

@@ -110,6 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
             inside = re.fullmatch(r"/tree/[^/]+/?(.*)", rest)
             under = inside[1] if inside else ""
             self._json([entry for entry in entries if entry["path"].startswith(under)])
+        elif rest == "/auth-check":
+            self._json({})
         elif rest in ("", "/revision/main", f"/revision/{commit}"):
             siblings = [{"rfilename": entry["path"]} for entry in entries]
             self._json({"id": name, "sha": commit, "siblings": siblings, "private": False})

@@ -22,7 +22,8 @@ from areal_sc.errors import WorkerLost
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import STATS
 from areal_sc.workers.spec import WorkerOrder
-from areal_sc.workflows.sources import PromptSource, SourceRegistry
+from areal_sc.workflows.row_file import PromptSource
+from areal_sc.workflows.sources import SourceRegistry
 
 if TYPE_CHECKING:
     from areal_sc.controller.control_loop import ControlLoop
@@ -62,20 +63,24 @@ class Controller(ABC):
             they start.
     """
 
-    role: str
     worker_lost: WorkerLost | None = None
     measures_free_memory: bool = False
     _control_loop: ControlLoop | None = None
 
     def __init__(
-        self, engine: TrainHandle | GeneratorHandle, scheduler: Scheduler, runtime: Runtime | None
+        self,
+        engine: TrainHandle | GeneratorHandle,
+        scheduler: Scheduler,
+        role: str,
+        runtime: Runtime | None,
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
+        self.role = role
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys)
         self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
-        self._sources = SourceRegistry(Path(scheduler.config.run_dir))
+        self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
 
     @abstractmethod
     async def start_async(self) -> None: ...

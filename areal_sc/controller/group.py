@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from msgspec import Struct
 
+from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference
+
+MakeReadable = Callable[[int, int], Awaitable[None]]
+"""Called with a dataset and the number of a row; returns when workers can read it."""
 
 
 class GroupState(StrEnum):
@@ -40,11 +45,25 @@ class Group(Struct, array_like=True):
 
 @dataclass(frozen=True)
 class RolloutSource:
-    """A dataset and a workflow, by the numbers under which the workers know them."""
+    """A dataset and a workflow, by the numbers under which the workers know them.
+
+    Attributes:
+        num_prompts: rows of the dataset; None: a stream, which does not say.
+    """
 
     dataset: int
     workflow: int
-    num_prompts: int
+    num_prompts: int | None
 
     def prompt(self, index: int, seed: int) -> PromptReference:
         return PromptReference(self.dataset, index, seed)
+
+    def num_wanted(self, num: int | None, argument: str) -> int:
+        """How many prompts a call is for; None: all.
+
+        Raises: WorkflowError: all of a stream.
+        """
+        wanted = num or self.num_prompts
+        if wanted is None:
+            raise WorkflowError(f"a stream of prompts has no length: give {argument}, how many")
+        return wanted

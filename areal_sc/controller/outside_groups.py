@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.group import Group, RolloutSource
+from areal_sc.controller.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import WorkflowError
@@ -25,18 +25,24 @@ T = TypeVar("T")
 
 
 class OutsideGroups:
-    """Runs prompts beside training, which takes none of their rows; `new_id` names batches."""
+    """Runs prompts beside training, which takes none of their rows; `new_id` names batches.
+
+    Args:
+        make_readable: returns when workers can read a row of a dataset.
+    """
 
     def __init__(
         self,
         config: RolloutConfig,
         workers: RolloutWorkers,
         rejections: Rejections,
+        make_readable: MakeReadable,
         new_id: Callable[[], str],
     ) -> None:
         self._config = config
         self._workers = workers
         self._rejections = rejections
+        self._make_readable = make_readable
         self._new_id = new_id
         self._num_groups = 0
         self._needed: set[int] = set()  # groups whose rows may still be read
@@ -52,6 +58,7 @@ class OutsideGroups:
         """As `RolloutController.rollout_batch_async`, under `version` or later ones."""
 
         async def run(group: Group) -> BatchMetadata | None:
+            await self._make_readable(group.prompt.dataset, group.prompt.index)
             worker = await self._workers.take(version)
             reply = await self._workers.run_group(worker, group, source)
             self._rejections.add_group(reply.rejected, self._config.group_size)
@@ -62,7 +69,8 @@ class OutsideGroups:
         groups = []
         for index in range(num_groups):
             self._num_groups += 1
-            prompt = source.prompt(index % source.num_prompts, self._config.seed)
+            row = index % (source.num_prompts or num_groups)
+            prompt = source.prompt(row, self._config.seed)
             groups.append(Group(-self._num_groups, prompt, version))
         group_ids = {group.group_id for group in groups}
         self._needed |= group_ids
@@ -96,6 +104,7 @@ class OutsideGroups:
 
             async def run(index: int) -> EvaluationReply:
                 prompt = source.prompt(index, self._config.seed)
+                await self._make_readable(prompt.dataset, prompt.index)
                 episode = RunEvaluation(prompt, source.workflow, temperature)
                 return await self._workers.call(worker, RUN_EVALUATION, episode)
 

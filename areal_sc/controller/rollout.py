@@ -41,7 +41,7 @@ from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.spec import ROLLOUT_ROLE
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.sources import PromptSource
+from areal_sc.workflows.row_file import PromptSource
 
 
 class RolloutState(Struct, frozen=True):
@@ -62,12 +62,11 @@ class RolloutController(Controller):
     """
 
     engine: GeneratorHandle
-    role = ROLLOUT_ROLE
 
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
     ) -> None:
-        super().__init__(engine, scheduler, runtime)
+        super().__init__(engine, scheduler, ROLLOUT_ROLE, runtime)
         self.config: RolloutConfig = engine.config
         self.measures_free_memory = engine.takes_free_memory
         self._background = Background(
@@ -79,7 +78,15 @@ class RolloutController(Controller):
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         new_id = self._runtime.new_id
         self.groups = TrainingGroups(
-            self.config, self._workers, self.rejections, self._background, new_id
+            self.config,
+            self._workers,
+            self.rejections,
+            self._background,
+            self._sources.make_readable,
+            new_id,
+        )
+        self._outside = OutsideGroups(
+            self.config, self._workers, self.rejections, self._sources.make_readable, new_id
         )
         self._samples = BatchSamples(
             self.config.samples,
@@ -87,7 +94,6 @@ class RolloutController(Controller):
             self._background,
             RunFolder(scheduler.config.run_dir).samples_path,
         )
-        self._outside = OutsideGroups(self.config, self._workers, self.rejections, new_id)
 
     @property
     def version(self) -> int:
@@ -130,9 +136,10 @@ class RolloutController(Controller):
         workflow, are for groups that are admitted from now on; groups that were admitted before
         keep theirs.
 
-        Raises: WorkflowError: the workflow or dataset cannot be used. ConfigError: all of
-            `total_steps` are trained. TooManyRejections: most episodes are rejected. WorkerLost: a
-            worker died. WaitTimeout: no group ended for longer than a group may take.
+        Raises: WorkflowError: the workflow or dataset cannot be used, or a stream ended.
+            ConfigError: all of `total_steps` are trained. TooManyRejections: most episodes are
+            rejected. WorkerLost: a worker died. WaitTimeout: no group ended for longer than a group
+            may take.
         """
         source = await self._register_async(prompts, workflow)
         self._outside.forget()
@@ -149,13 +156,14 @@ class RolloutController(Controller):
         rejected groups are missing from the batch. Its rows live until the next `rollout_batch` or
         `prepare_batch`.
 
-        Raises: WorkflowError: every group was rejected. WorkerLost: a worker died. WaitTimeout:
-            the stores have no room for so many groups.
+        Raises: WorkflowError: every group was rejected, or a stream ended. WorkerLost: a worker
+            died. WaitTimeout: the stores have no room for so many groups.
         """
         source = await self._register_async(prompts, workflow)
         self._outside.forget()
-        num_groups = source.num_prompts if num_groups is None else num_groups
-        return await self._outside.run_batch(source, num_groups, self.version)
+        return await self._outside.run_batch(
+            source, source.num_wanted(num_groups, "num_groups"), self.version
+        )
 
     async def evaluate_async(
         self,
@@ -173,13 +181,16 @@ class RolloutController(Controller):
         Args:
             prompts: the dataset; its first `num_prompts` rows are evaluated.
             workflow: the episode.
-            num_prompts: None: all.
+            num_prompts: None: all; a stream has no such number, so it has to be given.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
-        Raises: WorkflowError: every prompt was rejected. WorkerLost: a worker died.
+        Raises: WorkflowError: every prompt was rejected, or a stream ended. WorkerLost: a worker
+            died.
         """
         source = await self._register_async(prompts, workflow)
-        num_prompts = min(num_prompts or source.num_prompts, source.num_prompts)
-        return await self._outside.evaluate(source, num_prompts, temperature)
+        num_wanted = source.num_wanted(num_prompts, "num_prompts")
+        return await self._outside.evaluate(
+            source, min(num_wanted, source.num_prompts or num_wanted), temperature
+        )
 
     def begin_evaluation(
         self,
@@ -259,7 +270,7 @@ class RolloutController(Controller):
         return RolloutSource(
             dataset,
             self._sources.register_workflow(workflow),
-            len(self._sources.prompts(dataset)),
+            self._sources.num_rows(dataset),
         )
 
     async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:

@@ -103,6 +103,7 @@ class RolloutWorkers:
         self._queue = WorkerQueue(self._loads, background)
         self._weights: WeightsReference | None = None
         self._are_updates_held = False
+        self._has_warned = False
         self._update_round: asyncio.Task[None] | None = None
         self._group_bytes = max_group_bytes(config)
         # of workers, so that `max_unavailable` servers stand still at one time
@@ -184,6 +185,9 @@ class RolloutWorkers:
             self._end_run(state, run, None)
             raise
         self._end_run(state, run, reply.batch)
+        if reply.warning and not self._has_warned:
+            self._has_warned = True  # others would say the same
+            logger.warning("%s", reply.warning)
         return reply
 
     async def _give_up(

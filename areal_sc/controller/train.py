@@ -44,7 +44,7 @@ from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation, digest
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
-from areal_sc.workflows.base import Prompts
+from areal_sc.workflows.row_file import PromptSource
 
 _Finish = Callable[[], Coroutine[Any, Any, None]]
 
@@ -80,8 +80,7 @@ class TrainController(Controller):
                 f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
                 f"ref, got {role!r}"
             )
-        super().__init__(engine, scheduler, runtime)
-        self.role = role
+        super().__init__(engine, scheduler, role, runtime)
         self.config: ActorConfig = engine.config
         self.version = 0
         self._folder = RunFolder(scheduler.config.run_dir)
@@ -193,7 +192,9 @@ class TrainController(Controller):
             self._num_updates = number + 1
         return metrics
 
-    async def sft_update_async(self, prompts: Prompts, indices: Sequence[int]) -> dict[str, float]:
+    async def sft_update_async(
+        self, prompts: PromptSource, indices: Sequence[int]
+    ) -> dict[str, float]:
         """One optimizer update on rows of a dataset with items `{"input_ids", "loss_mask"}`.
 
         The workers read the rows; only their numbers travel. There is nothing to publish, so the
@@ -202,6 +203,7 @@ class TrainController(Controller):
         dataset = await self._sources.register_prompts_async(prompts)
         version, num_shares = self.version, self._layout.num_shares
         indices = [int(index) for index in indices]  # of NumPy, say
+        await self._sources.make_readable(dataset, *indices)
         operation = self._operation("sft_update", [dataset, indices])
         metrics = await self._update_all(
             calls.SFT_UPDATE,

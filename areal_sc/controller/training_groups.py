@@ -27,7 +27,7 @@ from msgspec import Struct
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import MetricSums, mean_metrics
-from areal_sc.controller.group import Group, GroupState, RolloutSource
+from areal_sc.controller.group import Group, GroupState, MakeReadable, RolloutSource
 from areal_sc.controller.ledger import Ledger, LedgerState
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
@@ -51,13 +51,14 @@ class TrainingGroups:
     """Admits groups, runs them, and forms the batch of each policy version.
 
     Args:
+        make_readable: returns when workers can read a row of a dataset.
         new_id: names batches.
 
     Attributes:
         version: the policy version that admission and batch forming count from.
         total_steps: training steps that the run will make; nothing is admitted beyond what they
             need. None admits without end.
-        num_prompts_taken: position in the endless stream of shuffled prompts.
+        num_prompts_taken: position in the dataset, counted over all epochs.
         batch_metrics: means of the workflow's own metrics over the newest batch.
     """
 
@@ -67,6 +68,7 @@ class TrainingGroups:
         workers: RolloutWorkers,
         rejections: Rejections,
         background: Background,
+        make_readable: MakeReadable,
         new_id: Callable[[], str],
     ) -> None:
         self.ledger = Ledger()
@@ -78,6 +80,7 @@ class TrainingGroups:
         self._workers = workers
         self._rejections = rejections
         self._background = background
+        self._make_readable = make_readable
         self._new_id = new_id
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
@@ -198,10 +201,15 @@ class TrainingGroups:
         return self.num_open - len(self._restored) < self._config.max_concurrent_groups
 
     def _next_prompt(self, source: RolloutSource) -> PromptReference:
-        """Prompts of stale groups come again first; else the shuffled stream goes on."""
+        """Prompts of stale groups come again first; else the next ones of the dataset.
+
+        Its rows are shuffled in each epoch, unless it is a stream, which has its order.
+        """
         if self._returned_prompts:
             return self._returned_prompts.popleft()
-        index = prompt_at(self.num_prompts_taken, source.num_prompts, self._config.seed)
+        index = self.num_prompts_taken
+        if source.num_prompts is not None:
+            index = prompt_at(index, source.num_prompts, self._config.seed)
         self.num_prompts_taken += 1
         return source.prompt(index, self._config.seed)
 
@@ -213,6 +221,7 @@ class TrainingGroups:
 
     async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
+        await self._make_readable(group.prompt.dataset, group.prompt.index)
         worker = await self._workers.take(group.admitted_version)
         attempt = self.ledger.start(group.group_id, worker.name)
         reply = await self._workers.run_group(worker, group, source)

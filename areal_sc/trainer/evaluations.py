@@ -10,7 +10,7 @@ from areal_sc.controller.rollout import RolloutController
 from areal_sc.trainer.metrics import EvaluationResult
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.sources import PromptSource
+from areal_sc.workflows.row_file import PromptSource
 
 
 class Evaluations:

@@ -23,7 +23,7 @@ from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import Summary
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.sources import PromptSource
+from areal_sc.workflows.row_file import PromptSource
 
 
 class PPOTrainer(Run):
@@ -45,7 +45,7 @@ class PPOTrainer(Run):
 
         Args:
             workflow: the episode; run `rollout.group_size` times a prompt.
-            prompts: a dataset, or a list of dicts.
+            prompts: a dataset, a list of dicts, or a stream of dicts.
             evaluation_prompts: held-out prompts; None: nothing is evaluated.
             evaluation_workflow: None: as for training.
         Returns: the numbers of `summary.json`.

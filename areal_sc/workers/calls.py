@@ -206,11 +206,13 @@ class GroupReply(Struct, frozen=True, array_like=True):
         batch: its rows; None if all were rejected, or the group was given up meanwhile.
         rejected: cause -> (number of episodes, one full message).
         metrics: metric of the workflow -> (sum, number of episodes).
+        warning: what the user should know of the prompt; "" if there is nothing.
     """
 
     batch: BatchMetadata | None = None
     rejected: dict[str, tuple[int, str]] = {}
     metrics: dict[str, tuple[float, int]] = {}
+    warning: str = ""
 
 
 class GroupAttempt(Struct, frozen=True, array_like=True):

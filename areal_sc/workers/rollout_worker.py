@@ -52,6 +52,7 @@ from areal_sc.workers.trajectory_checks import Rejection, checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
 from areal_sc.workflows.rewards import RewardPool
+from areal_sc.workflows.text import describe_unknown
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class RolloutWorker(Worker):
                 metrics.setdefault(name, []).append(value)
         batch = self._seal(group, kept) if kept else None
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
-        return calls.GroupReply(batch, rejected, sums)
+        return calls.GroupReply(batch, rejected, sums, self._warning(group.prompt, kept))
 
     async def give_up_group(self, group: calls.GroupAttempt) -> None:
         if group in self._group_episodes:
@@ -280,6 +281,20 @@ class RolloutWorker(Worker):
         if isinstance(episode, Rejection):
             logger.warning("rejected cause=%s message=%s", episode.cause, episode.message)
         return episode
+
+    def _warning(self, prompt: PromptReference, kept: Mapping[int, Episode]) -> str:
+        """About a prompt that the model cannot read."""
+        if not kept:
+            return ""
+        row = next(iter(kept.values()))[0]
+        context = row.input_ids[: list(row.loss_mask).index(True)]
+        if not (what := describe_unknown(self.engine.tokenizer, context)):
+            return ""
+        content = str(self.sources.prompts(prompt.dataset)[prompt.index])
+        return (
+            f"the model's tokenizer does not know most of prompt {prompt.index}, {content:.200}: "
+            f"{what}; use a model whose tokenizer knows such text"
+        )
 
     def _seal(self, group: calls.RunGroup, episodes: Mapping[int, Episode]) -> BatchMetadata:
         """One shard of the rows of all episodes, which are given by their numbers."""

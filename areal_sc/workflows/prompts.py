@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,14 +15,10 @@ from areal_sc.durable import replace_file
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Prompts
 
-MAX_COPIED_ROWS: Final = 1_000_000
-"""Every worker holds a copied dataset in memory, about a kilobyte a row."""
-
-PROGRESS_INTERVAL_S: Final = 5.0
+MAX_COPIED_ROWS: Final = 100_000
+"""Every worker holds a copied list in memory, about a kilobyte a row."""
 
 _FEISTEL_ROUNDS = 6
-
-logger = logging.getLogger(__name__)
 
 
 class JsonlPrompts(Prompts):
@@ -50,56 +44,31 @@ class JsonlPrompts(Prompts):
 
 
 def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts:
-    """Copies a list of prompts, or a small dataset, to where workers can read it.
+    """Copies a list of prompts to where workers can read it. Blocks.
 
-    Blocks, and logs its progress. Not to be called on an event loop.
-
-    Raises: WorkflowError: it is empty, has more than `MAX_COPIED_ROWS` rows, or one of them is not
-        a dict of JSON values.
+    Raises: WorkflowError: it is empty, or one of them is not a dict of JSON values.
     """
     kind = type(rows).__name__
-    try:
-        num_rows = len(rows)
-    except TypeError:
-        raise WorkflowError(
-            f"the dataset is a {kind} without a length: expected a list of dicts, an instance of a "
-            "class that derives from areal_sc.Prompts, or areal_sc.JsonlPrompts(path)"
-        ) from None
-    if num_rows == 0:
-        raise WorkflowError("the dataset is empty: expected at least 1 prompt, got 0")
-    if num_rows > MAX_COPIED_ROWS:
-        raise WorkflowError(
-            f"the dataset ({kind}) has {num_rows:,} rows: expected at most {MAX_COPIED_ROWS:,} of "
-            "what has to be copied to workers row by row; let its class derive from "
-            "areal_sc.Prompts, so that workers make it again from its constructor's arguments, or "
-            "give areal_sc.JsonlPrompts(path)"
-        )
-    tell_at = time.monotonic() + PROGRESS_INTERVAL_S
     with replace_file(path) as file:
-        iterator = iter(rows)
-        for index in range(num_rows):  # some iterators never end
+        for index, row in enumerate(rows):
             # surrogates: half of a pair may stand in text that was cut, and JSON can say so
-            file.write(_json_line(iterator, index, kind).encode(errors="surrogatepass"))
-            if time.monotonic() > tell_at:
-                logger.warning("copying the dataset (%s): row %d of %d", kind, index + 1, num_rows)
-                tell_at = time.monotonic() + PROGRESS_INTERVAL_S
+            line = json_row(row, index, kind) + "\n"
+            file.write(line.encode(errors="surrogatepass"))
     return JsonlPrompts(path)
 
 
-def _json_line(rows: Iterator[Any], index: int, kind: str) -> str:
-    try:
-        row = next(rows)
-    except Exception as error:  # the user's code
-        raise WorkflowError(
-            f"row {index} of the dataset ({kind}) cannot be read: {type(error).__name__}: {error}"
-        ) from error
+def json_row(row: Any, index: int, kind: str) -> str:
+    """The JSON of row `index` of a dataset of this kind.
+
+    Raises: WorkflowError: it is not a dict of JSON values.
+    """
     try:
         if not isinstance(row, Mapping):
             raise TypeError(f"a {type(row).__name__} is no dict")
-        return json.dumps(dict(row), ensure_ascii=False) + "\n"
+        return json.dumps(dict(row), ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise WorkflowError(
-            f"prompt {index} of the dataset ({kind}) cannot be written as JSON: {error}; "
+            f"row {index} of the dataset ({kind}) cannot be written as JSON: {error}; "
             'expected a dict such as {"prompt": "...", "answer": "..."}'
         ) from error
 

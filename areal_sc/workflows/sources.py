@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError, WorkflowError
 from areal_sc.run_folder import RunFolder
 from areal_sc.workflows.base import Prompts, Workflow
-from areal_sc.workflows.prompts import write_prompts
+from areal_sc.workflows.prompts import MAX_COPIED_ROWS, write_prompts
 from areal_sc.workflows.reference import (
     ObjectReference,
     Referable,
@@ -27,11 +28,10 @@ from areal_sc.workflows.reference import (
     references_in,
     resolve,
 )
+from areal_sc.workflows.row_file import PromptSource, RowWriter, WrittenRows, num_rows_of
 from areal_sc.workflows.session import SESSION, session_module
 
 T = TypeVar("T")
-
-PromptSource = Prompts | Sequence[Mapping[str, Any]]
 
 
 class SourceRegistry:
@@ -39,13 +39,19 @@ class SourceRegistry:
 
     Equal sources have the same number, a hash of their reference, so controllers and restarts of
     the script can share the folder.
+
+    Args:
+        owner: the role of the controller.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, owner: str) -> None:
         self._folder = RunFolder(run_dir).sources
+        self._owner = owner
         self._numbers: dict[int, int] = {}
         self._kept: list[object] = []  # keeps ids in `_numbers` from being reused
-        self._prompts: dict[int, Prompts] = {}
+        self._num_rows: dict[int, int | None] = {}
+        self._file_numbers = itertools.count()
+        self._writers: dict[int, RowWriter] = {}  # of the datasets that the script reads
 
     def register_workflow(self, workflow: Workflow) -> int:
         """Number of the workflow; an equal one gets the same number.
@@ -62,7 +68,7 @@ class SourceRegistry:
         return self._numbers[id(workflow)]
 
     async def register_prompts_async(self, prompts: PromptSource) -> int:
-        """As `register_prompts`, but copies in a thread, so that the event loop goes on.
+        """As `register_prompts`, but in a thread, so that the event loop goes on.
 
         Raises: as `register_prompts`.
         """
@@ -71,30 +77,52 @@ class SourceRegistry:
         return await asyncio.to_thread(self.register_prompts, prompts)
 
     def register_prompts(self, prompts: PromptSource) -> int:
-        """Number of the dataset; what is no `Prompts` is first copied to the run folder.
+        """Number of the dataset; workers read a `Prompts`, and the script reads what is none.
 
-        Raises: WorkflowError: it is empty, too large to be copied, or cannot be built again in a
-            worker. RunFolderError: its file cannot be written.
+        A list is copied to the run folder, unless it is very long. Blocks.
+
+        Raises: WorkflowError: it is empty, its first row cannot be read, a row of a list is no dict
+            of JSON values, or a worker cannot build it again. RunFolderError: its file cannot be
+            written.
         """
         if id(prompts) not in self._numbers:
-            dataset = prompts if isinstance(prompts, Prompts) else self._copy(prompts)
-            if len(dataset) == 0:
-                kind = type(dataset).__name__
-                raise WorkflowError(f"the dataset {kind} is empty: expected at least 1 prompt")
+            num_rows = num_rows_of(prompts)
+            writer: RowWriter | None = None
+            if isinstance(prompts, Prompts):
+                dataset: Prompts = prompts
+            elif isinstance(prompts, list | tuple) and len(prompts) <= MAX_COPIED_ROWS:
+                dataset = self._copy(prompts)
+            else:
+                # resumed scripts give the same name to the same dataset
+                path = self._folder / f"rows-{self._owner}-{next(self._file_numbers)}.jsonl"
+                with _writing(path):
+                    writer = RowWriter(prompts, path)
+                writer.write_first()
+                dataset = WrittenRows(path)
             number = self._write(dataset)
-            self._prompts[number] = dataset
+            if writer is not None:
+                self._writers[number] = writer
+            self._num_rows[number] = num_rows
             self._keep(prompts, number)
         return self._numbers[id(prompts)]
 
-    def prompts(self, number: int) -> Prompts:
-        """The dataset of that number."""
-        return self._prompts[number]
+    def num_rows(self, number: int) -> int | None:
+        """Of the dataset of that number; None: a stream, which does not say."""
+        return self._num_rows[number]
+
+    async def make_readable(self, number: int, *indices: int) -> None:
+        """Returns when workers can read these rows of the dataset.
+
+        Raises: as `RowWriter.write`.
+        """
+        if number in self._writers:
+            await self._writers[number].write(indices)
 
     def _keep(self, source: object, number: int) -> None:
         self._kept.append(source)
         self._numbers[id(source)] = number
 
-    def _copy(self, rows: Sequence[Mapping[str, Any]]) -> Prompts:
+    def _copy(self, rows: Sequence[Any]) -> Prompts:
         path = self._folder / f"prompts-{secrets.token_hex(8)}.jsonl"
         with _writing(path):
             return write_prompts(rows, path)

@@ -38,6 +38,21 @@ def encode_chat(
     return [int(token) for token in encoded["input_ids"]]
 
 
+def describe_unknown(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int]) -> str:
+    """What most of a prompt is, if the tokenizer does not know it; "" if it knows half or more."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    # what text becomes; `unk_token` alone may be a default that is never used
+    token = getattr(getattr(backend, "model", None), "unk_token", None) or tokenizer.unk_token
+    if token is None:
+        return ""
+    unknown: Any = tokenizer.convert_tokens_to_ids(str(token))
+    num_unknown = list(input_ids).count(unknown)
+    if 2 * num_unknown <= len(input_ids):
+        return ""
+    shown = " ".join(map(str, tokenizer.convert_ids_to_tokens(list(input_ids[:20]))))
+    return f"{num_unknown} of its {len(input_ids)} tokens are {token}: {shown}"
+
+
 def decode_completion(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
     """The answer's text without the stop token and other special tokens."""
     token_ids = completion.token_ids

@@ -63,6 +63,8 @@ TORCH_FREE = (
     "areal_sc.workflows.base",
     "areal_sc.workflows.reference",
     "areal_sc.workflows.prompts",
+    "areal_sc.workflows.load_prompts",
+    "areal_sc.workflows.row_file",
     "areal_sc.workflows.sources",
     "areal_sc.engines.base",
     "areal_sc.engines.handles",

@@ -38,6 +38,7 @@ PUBLIC = {
     "SingleTurnWorkflow",
     "Trajectory",
     "Workflow",
+    "load_prompts",
 }
 
 EXAMPLES = Path(areal_sc.__file__).parents[1] / "examples"

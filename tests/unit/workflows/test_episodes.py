@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -18,6 +19,7 @@ from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import RewardFunction
 from areal_sc.workflows.math_reward import exact_match
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
+from areal_sc.workflows.text import describe_unknown
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -69,6 +71,19 @@ class ScriptedEngine:
         value = reward(dict(prompt), completion)
         assert isinstance(value, float)
         return value
+
+
+def test_only_a_prompt_that_is_mostly_unknown_is_described(tokenizer: Any) -> None:
+    words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    known = PreTrainedTokenizerFast(tokenizer_object=words)
+
+    def described(text: str) -> str:
+        return describe_unknown(known, known.encode(text))
+
+    assert described("abab") == described("aAbB") == described("") == ""
+    assert described("A" * 30) == "30 of its 30 tokens are ?:" + " ?" * 20
+    assert describe_unknown(tokenizer, [2, 3, 4]) == ""  # it has no such token
 
 
 async def test_a_single_turn_is_prompt_and_completion(tokenizer: Any) -> None:

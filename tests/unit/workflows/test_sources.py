@@ -28,7 +28,7 @@ class SlowDisk:
 
 
 class Together:
-    """Gives its row while another one is copied, too."""
+    """Gives its row while another one gives its own."""
 
     def __init__(self, prompt: str, both: threading.Barrier) -> None:
         self.prompt = prompt
@@ -42,27 +42,22 @@ class Together:
         return {"prompt": self.prompt}
 
 
-async def test_the_event_loop_goes_on_while_a_dataset_is_copied(tmp_path: Path) -> None:
+async def test_the_event_loop_goes_on_while_a_dataset_is_read(tmp_path: Path) -> None:
     has_turned = threading.Event()
     asyncio.get_running_loop().call_later(0.01, has_turned.set)
     dataset = SlowDisk(has_turned)
-    registry = SourceRegistry(tmp_path)
-    number = await registry.register_prompts_async(dataset)  # type: ignore[arg-type]
-    assert await registry.register_prompts_async(dataset) == number  # type: ignore[arg-type]
+    registry = SourceRegistry(tmp_path, "rollout")
+    number = await registry.register_prompts_async(dataset)
+    assert await registry.register_prompts_async(dataset) == number
     assert SourceReader(tmp_path).prompts(number)[0] == {"prompt": "x"}
 
 
-async def test_datasets_that_are_copied_at_the_same_time_stay_apart(tmp_path: Path) -> None:
-    """Of a batch and an evaluation, say, or of two controllers."""
+async def test_datasets_that_are_registered_at_the_same_time_stay_apart(tmp_path: Path) -> None:
+    """Of a batch and an evaluation, say."""
     both = threading.Barrier(2)
     datasets = [Together(prompt, both) for prompt in "ab"]
-    registries = [SourceRegistry(tmp_path) for _ in datasets]
-    numbers = await asyncio.gather(
-        *(
-            registry.register_prompts_async(dataset)  # type: ignore[arg-type]
-            for registry, dataset in zip(registries, datasets, strict=True)
-        )
-    )
+    registry = SourceRegistry(tmp_path, "rollout")
+    numbers = await asyncio.gather(*map(registry.register_prompts_async, datasets))
     reader = SourceReader(tmp_path)
     assert [reader.prompts(number)[0]["prompt"] for number in numbers] == ["a", "b"]
 
@@ -70,4 +65,4 @@ async def test_datasets_that_are_copied_at_the_same_time_stay_apart(tmp_path: Pa
 def test_a_source_that_cannot_be_written_is_an_error_of_the_run_folder(tmp_path: Path) -> None:
     (tmp_path / "sources").touch()
     with pytest.raises(RunFolderError, match=r"cannot write .*sources"):
-        SourceRegistry(tmp_path).register_prompts([{"prompt": "x"}])
+        SourceRegistry(tmp_path, "rollout").register_prompts([{"prompt": "x"}])

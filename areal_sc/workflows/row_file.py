@@ -1,0 +1,214 @@
+"""Rows of the script's datasets that workers could not read by themselves. No torch.
+
+A database handle, a stream, a `datasets.Dataset`: whatever is no `Prompts` is read where it is, in
+the script. A row is read when its group is admitted, so the size of the dataset does not matter.
+
+    script   RowWriter: rows[index], or the next rows of a stream
+                | appends a line
+             rows-<name>.jsonl of the run folder
+                | looks the line up
+    worker   WrittenRows[index]
+
+consumes     the numbers of the rows that groups need, in the order of admission
+waits for    the user's code, on a thread of its own, one row at a time
+unblocked by each row that was written; without any for `READ_TIMEOUT_S`, the wait ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
+from areal_sc.workflows.base import Prompts
+from areal_sc.workflows.prompts import json_row
+
+READ_TIMEOUT_S: Final = 600.0
+"""The user's code may take so long for one row; more than that, and the row will not come."""
+
+
+class MapStyle(Protocol):
+    """Rows by number, as PyTorch's and Hugging Face's datasets are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+PromptSource = MapStyle | Iterable[Mapping[str, Any]]
+"""A `Prompts`, a list of dicts, a dataset with a length, or a stream of dicts."""
+
+
+def num_rows_of(rows: PromptSource) -> int | None:
+    """The number of rows; None: a stream, which does not say.
+
+    Raises: WorkflowError: it is empty, or neither a dataset nor a stream.
+    """
+    kind = type(rows).__name__
+    try:
+        num_rows = len(rows)  # type: ignore[arg-type]  # a stream has none
+    except TypeError:
+        if isinstance(rows, Iterable):
+            return None
+        raise WorkflowError(
+            f"the dataset is a {kind}: expected a list of dicts, an object with __len__ and "
+            "__getitem__, an iterable of dicts, or what areal_sc.load_prompts returns"
+        ) from None
+    if num_rows == 0:
+        raise WorkflowError(f"the dataset ({kind}) is empty: expected at least 1 prompt")
+    return num_rows
+
+
+class WrittenRows(Prompts):
+    """A worker's side: the rows that the script has written so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: dict[int, int] = {}  # number of the row -> where its line begins
+        self._end = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Raises: WorkflowError: the script could not read the row."""
+        with self._path.open("rb") as file:
+            if index not in self._places:
+                self._look_on(file)
+            file.seek(self._places[index])
+            line = _loads(file.readline())
+        if "error" in line:
+            raise WorkflowError(line["error"])
+        row: dict[str, Any] = line["row"]
+        return row
+
+    def _look_on(self, file: Any) -> None:
+        file.seek(self._end)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return  # it is being written
+            self._places[_loads(line)["index"]] = self._end
+            self._end += len(line)
+
+
+class RowWriter:
+    """The script's side: reads the rows that are asked for, and writes them for the workers.
+
+    A resumed script reads again: rows of a dataset by their numbers, those of a stream from its
+    beginning.
+
+    Args:
+        rows: is read by one thread.
+        path: of the file, which is written anew.
+    Raises: OSError: the file cannot be written. WorkflowError: `rows` is empty, or no dataset.
+
+    Attributes:
+        num_rows: None: a stream, which does not say.
+    """
+
+    def __init__(self, rows: PromptSource, path: Path) -> None:
+        self.num_rows = num_rows_of(rows)
+        self._rows: Any = rows if self.num_rows is not None else iter(rows)
+        self._kind = type(rows).__name__
+        self._file = path.open("wb")
+        self._written: set[int] = set()
+        self._wanted: queue.SimpleQueue[tuple[Sequence[int], Future[None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=f"rows of {self._kind}", daemon=True).start()
+
+    def write_first(self) -> None:
+        """Reads one row, to see whether that works at all. Blocks.
+
+        Raises: WorkflowError: it does not. WaitTimeout: it takes longer than `READ_TIMEOUT_S`.
+        """
+        try:
+            self._want([0]).result(READ_TIMEOUT_S)
+        except TimeoutError:
+            raise self._silence(0) from None
+
+    async def write(self, indices: Sequence[int]) -> None:
+        """Returns when workers can read these rows.
+
+        Raises: WorkflowError: a stream has ended, or failed. WaitTimeout: nothing was read for
+            `READ_TIMEOUT_S`. RunFolderError: the file cannot be written.
+        """
+        if self._written.issuperset(indices):
+            return
+        written = asyncio.wrap_future(self._want(indices))
+        while not written.done():
+            num_before = len(self._written)
+            await asyncio.wait([written], timeout=READ_TIMEOUT_S)
+            if not written.done() and len(self._written) == num_before:
+                written.cancel()
+                raise self._silence(indices[0])
+        written.result()
+
+    def _want(self, indices: Sequence[int]) -> Future[None]:
+        written: Future[None] = Future()
+        self._wanted.put((indices, written))
+        return written
+
+    def _silence(self, index: int) -> WaitTimeout:
+        return WaitTimeout(
+            f"the dataset ({self._kind}) gave no row for {READ_TIMEOUT_S:g} s; row {index} was "
+            "waited for"
+        )
+
+    def _serve(self) -> None:
+        while True:
+            indices, written = self._wanted.get()
+            if not written.set_running_or_notify_cancel():
+                continue
+            try:
+                for index in indices:
+                    self._write_up_to(index)
+                self._file.flush()
+                written.set_result(None)
+            except OSError as error:
+                text = f"cannot write {self._file.name}: {error.strerror}"
+                written.set_exception(RunFolderError(text))
+            except Exception as error:  # raised where the rows are waited for
+                written.set_exception(error)
+
+    def _write_up_to(self, index: int) -> None:
+        if self.num_rows is None:
+            for following in range(len(self._written), index + 1):  # a stream has no gaps
+                self._write(following, "row", self._read(following, index))
+        elif index not in self._written:
+            try:
+                self._write(index, "row", self._read(index, index))
+            except WorkflowError as error:
+                if not self._written:
+                    raise  # the first one: it is not this row alone
+                self._write(index, "error", json.dumps(str(error)))
+
+    def _write(self, index: int, key: str, text: str) -> None:
+        # surrogates: half of a pair may stand in text that was cut, and JSON can say so
+        line = f'{{"index": {index}, "{key}": {text}}}\n'
+        self._file.write(line.encode(errors="surrogatepass"))
+        self._written.add(index)
+
+    def _read(self, index: int, wanted: int) -> str:
+        """The JSON of a row; calls the user's code."""
+        try:
+            row = next(self._rows) if self.num_rows is None else self._rows[index]
+        except StopIteration:
+            raise WorkflowError(
+                f"the dataset ({self._kind}) ended after {index} rows, but row {wanted} is needed: "
+                "a stream gives each row once; let it go on (`.repeat(None)` of `datasets`, "
+                "itertools.cycle), give a dataset with a length, whose rows come again in each "
+                "epoch, or lower total_steps"
+            ) from None
+        except Exception as error:
+            raise WorkflowError(
+                f"row {index} of the dataset ({self._kind}) cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return json_row(row, index, self._kind)
+
+
+def _loads(line: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(line.decode(errors="surrogatepass"))
+    return loaded

@@ -1,0 +1,188 @@
+"""Data sets by name and files: downloaded once, found offline, refused with what to do."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from hub_server import TOKEN, HubServer, serve_hub
+
+from areal_sc.errors import WorkflowError
+from areal_sc.workflows import load_prompts as module
+from areal_sc.workflows.load_prompts import load_prompts
+
+LOAD = """
+import itertools, json, sys, time
+from areal_sc import load_prompts
+from areal_sc.errors import WorkflowError
+
+time.sleep = lambda seconds: None  # between the attempts of the hub's library
+
+for call in json.loads(sys.argv[1]):
+    assert "torch" not in sys.modules  # streams alone, of `datasets`, load it
+    try:
+        print(json.dumps(list(itertools.islice(load_prompts(**call), 5))))
+    except WorkflowError as error:
+        print(json.dumps(str(error)))
+"""
+
+ROWS = [
+    {"question": f"{a} + {a}?", "answer": f"twice {a} #### {2 * a}", "level": a} for a in range(7)
+]
+
+SCHOOL = {"path": "acme/school", "name": "main", "prompt_key": "question"}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    folder = tmp_path_factory.mktemp("hub")
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    for name in ("gated", "private"):
+        data_set = folder / "datasets" / "acme" / name
+        data_set.mkdir(parents=True)
+        (data_set / "train.jsonl").write_text(lines)
+    for subset in ("main", "other"):
+        data_set = folder / "datasets" / "acme" / "school" / subset
+        data_set.mkdir(parents=True)
+        datasets.Dataset.from_list(ROWS).to_parquet(data_set / "train.parquet")
+        datasets.Dataset.from_list(ROWS).select([]).to_parquet(data_set / "test.parquet")
+    (folder / "datasets" / "acme" / "school" / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {subset}\n  data_files:\n"
+            + "".join(
+                f"  - split: {split}\n    path: {subset}/{split}.parquet\n"
+                for split in ("train", "test")
+            )
+            for subset in ("main", "other")
+        )
+        + "---\n"
+    )
+    with serve_hub(folder) as server:
+        yield server
+
+
+def loaded(hub: HubServer, home: Path, *calls: dict[str, Any], **environment: str) -> list[Any]:
+    """What a process of its own gets, a list of rows or a refusal for each of these calls."""
+    hub.asked.clear()
+    process = subprocess.run(
+        [sys.executable, "-c", LOAD, json.dumps(calls)],
+        env={**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+def test_the_first_start_downloads_and_the_second_does_not(hub: HubServer, tmp_path: Path) -> None:
+    template = {**SCHOOL, "template": "Q: {question}\nA:"}
+    stream = {**template, "streaming": True}
+    plain, asked, streamed = loaded(hub, tmp_path, SCHOOL, template, stream)
+    assert hub.num_downloads
+    assert plain == [{**row, "prompt": row["question"]} for row in ROWS[:5]]
+    assert asked == [{**row, "prompt": f"Q: {row['question']}\nA:"} for row in ROWS[:5]]
+    assert streamed == asked
+    assert loaded(hub, tmp_path, SCHOOL, template) == [plain, asked]
+    assert not any(".parquet" in line and "GET" in line for line in hub.asked)
+    assert loaded(hub, tmp_path, SCHOOL, HF_HUB_OFFLINE="1") == [plain]
+    assert not hub.asked
+    assert loaded(hub, tmp_path, SCHOOL, HF_ENDPOINT="http://127.0.0.1:9") == [plain]
+
+
+def test_what_cannot_be_had_says_what_to_do(hub: HubServer, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"path": "acme/shcool"}, "no such folder, and no such dataset"),
+        ({**SCHOOL, "revision": "v9"}, "no such revision"),
+        ({"path": "acme/gated"}, "grants access on request"),
+        ({"path": "acme/private"}, "hf auth login"),
+        ({"path": "acme/school"}, "['main', 'other']"),
+        ({**SCHOOL, "name": "mian"}, "['main', 'other']"),
+        ({**SCHOOL, "split": "dev"}, "train"),
+        (
+            {**SCHOOL, "split": "test"},
+            'split test: ValueError: Instruction "test" corresponds to no data',
+        ),
+        (
+            {**SCHOOL, "prompt_key": "qestion"},
+            "no column 'qestion'; it has answer, level, question",
+        ),
+        ({**SCHOOL, "template": "{qestion}"}, "no column 'qestion'"),
+        ({**SCHOOL, "answer_key": "solution", "streaming": True}, "no column 'solution'"),
+    ]
+    shown = loaded(hub, tmp_path, *(call for call, _ in cases))
+    for (call, told), message in zip(cases, shown, strict=True):
+        assert isinstance(message, str), call
+        assert message.startswith(f"dataset {call['path']}"), message
+        assert told in message, message
+
+
+def test_a_token_opens_what_is_not_public(hub: HubServer, tmp_path: Path) -> None:
+    calls = [{"path": f"acme/{name}", "prompt_key": "question"} for name in ("gated", "private")]
+    for rows in loaded(hub, tmp_path, *calls, HF_TOKEN=TOKEN):
+        assert rows[0]["prompt"] == "0 + 0?"
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "Connection refused"),
+    ],
+)
+def test_without_a_network_it_has_to_be_there(
+    hub: HubServer, tmp_path: Path, environment: dict[str, str], told: str
+) -> None:
+    (message,) = loaded(hub, tmp_path, SCHOOL, **environment)
+    assert told in message
+
+
+def test_files_of_all_kinds_give_the_same_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    with (tmp_path / "rows.csv").open("w") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows(ROWS)
+    for ending in ("json", "jsonl", "parquet", "csv"):
+        rows = load_prompts(tmp_path / f"rows.{ending}", template="{question} ")
+        assert list(rows) == [{**row, "prompt": f"{row['question']} "} for row in ROWS], ending  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "told"),
+    [
+        ("rows.csv", {}, "no such file or folder"),
+        ("rows.jsonl", {"prompt_key": "text"}, "row 0 has no column 'text'; it has answer, que"),
+        ("rows.jsonl", {"template": "{question"}, "expected '}'"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    tmp_path: Path, path: str, settings: dict[str, str], told: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    with pytest.raises(WorkflowError, match=told):
+        load_prompts(tmp_path / path, **settings)  # type: ignore[arg-type]
+
+
+def test_the_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(WorkflowError, match=r"pip install areal-sc\[datasets\]"):
+        load_prompts("acme/school")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
+    assert load_prompts(tmp_path / "rows.jsonl") == [{"prompt": "x", "answer": "y"}]

@@ -1,0 +1,158 @@
+"""Datasets that the script reads: huge ones, streams, and what workers could not build again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from areal_sc.errors import WaitTimeout, WorkflowError
+from areal_sc.workflows import row_file
+from areal_sc.workflows.row_file import WrittenRows
+from areal_sc.workflows.sources import SourceReader, SourceRegistry
+
+
+class Squares:
+    """A dataset as PyTorch knows it, with what no other process could get."""
+
+    def __init__(self, num_rows: int = 10**9) -> None:
+        self.num_rows = num_rows
+        self.lock = threading.Lock()
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self.lock:
+            self.read.append(index)
+        if index % 10 == 7:
+            raise OSError(f"row {index} is on a broken disk")
+        return {"prompt": f"{index} * {index} =", "answer": str(index * index)}
+
+
+def stream(num_rows: int) -> Iterator[dict[str, Any]]:
+    for index in range(num_rows):
+        yield {"prompt": str(index)}
+
+
+async def test_of_a_huge_dataset_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    squares = Squares()
+    registry = SourceRegistry(tmp_path, "rollout")
+    number = registry.register_prompts(squares)
+    assert registry.num_rows(number) == 10**9
+    await registry.make_readable(number, 999_999_999, 5, 999_999_999)
+    rows = SourceReader(tmp_path).prompts(number)
+    assert rows[999_999_999]["answer"] == "999999998000000001"
+    await registry.make_readable(number, 12)  # after the worker has opened the file
+    assert [rows[index]["answer"] for index in (12, 5)] == ["144", "25"]
+    await registry.make_readable(number, 12, 5)
+    assert squares.read == [0, 999_999_999, 5, 12]
+
+
+async def test_a_row_that_cannot_be_read_is_an_error_of_its_group_alone(tmp_path: Path) -> None:
+    registry = SourceRegistry(tmp_path, "rollout")
+    number = registry.register_prompts(Squares())
+    await registry.make_readable(number, 16, 17, 18)
+    rows = SourceReader(tmp_path).prompts(number)
+    assert [rows[index]["answer"] for index in (16, 18)] == ["256", "324"]
+    with pytest.raises(WorkflowError, match=r"row 17 of the dataset \(Squares\).*broken disk"):
+        rows[17]
+
+
+async def test_a_stream_gives_its_rows_in_order_and_each_once(tmp_path: Path) -> None:
+    registry = SourceRegistry(tmp_path, "rollout")
+    number = registry.register_prompts(stream(10))
+    assert registry.num_rows(number) is None
+    await asyncio.gather(*(registry.make_readable(number, index) for index in (2, 0, 1, 9)))
+    rows = SourceReader(tmp_path).prompts(number)
+    assert [rows[index]["prompt"] for index in range(10)] == [str(i) for i in range(10)]
+    with pytest.raises(WorkflowError, match=r"ended after 10 rows, but row 12 is needed"):
+        await registry.make_readable(number, 12)
+
+
+async def test_a_resumed_stream_goes_on_at_its_row(tmp_path: Path) -> None:
+    first = SourceRegistry(tmp_path, "rollout")
+    number = first.register_prompts(stream(100))
+    await first.make_readable(number, 20)
+    resumed = SourceRegistry(tmp_path, "rollout")
+    assert resumed.register_prompts(stream(100)) == number  # so groups of before find their rows
+    await resumed.make_readable(number, 21)
+    rows = SourceReader(tmp_path).prompts(number)
+    assert [rows[index]["prompt"] for index in (21, 3)] == ["21", "3"]
+
+
+async def test_datasets_and_controllers_have_files_of_their_own(tmp_path: Path) -> None:
+    registries = [SourceRegistry(tmp_path, owner) for owner in ("train", "rollout")]
+    kept = [stream(3) for _ in range(4)]
+    numbers = [registries[i % 2].register_prompts(rows) for i, rows in enumerate(kept)]
+    assert len(set(numbers)) == 4
+
+
+async def test_a_dataset_of_hugging_face_is_used_as_it_is(tmp_path: Path) -> None:
+    whole = datasets.Dataset.from_dict({"prompt": [str(i) for i in range(100)], "n": range(100)})
+    registry = SourceRegistry(tmp_path, "rollout")
+    chosen = whole.select(range(50, 100)).shuffle(seed=1)
+    number = registry.register_prompts(chosen)
+    assert registry.num_rows(number) == 50
+    await registry.make_readable(number, 49)
+    assert SourceReader(tmp_path).prompts(number)[49] == chosen[49]
+    number = registry.register_prompts(chosen.to_iterable_dataset())
+    await registry.make_readable(number, 3)
+    assert SourceReader(tmp_path).prompts(number)[3] == chosen[3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"dataset \(list\) is empty"),
+        (Squares(0), r"dataset \(Squares\) is empty"),
+        (stream(0), "ended after 0 rows"),
+        (7, "the dataset is a int: expected a list of dicts"),
+        ({"a": 1}, r"row 0 of the dataset \(dict\) cannot be read: KeyError: 0"),
+        (iter(["x"]), "row 0 of the dataset .*: a str is no dict"),
+        (iter([{"prompt": object()}]), "row 0 of the dataset .* cannot be written as JSON"),
+    ],
+)
+def test_what_gives_no_rows_is_refused_at_once(tmp_path: Path, rows: Any, message: str) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        SourceRegistry(tmp_path, "rollout").register_prompts(rows)
+
+
+async def test_a_dataset_that_hangs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def hanging() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "0"}
+        goes_on.wait(60)
+        yield from stream(5)
+
+    registry = SourceRegistry(tmp_path, "rollout")
+    number = registry.register_prompts(hanging())
+    monkeypatch.setattr(row_file, "READ_TIMEOUT_S", 0.05)
+    with pytest.raises(WaitTimeout, match=r"dataset \(generator\) gave no row for .* row 1 was"):
+        await registry.make_readable(number, 1)
+    monkeypatch.undo()
+    goes_on.set()
+    await registry.make_readable(number, 2)  # whoever gave up does not stop the others
+
+
+def test_a_line_that_is_being_written_is_not_read_yet(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"index": 4, "row": {"prompt": "\ud83d"}}\n{"index": 5, "r', "utf-8", "surrogatepass"
+    )
+    rows = WrittenRows(path)
+    assert rows[4] == {"prompt": "\ud83d"}
+    with pytest.raises(KeyError):
+        rows[5]
+    with path.open("a") as file:
+        file.write('ow": {"prompt": "five"}}\n')
+    assert rows[5] == {"prompt": "five"}
