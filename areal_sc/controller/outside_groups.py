@@ -19,13 +19,19 @@ from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
 from areal_sc.workers.calls import RUN_EVALUATION, EvaluationReply, GroupAttempt, RunEvaluation
+from areal_sc.workflows.rejection import describe_counts
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
 class OutsideGroups:
-    """Runs prompts beside training, which takes none of their rows; `new_id` names batches."""
+    """Runs prompts beside training, which takes none of their rows; `new_id` names batches.
+
+    Attributes:
+        num_open: groups, and prompts of evaluations, that are waiting or run.
+        num_finished: those that gave something.
+    """
 
     def __init__(
         self,
@@ -38,6 +44,8 @@ class OutsideGroups:
         self._workers = workers
         self._rejections = rejections
         self._new_id = new_id
+        self.num_open = 0
+        self.num_finished = 0
         self._num_groups = 0
         self._needed: set[int] = set()  # groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
@@ -57,6 +65,8 @@ class OutsideGroups:
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
                 self._workers.on_room()
+            else:
+                self.num_finished += 1
             return reply.batch
 
         groups = []
@@ -74,7 +84,7 @@ class OutsideGroups:
         self._returned |= group_ids
         batches = [batch for batch in results if batch is not None]
         if not batches:
-            causes = self._rejections.describe_causes()
+            causes = describe_counts(self._rejections.episodes)
             raise WorkflowError(f"all {len(groups)} groups were rejected: {causes}")
         return concat(batches, batch_id=self._new_id(), global_step=version)
 
@@ -97,7 +107,12 @@ class OutsideGroups:
             async def run(index: int) -> EvaluationReply:
                 prompt = source.prompt(index, self._config.seed)
                 episode = RunEvaluation(prompt, source.workflow, temperature)
-                return await self._workers.call(worker, RUN_EVALUATION, episode)
+                reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                if reply.rejection is None:
+                    self.num_finished += 1
+                else:
+                    self._rejections.note(reply.rejection)
+                return reply
 
             return EvaluationOutcome.of(await self._for_each(range(num_prompts), run))
 
@@ -109,7 +124,13 @@ class OutsideGroups:
             async with slots:
                 return await run(item)
 
+        def note_end(_: asyncio.Task[T]) -> None:
+            self.num_open -= 1
+
         tasks = [asyncio.create_task(one(item)) for item in items]
+        self.num_open += len(tasks)
+        for task in tasks:
+            task.add_done_callback(note_end)
         try:
             return await asyncio.gather(*tasks)
         finally:

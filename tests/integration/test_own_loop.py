@@ -22,6 +22,9 @@ def test_a_loop_of_ones_own_is_measured_evaluated_and_resumed(
         stopped.send_to_foreground(signal.SIGINT)
         assert stopped.wait() == 130, stopped.story()
         assert "phase=training stopped=" in stopped.output
+        told = stopped.output.partition("stopped by Ctrl-C")[2]
+        assert f"newest snapshot: {run_dir}/checkpoints/step-" in told
+        assert f"{SCRIPT} --config" in told
         stopped.wait_until_gone(5.0)
     last = int(max(path.name for path in (run_dir / "checkpoints").glob("step-*")).split("-")[1])
     rest = f"total_steps={last + 3}"

@@ -199,8 +199,8 @@ def test_an_episode_of_several_rows_is_kept_whole_and_counts_once(
         assert {row.episode for row in batch.rows} == {1}  # the first one of each group is rejected
         assert [row.reward for row in batch.rows] == [1.0, 0.0, 0.5] * 4
         assert rollout.batch_metrics == {"right": 0.5, "tools": 4.0}
-        assert set(rollout.rejections.episodes) == {"reward_error"}
-        assert "row 2 of 3: the reward" in rollout.rejections.examples["reward_error"]
+        assert set(rollout.rejections.episodes) == {"bad_reward"}
+        assert "row 2 of 3: the reward" in rollout.rejections.firsts["bad_reward"].message
         outcome = rollout.evaluate(prompts, Calls(is_first_bad=False), num_prompts=3)
         assert (outcome.num_prompts, outcome.reward) == (3, 0.5)
         assert outcome.metrics == {"right": 0.5, "tools": 4.0}

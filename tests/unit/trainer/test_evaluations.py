@@ -12,6 +12,7 @@ from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import EvaluationResult
 from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.run import Run
+from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 OUTCOME = EvaluationOutcome(
     num_prompts=3,
@@ -19,7 +20,7 @@ OUTCOME = EvaluationOutcome(
     reward=0.5,
     metrics={"accuracy": 0.25, "turns": 1.5},
     versions=(2, 4),
-    rejection_example="boom",
+    first_rejection=Rejection(RejectionKind.reward_error, "boom"),
 )
 
 

@@ -45,9 +45,13 @@ def test_what_an_engine_does_not_report_is_a_dash(make_step: MakeStep) -> None:
 def test_plain_lines_have_every_column_and_what_was_lost(make_step: MakeStep) -> None:
     names = [name for column in COLUMNS for name in column.names]
     values = dict(named_values(make_step(num_rejected_groups=2)))
-    assert list(values) == [*names, "masked_share", "wasted_share", "num_rejected_groups"]
+    lost = ["masked_share", "wasted_share", "num_rejected_groups", "rejected_episodes"]
+    assert list(values) == [*names, *lost]
     assert values["grad_norm"] == 0.61
     assert (values["masked_share"], values["num_rejected_groups"]) == (None, 2)
+    assert values["rejected_episodes"] is None
+    values = dict(named_values(make_step(rejected_episodes={"timeout": 1, "rejected": 9})))
+    assert values["rejected_episodes"] == "rejected x9, timeout x1"
 
 
 @pytest.mark.parametrize("total_steps", [None, 9, 80, 100_000])
@@ -91,3 +95,6 @@ def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
     assert table.row(losses).plain.endswith("train  mask 50%  waste 50%")
     assert StepTable(140, 80).row(losses).plain.endswith("mask 50%  waste 50%  rej 2")
     assert StepTable(80, 80).row(losses).plain.endswith("train mask 50%")
+    failing = make_step(rejected_episodes={"reward_error: KeyError at task.py:12": 3})
+    shown = "train  reward_error: KeyError at task.py:12 x3"
+    assert StepTable(160, 80).row(failing).plain.endswith(shown)
