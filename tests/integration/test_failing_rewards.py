@@ -54,7 +54,7 @@ def test_a_reward_that_fails_for_some_prompts_is_told_once_and_counted(
     (text,) = told
     assert cause in text
     assert "KeyError: 'solution'" in text
-    assert 'prompt["solution"] == completion' in text.splitlines()[-1]  # the traceback's last line
+    assert re.search(r'episodes\.py", line \d+, in .*\n.*prompt\["solution"\] == ', text)
 
 
 def test_a_reward_that_always_hangs_ends_the_run_before_any_group_has_replied(
@@ -63,14 +63,14 @@ def test_a_reward_that_always_hangs_ends_the_run_before_any_group_has_replied(
     """One process has all calls; the first groups would reply after all of them timed out."""
     monkeypatch.setattr(progress, "LOOK_S", 0.2)
     told: list[str] = []
-    limits = ("rollout.reward_timeout_s=0.5", "rollout.max_lost_s=2", "rollout.group_size=16")
+    limits = ("rollout.reward_timeout_s=0.3", "rollout.max_lost_s=1", "rollout.group_size=16")
     with start_rollout(*limits, "rollout.rejection_window=100000") as rollout:
         rollout.rejections.on_warning = told.append
-        with pytest.raises(TooManyRejections, match=r"none was kept.*rollout\.max_lost_s is 2"):
+        with pytest.raises(TooManyRejections, match=r"none was kept.*rollout\.max_lost_s is 1"):
             rollout.prepare_batch(PROMPTS, SingleTurnWorkflow(episodes.hangs))
         assert rollout.groups.num_finished == 0
     assert "the first for this cause: reward_timeout: episodes.py:" in told[0]
-    assert "took longer than 0.5 s" in told[0]
+    assert "took longer than 0.3 s" in told[0]
 
 
 def test_what_a_run_waits_for_is_told_where_nothing_finishes(
