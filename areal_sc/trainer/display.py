@@ -261,7 +261,8 @@ class LiveDisplay(Display):
         if self._run_dir is not None:
             self._print(Text.assemble(("run folder  ", "bold"), str(self._run_dir)))
             left = [name for name in _LEFT_FILES if (self._run_dir / name).exists()]
-            self._print(Text.assemble(("in it  ", "bold"), ", ".join(left)))
+            if left:
+                self._print(Text.assemble(("in it       ", "bold"), ", ".join(left)))
 
     def close(self) -> None:
         self._bars.stop()

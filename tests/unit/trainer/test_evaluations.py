@@ -80,7 +80,9 @@ def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follow
     )
     assert follower.told == [result]
     assert History.read(run.folder.metrics_path).evaluations == [result]
-    assert "1 prompts of the evaluation were rejected; for example: reward_error: boom" in shown(run)
+    assert "1 prompts of the evaluation were rejected; for example: reward_error: boom" in shown(
+        run
+    )
     assert "evaluation=periodic step=4 accuracy=0.25" in shown(run)
 
 

@@ -181,6 +181,8 @@ def test_live_display_at_80_columns(
     make_evaluation: MakeEvaluation,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "summary.json").touch()
+    (tmp_path / "model").mkdir()
     console = live_console(80, monkeypatch)
     show_everything(console, Path("."), make_step, make_evaluation)
     lines = [line.rstrip() for line in visible_lines(shown(console))]
@@ -197,7 +199,8 @@ def test_live_display_at_80_columns(
     assert (values["wall_time_s"], values["train_share"]) == ("1m41s", "80%")
     assert (values["num_rows_trained"], values["num_rows_trained_twice"]) == ("7,680", "0")
     assert "first_step_s" not in values
-    assert result[-2].startswith("run folder")
+    assert result[-3].startswith("run folder")
+    assert result[-2] == "in it       model, summary.json"
 
 
 def test_bars_show_count_time_and_status(monkeypatch: pytest.MonkeyPatch) -> None:
