@@ -56,6 +56,7 @@ TORCH_FREE = (
     "areal_sc.trainer.",
     "areal_sc.workflows.base",
     "areal_sc.workflows.reference",
+    "areal_sc.workflows.rejection",
     "areal_sc.workflows.prompts",
     "areal_sc.workflows.sources",
     "areal_sc.engines.base",
