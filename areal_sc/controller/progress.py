@@ -12,7 +12,6 @@ episodes have ended.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -20,9 +19,6 @@ from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import TooManyRejections
 from areal_sc.workers.calls import EpisodesReport
-from areal_sc.workflows.rejection import describe_counts
-
-logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 10.0
 FIRST_NOTICE_S: Final = 40.0
@@ -86,9 +82,7 @@ class ProgressWatch:
         self._check_lost(reports, now_s)
         if quiet_s >= self._notice_after_s:
             self._notice_after_s = 2 * quiet_s
-            text = self._describe(reports, quiet_s)
-            logger.warning("%s", text)
-            self._rejections.on_warning(text)
+            self._rejections.warn(self._describe(reports, quiet_s))
 
     def _check_lost(self, reports: Mapping[str, EpisodesReport | None], now_s: float) -> None:
         """Time is lost from the first rejection on, up to the newest, while nothing is kept."""
@@ -120,8 +114,8 @@ class ProgressWatch:
         if len(parts) > _MAX_WORKERS_NAMED:
             parts[_MAX_WORKERS_NAMED:] = [f"and {len(parts) - _MAX_WORKERS_NAMED} more workers"]
         rejected = sum(r.num_rejected for r in reports.values() if r is not None)
-        causes = describe_counts(self._rejections.episodes) if self._rejections.episodes else ""
-        parts += [f"{rejected} episodes were rejected{causes and f' ({causes})'}"] * bool(rejected)
+        if rejected:
+            parts.append(f"{rejected} episodes were rejected so far")
         return (
             f"nothing has finished for {quiet_s:.0f} s; {self._num_open()} groups are open; "
             + "; ".join(parts)

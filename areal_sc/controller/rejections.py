@@ -34,7 +34,7 @@ class Rejections:
         max_rate: share of rejected episodes above which the run ends; stale ones do not count.
 
     Attributes:
-        on_warning: told of the first rejection of each cause, at once.
+        on_warning: told at once of the first rejection of each cause, and when nothing finishes.
         episodes: those rejected by their workflow or reward, by cause.
         firsts: the first rejection of each cause, since the start of this process.
         num_stale_episodes: those of groups that were rejected as stale.
@@ -61,13 +61,16 @@ class Rejections:
         stale = {STALE: self.num_stale_episodes} if self.num_stale_episodes else {}
         return {**self.episodes, **stale}
 
+    def warn(self, text: str) -> None:
+        """Tells what the user should know at once, in the log too."""
+        logger.warning("%s", text)
+        self.on_warning(text)
+
     def note(self, rejection: Rejection) -> None:
         """Tells of a rejection if it is the first of its cause; it is counted with its group."""
         if rejection.cause not in self.firsts:
             self.firsts[rejection.cause] = rejection
-            text = f"an episode was rejected, the first for this cause: {rejection.describe()}"
-            logger.warning("%s", text)
-            self.on_warning(text)
+            self.warn(f"an episode was rejected, the first for this cause: {rejection.describe()}")
 
     def add_group(self, rejected: Iterable[RejectedEpisodes], num_episodes: int) -> None:
         """Counts one group that ran to its end.

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.base import GenerationEngine
@@ -45,13 +44,7 @@ from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
-from areal_sc.workflows.rejection import (
-    Rejection,
-    RejectionKind,
-    last_frames,
-    place_of,
-    short_prompt,
-)
+from areal_sc.workflows.rejection import Rejection, RejectionKind, last_frames, place_of
 from areal_sc.workflows.rewards import RewardPool
 
 logger = logging.getLogger(__name__)
@@ -287,12 +280,7 @@ class RolloutWorker(Worker):
         self, rejection: Rejection, prompt_index: int, prompt: Mapping[str, Any] | None = None
     ) -> Rejection:
         """The rejection with the prompt that it is of; it is counted, and in the log."""
-        rejection = replace(
-            rejection,
-            prompt_index=prompt_index,
-            prompt="" if prompt is None else short_prompt(prompt),
-            log=str(self.spec.log_path),
-        )
+        rejection = rejection.of_prompt(prompt_index, prompt, str(self.spec.log_path))
         self._all_episodes.note_rejected(rejection)
         logger.warning("rejected %s", rejection.describe())
         return rejection

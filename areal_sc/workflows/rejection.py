@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from areal_sc.errors import RewardError, WorkflowError
 
@@ -89,6 +90,17 @@ class Rejection(Struct, frozen=True, array_like=True):
             text += f"; more in {self.log}"
         return "\n".join(filter(None, (text, self.frames.rstrip())))
 
+    def of_prompt(self, index: int, row: Mapping[str, Any] | None, log: str) -> Rejection:
+        """With the dataset's row, None where it cannot be read; and fit for every terminal."""
+        return replace(
+            self,
+            message=_shown(self.message),
+            frames=_shown(self.frames),
+            prompt_index=index,
+            prompt="" if row is None else _shown(_short_prompt(row)),
+            log=log,
+        )
+
     @classmethod
     def of(cls, error: Exception) -> Rejection:
         """That of an episode whose workflow raised; a RewardError knows its place itself."""
@@ -118,10 +130,15 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{cause} x{count}" for cause, count in ordered) or "none"
 
 
-def short_prompt(row: Mapping[str, Any]) -> str:
+def _short_prompt(row: Mapping[str, Any]) -> str:
     """How a row of a dataset begins, on one line."""
     text = repr(row.get("prompt", dict(row)))
     return text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
+
+
+def _shown(text: str) -> str:
+    """Without what neither a terminal nor UTF-8 should get: models sample such characters, too."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def last_frames(error: BaseException) -> str:
