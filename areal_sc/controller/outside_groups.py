@@ -2,7 +2,8 @@
 
 consumes     prompts, in their order
 waits for    a worker, and its reply, for each
-unblocked by the replies; an evaluation's worker keeps its weights until the last one
+unblocked by the replies, and by `Background`'s failure; an evaluation's worker keeps its weights
+             until the last one
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import Group, RolloutSource
 from areal_sc.controller.rejections import Rejections
@@ -38,11 +40,13 @@ class OutsideGroups:
         config: RolloutConfig,
         workers: RolloutWorkers,
         rejections: Rejections,
+        background: Background,
         new_id: Callable[[], str],
     ) -> None:
         self._config = config
         self._workers = workers
         self._rejections = rejections
+        self._background = background
         self._new_id = new_id
         self.num_open = 0
         self.num_finished = 0
@@ -131,9 +135,10 @@ class OutsideGroups:
         self.num_open += len(tasks)
         for task in tasks:
             task.add_done_callback(note_end)
+        results = asyncio.gather(*tasks)
         try:
-            return await asyncio.gather(*tasks)
+            return await self._background.unless_failed(results)
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(results, *tasks, return_exceptions=True)

@@ -78,7 +78,9 @@ class RolloutController(Controller):
         self.groups = TrainingGroups(
             self.config, self._workers, self.rejections, self._background, new_id
         )
-        self._outside = OutsideGroups(self.config, self._workers, self.rejections, new_id)
+        self._outside = OutsideGroups(
+            self.config, self._workers, self.rejections, self._background, new_id
+        )
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,

@@ -57,8 +57,9 @@ def test_a_reward_that_fails_for_some_prompts_is_told_once_and_counted(
     assert re.search(r'episodes\.py", line \d+, in .*\n.*prompt\["solution"\] == ', text)
 
 
+@pytest.mark.parametrize("call", ["prepare_batch", "evaluate"])
 def test_a_reward_that_always_hangs_ends_the_run_before_any_group_has_replied(
-    start_rollout: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    start_rollout: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """One process has all calls; the first groups would reply after all of them timed out."""
     monkeypatch.setattr(progress, "LOOK_S", 0.2)
@@ -67,7 +68,7 @@ def test_a_reward_that_always_hangs_ends_the_run_before_any_group_has_replied(
     with start_rollout(*limits, "rollout.rejection_window=100000") as rollout:
         rollout.rejections.on_warning = told.append
         with pytest.raises(TooManyRejections, match=r"none was kept.*rollout\.max_lost_s is 1"):
-            rollout.prepare_batch(PROMPTS, SingleTurnWorkflow(episodes.hangs))
+            getattr(rollout, call)(PROMPTS, SingleTurnWorkflow(episodes.hangs))
         assert rollout.groups.num_finished == 0
     assert "the first for this cause: reward_timeout: episodes.py:" in told[0]
     assert "took longer than 0.3 s" in told[0]
