@@ -78,8 +78,9 @@ class Background:
         while not work.done():
             self.raise_failure()
             changed = asyncio.ensure_future(self._changed.wait())
+            either: list[asyncio.Future[Any]] = [work, changed]
             try:
-                await asyncio.wait([work, changed], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
         return work.result()

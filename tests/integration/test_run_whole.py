@@ -87,6 +87,7 @@ def test_the_summary_accounts_for_every_row(finished_run: RunProcess) -> None:
     assert summary["num_rows_trained"] == 4 * 8 * 8
     assert summary["num_rows_trained_twice"] == 0
     assert summary["num_episodes_rejected"] == 0
+    assert summary["rejected_episodes"] == {}
     assert 0 < summary["controller_bytes_per_row"] < 1024
     assert summary["trained_tokens_per_s"] > 0
     assert summary["generated_tokens_per_s"] > 0
