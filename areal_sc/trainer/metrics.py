@@ -115,6 +115,10 @@ class StepMetrics(_Record):
         return self.train.get(name, self.workflow.get(name))
 
     @property
+    def num_rejected_episodes(self) -> int:
+        return sum(self.rejected_episodes.values())
+
+    @property
     def masked_share(self) -> float:
         """Masked tokens as a share of those that could have been trained."""
         return _ratio(self.num_masked_tokens, self.num_masked_tokens + self.num_trained_tokens)

@@ -82,7 +82,7 @@ COLUMNS = (
 LOSSES = (
     Column(("masked_share",), "mask", 0, 0, percent),
     Column(("wasted_share",), "waste", 0, 0, percent),
-    Column(("num_rejected_groups",), "rej", 0, 0, str),
+    Column(("num_rejected_episodes",), "rej", 0, 0, str),
     Column(("rejected_episodes",), "", 0, 0, describe_counts),
 )
 """Told at the end of a line where they are not zero."""
