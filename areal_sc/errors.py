@@ -183,7 +183,29 @@ class WorkflowError(ArealError):
 
 
 class RewardError(WorkflowError):
-    """A reward function raised, returned no finite number, or passed its time limit."""
+    """A reward function raised, returned no finite number, or passed its time limit.
+
+    Attributes:
+        kind: which of these, as `RejectionKind` names them.
+        error_type: class of what it raised, "" if it raised nothing.
+        place: `file.py:line` of the user's code that is to blame, "" if that is not known.
+        frames: the last frames of the traceback, "" if it raised nothing.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "reward_error",
+        error_type: str = "",
+        place: str = "",
+        frames: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.error_type = error_type
+        self.place = place
+        self.frames = frames
 
 
 class TooManyRejections(WorkflowError):

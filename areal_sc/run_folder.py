@@ -196,15 +196,30 @@ class RunFolder:
             self.write_atomic(self.config_path, config_text.encode())
         return opening
 
-    def lock(self) -> None:
-        """Takes the folder for this process, as it is: for a training loop of the user's own.
+    def lock(self, *, resume: str = "auto", overwrite: bool = False) -> None:
+        """Takes the folder for this process: for a training loop that has no `Run`.
 
-        Raises: RunFolderError: the folder is in use, not writable, holds a finished run, or other
-            files.
+        What is in it stays, unless it is to be overwritten; snapshots are not read.
+
+        Args:
+            resume, overwrite: as in `decide`; but `must` is refused.
+        Raises: RunFolderError: the folder is in use, not writable, in no state for it, holds a
+            finished run, or other files.
         """
-        self.decide()
+        if resume == "must":
+            raise self._error(
+                "a loop without a `Run` starts from nothing and cannot resume; write it with "
+                "`with Run(config) as run:` (examples/own_loop.py), or leave out --resume"
+            )
+        self.decide(resume=resume, overwrite=overwrite)
         with self._taken():
-            self.decide()
+            opening = self.decide(resume=resume, overwrite=overwrite)
+            if opening is Opening.overwrite:
+                self._empty()
+            elif opening is Opening.resume:
+                _logger.warning(
+                    "%s has snapshots, but a loop without a `Run` starts from nothing", self.path
+                )
             self._mark()
 
     def close(self) -> None:

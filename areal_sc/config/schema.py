@@ -300,6 +300,7 @@ class RolloutConfig(Section):
         0.5, "the run ends if more of rejection_window groups' episodes are rejected", gt=0, le=1
     )
     rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
+    max_lost_s: float = setting(600.0, "the run ends if so long all episodes are rejected", gt=0)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
     samples: SamplesConfig = shared("${samples}", SamplesConfig)
@@ -340,6 +341,8 @@ class SchedulerConfig(Section):
 
     type: SchedulerType = setting(SchedulerType.local)
     run_dir: str = shared("${run_dir}", MISSING, "folder of the run")
+    resume: Resume = shared("${resume}", Resume.auto, "of a loop without a `Run`")
+    overwrite: bool = shared("${overwrite}", False, "of a loop without a `Run`")
     transport: TransportConfig = shared("${transport}", TransportConfig)
     startup_timeout_s: float = setting(180.0, "limit until a worker is ready", gt=0)
     heartbeat_interval_s: float = setting(2.0, "between two signs of life", gt=0)

@@ -73,6 +73,18 @@ class Background:
             await self.wait(what)
             self.raise_failure()
 
+    async def unless_failed(self, work: asyncio.Future[T]) -> T:
+        """Result of other work; a failure of background work ends the wait for it."""
+        while not work.done():
+            self.raise_failure()
+            changed = asyncio.ensure_future(self._changed.wait())
+            either: list[asyncio.Future[Any]] = [work, changed]
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+        return work.result()
+
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs background work in a task; its exception becomes the failure."""
         task = self.hold(work, name)

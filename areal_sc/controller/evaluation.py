@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from areal_sc.errors import WorkflowError
 from areal_sc.workers.calls import EvaluationReply
+from areal_sc.workflows.rejection import Rejection
 
 MetricSums = Mapping[str, tuple[float, int]]
 """Metric -> (sum, number of episodes)."""
@@ -20,7 +21,7 @@ class EvaluationOutcome:
         num_prompts: those that are in the means.
         num_rejected: further prompts, whose episode was rejected.
         versions: lowest and highest policy version that sampled a token.
-        rejection_example: why the first of them was, "" without any.
+        first_rejection: why the first of them was.
     """
 
     num_prompts: int
@@ -28,7 +29,7 @@ class EvaluationOutcome:
     reward: float
     metrics: dict[str, float]
     versions: tuple[int, int]
-    rejection_example: str = ""
+    first_rejection: Rejection | None = None
 
     @classmethod
     def of(cls, replies: Sequence[EvaluationReply]) -> EvaluationOutcome:
@@ -38,15 +39,15 @@ class EvaluationOutcome:
         """
         rewards = [reply.reward for reply in replies if reply.reward is not None]
         done = [reply for reply in replies if reply.reward is not None]
-        examples = [reply.rejection for reply in replies if reply.reward is None]
+        rejections = [r.rejection for r in replies if r.rejection is not None]
         if not done:
             raise WorkflowError(
                 f"all {len(replies)} evaluation prompts were rejected; for example: "
-                f"{examples[0] if examples else 'there was none'}"
+                f"{rejections[0].describe() if rejections else 'there was none'}"
             )
         return cls(
             num_prompts=len(done),
-            num_rejected=len(examples),
+            num_rejected=len(rejections),
             reward=sum(rewards) / len(rewards),
             metrics=mean_metrics(
                 [{name: (value, 1) for name, value in reply.metrics.items()} for reply in done]
@@ -55,7 +56,7 @@ class EvaluationOutcome:
                 min(reply.versions[0] for reply in done),
                 max(reply.versions[1] for reply in done),
             ),
-            rejection_example=examples[0] if examples else "",
+            first_rejection=rejections[0] if rejections else None,
         )
 
 

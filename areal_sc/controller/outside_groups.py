@@ -2,7 +2,8 @@
 
 consumes     prompts, in their order
 waits for    a worker, and its reply, for each
-unblocked by the replies; an evaluation's worker keeps its weights until the last one
+unblocked by the replies, and by `Background`'s failure; an evaluation's worker keeps its weights
+             until the last one
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.rejections import Rejections
@@ -19,6 +21,7 @@ from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
 from areal_sc.workers.calls import RUN_EVALUATION, EvaluationReply, GroupAttempt, RunEvaluation
+from areal_sc.workflows.rejection import describe_counts
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -29,6 +32,10 @@ class OutsideGroups:
 
     Args:
         make_readable: returns when workers can read a row of a dataset.
+
+    Attributes:
+        num_open: groups, and prompts of evaluations, that are waiting or run.
+        num_finished: those that gave something.
     """
 
     def __init__(
@@ -37,13 +44,17 @@ class OutsideGroups:
         workers: RolloutWorkers,
         rejections: Rejections,
         make_readable: MakeReadable,
+        background: Background,
         new_id: Callable[[], str],
     ) -> None:
         self._config = config
         self._workers = workers
         self._rejections = rejections
         self._make_readable = make_readable
+        self._background = background
         self._new_id = new_id
+        self.num_open = 0
+        self.num_finished = 0
         self._num_groups = 0
         self._needed: set[int] = set()  # groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
@@ -64,6 +75,8 @@ class OutsideGroups:
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
                 self._workers.on_room()
+            else:
+                self.num_finished += 1
             return reply.batch
 
         groups = []
@@ -82,7 +95,7 @@ class OutsideGroups:
         self._returned |= group_ids
         batches = [batch for batch in results if batch is not None]
         if not batches:
-            causes = self._rejections.describe_causes()
+            causes = describe_counts(self._rejections.episodes)
             raise WorkflowError(f"all {len(groups)} groups were rejected: {causes}")
         return concat(batches, batch_id=self._new_id(), global_step=version)
 
@@ -106,7 +119,12 @@ class OutsideGroups:
                 prompt = source.prompt(index, self._config.seed)
                 await self._make_readable(prompt.dataset, prompt.index)
                 episode = RunEvaluation(prompt, source.workflow, temperature)
-                return await self._workers.call(worker, RUN_EVALUATION, episode)
+                reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                if reply.rejection is None:
+                    self.num_finished += 1
+                else:
+                    self._rejections.note(reply.rejection)
+                return reply
 
             return EvaluationOutcome.of(await self._for_each(range(num_prompts), run))
 
@@ -118,10 +136,17 @@ class OutsideGroups:
             async with slots:
                 return await run(item)
 
+        def note_end(_: asyncio.Task[T]) -> None:
+            self.num_open -= 1
+
         tasks = [asyncio.create_task(one(item)) for item in items]
+        self.num_open += len(tasks)
+        for task in tasks:
+            task.add_done_callback(note_end)
+        results = asyncio.gather(*tasks)
         try:
-            return await asyncio.gather(*tasks)
+            return await self._background.unless_failed(results)
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(results, *tasks, return_exceptions=True)

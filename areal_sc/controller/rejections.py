@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.errors import TooManyRejections
+from areal_sc.workers.calls import RejectedEpisodes
+from areal_sc.workflows.rejection import Rejection, describe_counts
+
+logger = logging.getLogger(__name__)
+
+STALE = "stale"
+"""Stands for the cause of groups that got too old."""
 
 
 class RejectionCounts(Struct, frozen=True):
@@ -26,15 +34,17 @@ class Rejections:
         max_rate: share of rejected episodes above which the run ends; stale ones do not count.
 
     Attributes:
+        on_warning: told at once of the first rejection of each cause, and when nothing finishes.
         episodes: those rejected by their workflow or reward, by cause.
-        examples: cause -> one full message.
+        firsts: the first rejection of each cause, since the start of this process.
         num_stale_episodes: those of groups that were rejected as stale.
         wasted_tokens: that they would have trained.
     """
 
     def __init__(self, window: int, max_rate: float) -> None:
+        self.on_warning: Callable[[str], None] = lambda text: None
         self.episodes: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
+        self.firsts: dict[str, Rejection] = {}
         self.num_stale_episodes = 0
         self.wasted_tokens = 0
         self._max_rate = max_rate
@@ -46,18 +56,33 @@ class Rejections:
         """All of them, stale ones included."""
         return self.episodes.total() + self.num_stale_episodes
 
-    def add_group(self, rejected: Mapping[str, tuple[int, str]], num_episodes: int) -> None:
+    def by_cause(self) -> dict[str, int]:
+        """Number of episodes by cause, stale ones included; nothing is 0."""
+        stale = {STALE: self.num_stale_episodes} if self.num_stale_episodes else {}
+        return {**self.episodes, **stale}
+
+    def warn(self, text: str) -> None:
+        """Tells what the user should know at once, in the log too."""
+        logger.warning("%s", text)
+        self.on_warning(text)
+
+    def note(self, rejection: Rejection) -> None:
+        """Tells of a rejection if it is the first of its cause; it is counted with its group."""
+        if rejection.cause not in self.firsts:
+            self.firsts[rejection.cause] = rejection
+            self.warn(f"an episode was rejected, the first for this cause: {rejection.describe()}")
+
+    def add_group(self, rejected: Iterable[RejectedEpisodes], num_episodes: int) -> None:
         """Counts one group that ran to its end.
 
         Args:
-            rejected: cause -> (number of episodes, one full message).
             num_episodes: episodes of the group, the rejected ones included.
         """
         num_rejected = 0
-        for cause, (count, example) in rejected.items():
-            self.episodes[cause] += count
-            self.examples.setdefault(cause, example)
-            num_rejected += count
+        for same in rejected:
+            self.note(same.first)
+            self.episodes[same.first.cause] += same.num_episodes
+            num_rejected += same.num_episodes
         self._recent.append((num_rejected, num_episodes))
 
     def add_stale(self, group: Group, num_episodes: int) -> None:
@@ -78,14 +103,13 @@ class Rejections:
             raise TooManyRejections(
                 f"{rejected} of the last {episodes} episodes were rejected; "
                 f"rollout.max_rejection_rate is {self._max_rate:g}. Causes: "
-                f"{self.describe_causes()}. For example: "
-                f"{next(iter(self.examples.values()), 'none')}"
+                f"{describe_counts(self.episodes)}. For example: {self.describe_example()}"
             )
 
-    def describe_causes(self) -> str:
-        """Every cause with its number of episodes, the most frequent one first."""
-        causes = self.episodes.most_common()
-        return ", ".join(f"{cause} x{count}" for cause, count in causes) or "none"
+    def describe_example(self) -> str:
+        """One rejection, of the most frequent cause that is known."""
+        known = max(self.firsts, key=lambda cause: self.episodes[cause], default=None)
+        return "none" if known is None else self.firsts[known].describe()
 
     def snapshot(self) -> RejectionCounts:
         return RejectionCounts(dict(self.episodes), self.num_stale_episodes)

@@ -27,6 +27,7 @@ from areal_sc.controller.batch_samples import BatchSamples
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import RolloutSource
 from areal_sc.controller.outside_groups import OutsideGroups
+from areal_sc.controller.progress import ProgressWatch
 from areal_sc.controller.rejections import RejectionCounts, Rejections
 from areal_sc.controller.rollout_workers import RPC_MARGIN_S, RolloutWorkers, update_timeout_s
 from areal_sc.controller.runtime import Runtime
@@ -85,14 +86,26 @@ class RolloutController(Controller):
             self._sources.make_readable,
             new_id,
         )
-        self._outside = OutsideGroups(
-            self.config, self._workers, self.rejections, self._sources.make_readable, new_id
-        )
         self._samples = BatchSamples(
             self.config.samples,
             self.fleet,
             self._background,
             RunFolder(scheduler.config.run_dir).samples_path,
+        )
+        self._outside = OutsideGroups(
+            self.config,
+            self._workers,
+            self.rejections,
+            self._sources.make_readable,
+            self._background,
+            new_id,
+        )
+        self._watch = ProgressWatch(
+            self._workers,
+            self.rejections,
+            self.config.max_lost_s,
+            lambda: self._outside.num_open + self.groups.num_awaited,
+            lambda: self._outside.num_finished + self.groups.num_finished,
         )
 
     @property
@@ -120,6 +133,7 @@ class RolloutController(Controller):
         self._workers.track(self.fleet.members)
         self._workers.check_room()
         await self._workers.initialize()
+        self._background.start(self._watch.run(), "progress")
 
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""

@@ -45,6 +45,9 @@ UPDATE_STEPS: Final = 4
 RPC_MARGIN_S: Final = 60.0
 """A group's RPC may take this much longer than the group's time limit, which the worker keeps."""
 
+REPORT_TIMEOUT_S: Final = 5.0
+"""A worker whose event loop turns tells at once what its episodes do."""
+
 BEGUN_PER_TURN: Final = 32
 """So many calls of workers begin in one turn of the event loop; that takes some milliseconds."""
 
@@ -154,6 +157,21 @@ class RolloutWorkers:
         return await self._fleet.call(
             state.member, method, args, timeout_s=self._config.group_timeout_s + RPC_MARGIN_S
         )
+
+    async def episode_reports(self) -> dict[str, calls.EpisodesReport | None]:
+        """What the episodes of each worker do, by its name; None: it does not answer in time."""
+
+        async def ask(state: RolloutWorkerState) -> calls.EpisodesReport | None:
+            try:
+                return await self._fleet.call(
+                    state.member, calls.EPISODES, None, timeout_s=REPORT_TIMEOUT_S
+                )
+            except ArealError as error:
+                logger.info("worker=%s no report of episodes: %s", state.name, error)
+                return None
+
+        reports = await asyncio.gather(*map(ask, self._states))
+        return {state.name: report for state, report in zip(self._states, reports, strict=True)}
 
     async def run_group(
         self, state: RolloutWorkerState, group: Group, source: RolloutSource

@@ -29,7 +29,7 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import MetricSums, mean_metrics
 from areal_sc.controller.group import Group, GroupState, MakeReadable, RolloutSource
 from areal_sc.controller.ledger import Ledger, LedgerState
-from areal_sc.controller.rejections import Rejections
+from areal_sc.controller.rejections import STALE, Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.errors import ConfigError
@@ -59,6 +59,7 @@ class TrainingGroups:
         total_steps: training steps that the run will make; nothing is admitted beyond what they
             need. None admits without end.
         num_prompts_taken: position in the dataset, counted over all epochs.
+        num_finished: groups that gave rows, since the start of this process.
         batch_metrics: means of the workflow's own metrics over the newest batch.
     """
 
@@ -75,6 +76,7 @@ class TrainingGroups:
         self.version = 0
         self.total_steps: int | None = config.total_steps or None
         self.num_prompts_taken = 0
+        self.num_finished = 0
         self.batch_metrics: dict[str, float] = {}
         self._config = config
         self._workers = workers
@@ -99,6 +101,11 @@ class TrainingGroups:
     def num_open(self) -> int:
         """Groups that are queued or running."""
         return self.ledger.num(GroupState.queued) + self.ledger.num(GroupState.running)
+
+    @property
+    def num_awaited(self) -> int:
+        """Open groups that may end; a pause stops all."""
+        return 0 if self._is_paused else self.num_open
 
     def needs(self, run: GroupAttempt) -> bool:
         """Whether its rows wait to be trained, or are in the batch of the current version."""
@@ -230,6 +237,7 @@ class TrainingGroups:
             self.ledger.reject(group.group_id, _main_cause(reply))
         elif self.ledger.finish(group.group_id, attempt, reply.batch):
             self._group_metrics[group.group_id] = reply.metrics
+            self.num_finished += 1
         else:
             self._workers.sweep_one(worker)
         self._rejections.check_rate()
@@ -259,11 +267,12 @@ class TrainingGroups:
             if group.group_id in self._tasks:
                 self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)
-            self.ledger.reject(group.group_id, "stale")
+            self.ledger.reject(group.group_id, STALE)
             self._returned_prompts.append(group.prompt)
 
 
 def _main_cause(reply: GroupReply) -> str:
     """Why most of the rejected episodes were; "empty" when the group gave no rows at all."""
-    rejected = reply.rejected
-    return max(rejected, key=lambda cause: rejected[cause][0], default="empty")
+    if not reply.rejected:
+        return "empty"
+    return max(reply.rejected, key=lambda same: same.num_episodes).first.cause

@@ -14,7 +14,8 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
 
     Args:
         folder: the run folder, where the caller has opened it. None: the scheduler takes the folder
-            `config.run_dir` for this process until it is closed, and leaves what is in it.
+            `config.run_dir` for this process until it is closed, and leaves what is in it, unless
+            `config.overwrite` says otherwise.
     Raises:
         ConfigError: there is none of that name.
         RunFolderError: another process runs in the folder, or it cannot be used.

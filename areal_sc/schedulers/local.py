@@ -70,7 +70,7 @@ class LocalScheduler:
         with interrupts.deferred(), ExitStack() as undo:
             if folder is None:
                 folder = RunFolder(config.run_dir)
-                folder.lock()
+                folder.lock(resume=config.resume.value, overwrite=config.overwrite)
                 undo.callback(folder.close)
             folder.remove_keys()  # of a run that was killed
             undo.callback(folder.remove_keys)

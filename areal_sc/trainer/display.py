@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from areal_sc.trainer.quantities import percent, short_duration, short_number
 from areal_sc.trainer.sample_view import group_view
 from areal_sc.trainer.step_table import StepTable, named_values
 from areal_sc.trainer.trackers.base import Tracker
+from areal_sc.workflows.rejection import describe_counts
 
 _REPORTS_PER_PHASE = 4
 """Plain lines about the progress of one phase, beside those of its start and end."""
@@ -39,6 +40,9 @@ _SAMPLE_LINES = 2
 _SAMPLE_CHARS = 200
 """Of each text of a sample in a plain line."""
 _BAR_WIDTH = 20
+_LEFT_FILES = ("model", "learning_curve.png", "summary.json", "metrics.jsonl", "models", "logs")
+"""What a run leaves that a user looks for."""
+
 _SPEED_WINDOW_S = 3600.0
 """The remaining time follows from the speed within this time: one step may take many minutes."""
 
@@ -172,6 +176,8 @@ class Display(Tracker):
 
 def _word(value: Any) -> str:
     """A value as one word, or quoted as in JSON where it would not be one."""
+    if isinstance(value, Mapping):
+        value = describe_counts(value)
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     if isinstance(value, int):
@@ -280,12 +286,15 @@ class LiveDisplay(Display):
         grid.add_column(style="bold")
         grid.add_column()
         for name, value in asdict(summary).items():
-            if value is not None:
+            if value is not None and value != {}:
                 grid.add_row(name, _shown(name, value))
         self._console.print()
         self._console.print(grid)
         if self._run_dir is not None:
             self._print(Text.assemble(("run folder  ", "bold"), str(self._run_dir)))
+            left = [name for name in _LEFT_FILES if (self._run_dir / name).exists()]
+            if left:
+                self._print(Text.assemble(("in it       ", "bold"), ", ".join(left)))
 
     def close(self) -> None:
         self._bars.stop()
@@ -294,8 +303,10 @@ class LiveDisplay(Display):
         self._console.print(line, highlight=False)
 
 
-def _shown(name: str, value: float) -> str:
-    """A number of the summary, in the unit that its name tells."""
+def _shown(name: str, value: Any) -> str:
+    """A number of the summary, in the unit that its name tells; or numbers by cause."""
+    if isinstance(value, Mapping):
+        return describe_counts(value)
     if name.endswith("_share"):
         return percent(value)
     if name.endswith("_s") and not name.endswith("_per_s"):

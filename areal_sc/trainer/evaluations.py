@@ -67,10 +67,10 @@ class Evaluations:
             return
         running, self._running = self._running, None
         outcome = running.result()  # bounded by the groups' own time limit
-        if outcome.num_rejected:
+        if outcome.first_rejection is not None:
             self._run.display.warning(
                 f"{outcome.num_rejected} prompts of the evaluation were rejected; for example: "
-                f"{outcome.rejection_example}"
+                f"{outcome.first_rejection.describe()}"
             )
         result = EvaluationResult(
             **self._named,

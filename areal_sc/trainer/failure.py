@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -21,11 +22,15 @@ from rich.text import Text
 from areal_sc import interrupts
 from areal_sc.errors import ArealError, ConfigError, RemoteError, RunFolderError
 from areal_sc.process import open_files_advice
+from areal_sc.run_folder import Opening, RunFolder
 
 EXIT_UNEXPECTED = 1
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """End a run as Ctrl-C does; SIGHUP says that the terminal is gone."""
+
+_NO_WAY_ON = ("--overwrite", "overwrite=true", "resume=never")
+"""Arguments with which a command does not go on with a run."""
 
 _NUM_FRAMES = 3
 _NUM_NOTE_LINES = 6
@@ -95,6 +100,7 @@ def report_failure(
             _append_to_log(run_dir, "INFO", f"stopped by {by}\n")
         with suppress(OSError):  # there may be no terminal any more
             block.text(f"stopped by {by}", style="yellow")
+            _show_way_on(block, run_dir, is_stopped=True)
         return 128 + stopped_by
     cause = error
     while isinstance(cause, BaseExceptionGroup):
@@ -118,6 +124,7 @@ def report_failure(
     if log_path is not None:
         block.text(f"full traceback: {log_path}", style="bold")
         block.text(f"logs of the workers: {log_path.parent}", style="bold")
+        _show_way_on(block, run_dir, is_stopped=False)
     return exit_code
 
 
@@ -165,6 +172,23 @@ def _show_place(block: _Block, cause: BaseException, *, has_log: bool) -> None:
         )
     else:
         block.quote("traceback", "".join(traceback.format_exception(cause)).splitlines())
+
+
+def _show_way_on(block: _Block, run_dir: Path | None, *, is_stopped: bool) -> None:
+    """Which snapshot an unfinished run has, and how it goes on; a stopped one may have none."""
+    if run_dir is None:
+        return
+    folder = RunFolder(run_dir)
+    try:
+        opening = folder.decide()
+    except RunFolderError:  # it is finished, or was never a run's
+        return
+    if opening is Opening.restart and is_stopped:
+        block.text("there is no snapshot yet: the same command starts again from nothing")
+    elif opening is Opening.resume:
+        block.text(f"newest snapshot: {folder.snapshots()[-1]}; this command goes on from it:")
+        kept = (arg for arg in sys.orig_argv if arg.lower() not in _NO_WAY_ON)
+        block.text(shlex.join(kept), "  ")
 
 
 def _reasons(error: BaseException) -> Iterator[str]:

@@ -73,6 +73,7 @@ class StepMetrics(_Record):
         reward: mean over episodes, of the means over their rows.
         num_rows: rows trained on.
         num_rejected_groups: groups rejected since the step before.
+        rejected_episodes: episodes rejected since the step before, by cause.
         num_generated_tokens: tokens sampled since the step before, by all rollout workers.
         num_trained_tokens: tokens in the loss.
         num_masked_tokens: tokens kept out of the loss because they are over the bound.
@@ -101,6 +102,7 @@ class StepMetrics(_Record):
     train_s: float
     sync_s: float
     num_rejected_groups: int = 0
+    rejected_episodes: Mapping[str, int] = field(default_factory=dict)
     num_masked_tokens: int = 0
     num_wasted_tokens: int = 0
     mean_sequence_length: float = 0.0
@@ -113,6 +115,10 @@ class StepMetrics(_Record):
         if hasattr(self, name):
             return getattr(self, name)
         return self.train.get(name, self.workflow.get(name))
+
+    @property
+    def num_rejected_episodes(self) -> int:
+        return sum(self.rejected_episodes.values())
 
     @property
     def masked_share(self) -> float:
@@ -178,6 +184,7 @@ class Summary:
         wait_share, train_share, sync_share: of the steps' time; see `StepMetrics`.
         max_token_staleness_trained, max_group_staleness: in policy versions.
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
+        rejected_episodes: their number by cause.
         controller_bytes_per_row: bytes on the controllers' sockets for each trained row.
     """
 
@@ -193,6 +200,7 @@ class Summary:
     num_rows_trained: int | None = None
     num_rows_trained_twice: int | None = None
     num_episodes_rejected: int | None = None
+    rejected_episodes: Mapping[str, int] | None = None
     num_masked_tokens: int | None = None
     num_wasted_tokens: int | None = None
     controller_bytes_per_row: float | None = None
@@ -217,7 +225,8 @@ def summarize(
         steps: every training step of the surviving history, once.
         evaluations: in the order in which they were made; the last one of a name counts.
         others: the fields that do not follow from these: `wall_time_s`, and what is known of
-            `first_step_s`, `num_rows_trained`, `num_rows_trained_twice`, `num_episodes_rejected`.
+            `first_step_s`, `num_rows_trained`, `num_rows_trained_twice`, `num_episodes_rejected`,
+            `rejected_episodes`.
     """
 
     def total(name: str) -> Any:

@@ -106,6 +106,10 @@ class Run:
                 self._trackers.append(BackgroundTracker(tracker, self.display.warning))
                 stack.callback(self._trackers[-1].close)
             self._begin_trackers()
+            if self._opening is Opening.overwrite:
+                self.display.warning(
+                    f"the earlier run in {self.folder.path} was deleted: overwrite"
+                )
             if self._opening is Opening.restart:
                 self.display.warning(
                     f"an earlier start in {self.folder.path} left no snapshot, so the run starts "
@@ -132,6 +136,7 @@ class Run:
             what `start` raises.
         """
         check_models(self.config)  # before any worker is started
+        rollout.rejections.on_warning = self.display.warning
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 stack.enter_context(start(actor, rollout))
@@ -166,6 +171,7 @@ class Run:
             num_rows_trained=account["rows_trained"],
             num_rows_trained_twice=account["rows_trained_twice"],
             num_episodes_rejected=rollout.rejections.num_episodes,
+            rejected_episodes=rollout.rejections.by_cause(),
         )
         plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json())

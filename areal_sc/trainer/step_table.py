@@ -6,7 +6,7 @@ columns, as many as fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from areal_sc.trainer.metrics import Bound, StepMetrics
 from areal_sc.trainer.quantities import percent, short_duration, short_number
+from areal_sc.workflows.rejection import describe_counts
 
 _NARROW = 70
 """Terminals below this width show the step's number without the total (the bar shows it)."""
@@ -81,7 +82,8 @@ COLUMNS = (
 LOSSES = (
     Column(("masked_share",), "mask", 0, 0, percent),
     Column(("wasted_share",), "waste", 0, 0, percent),
-    Column(("num_rejected_groups",), "rej", 0, 0, str),
+    Column(("num_rejected_episodes",), "rej", 0, 0, str),
+    Column(("rejected_episodes",), "", 0, 0, describe_counts),
 )
 """Told at the end of a line where they are not zero."""
 
@@ -92,7 +94,8 @@ def named_values(metrics: StepMetrics) -> Iterator[tuple[str, Any]]:
         yield from zip(column.names, column.values(metrics), strict=True)
     for column in LOSSES:
         (value,) = column.values(metrics)
-        yield column.names[0], value or None
+        shown = describe_counts(value) if value and isinstance(value, Mapping) else value
+        yield column.names[0], shown or None
 
 
 class StepTable:
@@ -130,7 +133,7 @@ class StepTable:
             line.append(text, style=column.style)
         for column in LOSSES:
             (value,) = column.values(metrics)
-            text = f"{self._gap}{column.title} {column.text(value)}"
+            text = f"{self._gap}{f'{column.title} {column.text(value)}'.lstrip()}"
             if value and line.cell_len + len(text) <= self.width:
                 line.append(text, style="yellow")
         line.rstrip()

@@ -13,6 +13,9 @@ from areal_sc.controller.train import TrainController
 from areal_sc.metadata import BatchMetadata
 from areal_sc.trainer.metrics import StepMetrics
 
+_REJECTED = "rejected_episodes/"
+"""Before a cause in the counters."""
+
 Part = Literal["wait", "train", "sync"]
 
 
@@ -21,6 +24,7 @@ def count(actor: TrainController, rollout: RolloutController) -> dict[str, float
     ranks = actor.begin_worker_stats()
     counters = {
         "wasted_tokens": rollout.rejections.wasted_tokens,
+        **{f"{_REJECTED}{c}": n for c, n in rollout.rejections.by_cause().items()},
         "rejected_groups": sum(rollout.account()["rejected"].values()),
         "controller_bytes": actor.num_bytes + rollout.num_bytes,
         **actor.publication_stats,
@@ -88,6 +92,11 @@ class Step:
             num_masked_tokens=staleness.num_tokens_masked,
             num_wasted_tokens=new("wasted_tokens") + new("cancelled_tokens"),
             num_rejected_groups=new("rejected_groups"),
+            rejected_episodes={
+                name.removeprefix(_REJECTED): int(count - before.get(name, 0))
+                for name, count in now.items()
+                if name.startswith(_REJECTED) and count > before.get(name, 0)
+            },
             mean_sequence_length=batch.num_tokens / batch.total_batch_size,
             step_time_s=time.monotonic() - self._began,
             wait_s=self._spent["wait"],

@@ -19,6 +19,7 @@ from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
 from areal_sc.weights import BucketLayout, ShardReference, WeightGroup, WeightsReference
 from areal_sc.workers.operations import Operation
+from areal_sc.workflows.rejection import Rejection
 
 WRITE_TIMEOUT_S: Final = 4 * 3600.0
 """For weights, a snapshot or an export to be written; far above what any takes."""
@@ -199,18 +200,25 @@ class RunGroup(Struct, frozen=True, array_like=True):
     group_size: int
 
 
+class RejectedEpisodes(Struct, frozen=True, array_like=True):
+    """Episodes of a group that were rejected for the same cause, and the first of them."""
+
+    num_episodes: int
+    first: Rejection
+
+
 class GroupReply(Struct, frozen=True, array_like=True):
     """What became of a group.
 
     Attributes:
         batch: its rows; None if all were rejected, or the group was given up meanwhile.
-        rejected: cause -> (number of episodes, one full message).
+        rejected: one for each cause.
         metrics: metric of the workflow -> (sum, number of episodes).
         warning: what the user should know of the prompt; "" if there is nothing.
     """
 
     batch: BatchMetadata | None = None
-    rejected: dict[str, tuple[int, str]] = {}
+    rejected: tuple[RejectedEpisodes, ...] = ()
     metrics: dict[str, tuple[float, int]] = {}
     warning: str = ""
 
@@ -238,14 +246,36 @@ class EvaluationReply(Struct, frozen=True, array_like=True):
     """What an evaluated episode gave.
 
     Attributes:
-        reward: None where the episode was rejected, for the reason in `rejection`.
+        reward: None where the episode was rejected.
         versions: lowest and highest policy version that sampled a token.
     """
 
     reward: float | None
     metrics: dict[str, float] = {}
     versions: tuple[int, int] = (0, 0)
-    rejection: str = ""
+    rejection: Rejection | None = None
+
+
+class Waiting(Struct, frozen=True, array_like=True):
+    """Running episodes that wait for the same, and for how long the first of them does."""
+
+    what: str
+    num_episodes: int
+    longest_s: float
+
+
+class EpisodesReport(Struct, frozen=True, array_like=True):
+    """What the episodes of a worker do, those of evaluations included.
+
+    Attributes:
+        num_kept, num_rejected: those that have ended, since the worker's start.
+        new_causes: the first rejection of each cause that no earlier report told.
+    """
+
+    waiting: tuple[Waiting, ...] = ()
+    num_kept: int = 0
+    num_rejected: int = 0
+    new_causes: tuple[Rejection, ...] = ()
 
 
 class WeightRanks(Struct, frozen=True, array_like=True):
@@ -299,6 +329,7 @@ INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
 RUN_GROUP = Method("run_group", RunGroup, GroupReply)
 GIVE_UP_GROUP = Method("give_up_group", GroupAttempt, NoneType)
 """Ends the episodes of a group, if they go on; the reply of its `run_group` follows."""
+EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
 READ_TEXTS = Method("read_texts", ReadTexts, tuple[RowText, ...], deadline_s=SAMPLE_TIMEOUT_S)
 UPDATE_WEIGHTS = Method("update_weights", WeightsReference, NoneType)

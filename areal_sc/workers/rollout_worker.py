@@ -13,24 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from areal_sc.config.schema import GenerationConfig, RolloutConfig
-from areal_sc.engines.base import Completion, GenerationEngine
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.engines.base import GenerationEngine
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import (
-    EngineFailed,
-    RewardError,
-    TransportError,
-    WorkerError,
-    WorkflowError,
-)
+from areal_sc.errors import EngineFailed, TransportError
 from areal_sc.fork_server import ForkServer
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -46,11 +39,13 @@ from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.weights import WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
+from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
 from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.spec import WorkerSpec
-from areal_sc.workers.trajectory_checks import Rejection, checked_episode
+from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
-from areal_sc.workflows.base import RewardFunction, Trajectory, Workflow
+from areal_sc.workflows.base import Trajectory, Workflow
+from areal_sc.workflows.rejection import Rejection, RejectionKind, last_frames, place_of
 from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.text import describe_unknown
 
@@ -80,6 +75,7 @@ class RolloutWorker(Worker):
         )
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
+        self._all_episodes = Episodes()
         self._group_episodes: dict[calls.GroupAttempt, asyncio.Task[list[Episode | Rejection]]] = {}
 
     @property
@@ -93,6 +89,7 @@ class RolloutWorker(Worker):
             calls.INITIALIZE_ENGINE.served_by(self.initialize),
             calls.RUN_GROUP.served_by(self.run_group),
             calls.GIVE_UP_GROUP.served_by(self.give_up_group),
+            calls.EPISODES.served_by(lambda _: self._all_episodes.report()),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
             calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
@@ -137,19 +134,19 @@ class RolloutWorker(Worker):
         finally:
             self._group_episodes.pop(key, None)
         kept: dict[int, Episode] = {}
-        rejected: dict[str, tuple[int, str]] = {}
+        rejected: dict[str, list[Rejection]] = {}
         metrics: dict[str, list[float]] = {}
         for number, episode in enumerate(played):
             if isinstance(episode, Rejection):
-                count, example = rejected.get(episode.cause, (0, episode.message))
-                rejected[episode.cause] = count + 1, example
+                rejected.setdefault(episode.cause, []).append(episode)
                 continue
             kept[number] = episode
             for name, value in _mean_metrics(episode).items():
                 metrics.setdefault(name, []).append(value)
         batch = self._seal(group, kept) if kept else None
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
-        return calls.GroupReply(batch, rejected, sums, self._warning(group.prompt, kept))
+        causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
+        return calls.GroupReply(batch, causes, sums, self._warning(group.prompt, kept))
 
     async def give_up_group(self, group: calls.GroupAttempt) -> None:
         if group in self._group_episodes:
@@ -160,7 +157,7 @@ class RolloutWorker(Worker):
         name = f"evaluation.0.{wanted.prompt.index}"
         (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, wanted)
         if isinstance(rows, Rejection):
-            return calls.EvaluationReply(None, rejection=rows.message)
+            return calls.EvaluationReply(None, rejection=rows)
         sampled = [version for row in rows for version, _ in _version_spans(row)]
         reward = sum(float(row.reward) for row in rows) / len(rows)
         return calls.EvaluationReply(reward, _mean_metrics(rows), (min(sampled), max(sampled)))
@@ -232,14 +229,20 @@ class RolloutWorker(Worker):
         workflow = self.sources.workflow(workflow_number)
         dataset = self.sources.prompts(reference.dataset)
         try:
-            prompt = dataset[reference.index]
+            prompt = dict(dataset[reference.index])
         except Exception as error:  # the user's code may raise anything
-            cause = Rejection("dataset_error", f"row {reference.index} of the dataset: {error!r}")
-            return [cause] * num_episodes
+            rejection = Rejection(
+                RejectionKind.dataset_error,
+                f"row {reference.index} of the dataset: {error!r}",
+                type(error).__name__,
+                place_of(error),
+                last_frames(error),
+            )
+            return [self._noted(rejection, reference.index)] * num_episodes
         try:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
-                    tasks.create_task(self._episode(workflow, dict(prompt), name, evaluation))
+                    tasks.create_task(self._episode(workflow, prompt, reference, name, evaluation))
                     for _ in range(num_episodes)
                 ]
         except ExceptionGroup as failures:
@@ -250,6 +253,7 @@ class RolloutWorker(Worker):
         self,
         workflow: Workflow,
         prompt: dict[str, Any],
+        reference: PromptReference,
         group: str,
         evaluation: calls.RunEvaluation | None,
     ) -> Episode | Rejection:
@@ -263,23 +267,25 @@ class RolloutWorker(Worker):
         )
         limit_s = config.group_timeout_s
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                returned = await workflow.run_episode(prompt, engine)
+            with self._all_episodes.running(engine):
+                async with asyncio.timeout(limit_s) as limit:
+                    returned = await workflow.run_episode(dict(prompt), engine)
             episode = checked_episode(returned, config, is_trained=evaluation is None)
-        except RewardError as error:
-            episode = Rejection("reward_error", str(error))
-        except WorkflowError as error:
-            episode = Rejection("prompt_error", str(error))
         except Exception as error:  # the user's code may raise anything
+            episode = Rejection.of(error)
             if isinstance(error, TimeoutError) and limit.expired():
-                message = f"the episode took longer than group_timeout_s={limit_s:g} s"
-                episode = Rejection("timeout", message)
-            else:
-                episode = Rejection("workflow_error", f"{type(error).__name__}: {error}")
+                waited = error.__cause__ or error  # the cancellation knows where it waited
+                episode = Rejection(
+                    RejectionKind.timeout,
+                    f"the episode took longer than group_timeout_s={limit_s:g} s",
+                    place=place_of(waited),
+                    frames=last_frames(waited),
+                )
         if engine.failure:
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
         if isinstance(episode, Rejection):
-            logger.warning("rejected cause=%s message=%s", episode.cause, episode.message)
+            return self._noted(episode, reference.index, prompt)
+        self._all_episodes.note_kept()
         return episode
 
     def _warning(self, prompt: PromptReference, kept: Mapping[int, Episode]) -> str:
@@ -295,6 +301,15 @@ class RolloutWorker(Worker):
             f"the model's tokenizer does not know most of prompt {prompt.index}, {content:.200}: "
             f"{what}; use a model whose tokenizer knows such text"
         )
+
+    def _noted(
+        self, rejection: Rejection, prompt_index: int, prompt: Mapping[str, Any] | None = None
+    ) -> Rejection:
+        """The rejection with the prompt that it is of; it is counted, and in the log."""
+        rejection = rejection.of_prompt(prompt_index, prompt, str(self.spec.log_path))
+        self._all_episodes.note_rejected(rejection)
+        logger.warning("rejected %s", rejection.describe())
+        return rejection
 
     def _seal(self, group: calls.RunGroup, episodes: Mapping[int, Episode]) -> BatchMetadata:
         """One shard of the rows of all episodes, which are given by their numbers."""
@@ -332,54 +347,6 @@ class RolloutWorker(Worker):
             (Columns(dict(TRAJECTORY_FIELDS), (shard,)),),
             rows,
         )
-
-
-class WorkerEpisodeEngine:
-    """What one episode sees of its worker.
-
-    Attributes:
-        failure: the engine's own failure during the episode, whatever the user's code made of it.
-    """
-
-    def __init__(
-        self,
-        engine: GenerationEngine,
-        rewards: RewardPool,
-        group: str,
-        sampling: GenerationConfig,
-        temperature: float | None,
-    ) -> None:
-        self.tokenizer = engine.tokenizer
-        self.max_context_tokens = engine.max_context_tokens
-        self.failure: BaseException | None = None
-        self._engine = engine
-        self._rewards = rewards
-        self._group = group
-        self._sampling = sampling
-        self._temperature = temperature
-
-    async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
-    ) -> Completion:
-        sampling = sampling or self._sampling
-        if self._temperature is not None:
-            sampling = replace(sampling, temperature=self._temperature)
-        try:
-            return await self._engine.generate(input_ids, sampling, prefix_group=self._group)
-        except WorkflowError:
-            raise
-        except Exception as error:  # the user's code may catch it; it is no result of the episode
-            self.failure = error
-            raise
-
-    async def score(
-        self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str
-    ) -> float:
-        try:
-            return await self._rewards.score(reward, dict(prompt), completion)
-        except WorkerError as error:
-            self.failure = error
-            raise
 
 
 def _mean_metrics(episode: Episode) -> dict[str, float]:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.metadata import TRAJECTORY_FIELDS
 from areal_sc.workflows.base import Trajectory
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Why an episode is not trained: `cause` is a category that is counted."""
-
-    cause: str
-    message: str
+from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 
 def checked_episode(
@@ -30,28 +22,34 @@ def checked_episode(
         is_trained: False: it is of an evaluation, which may be greedy.
     """
     if returned is None:
-        return Rejection("rejected", "the workflow returned None")
+        return Rejection(RejectionKind.rejected, "the workflow returned None")
     rows = list(returned) if isinstance(returned, list | tuple) else [returned]
     if not rows:
-        return Rejection("rejected", "the workflow returned no trajectory")
+        return Rejection(RejectionKind.rejected, "the workflow returned no trajectory")
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {len(rows)}: " if len(rows) > 1 else ""
-        if problem := _problem(row, limits.max_context_tokens, is_trained=is_trained):
-            return Rejection("workflow_error", where + problem)
+        if problem := _problem(row, is_trained=is_trained):
+            return Rejection(RejectionKind.workflow_error, where + problem)
+        if len(row.input_ids) > limits.max_context_tokens:
+            message = (
+                f"the trajectory has {len(row.input_ids)} tokens, expected at most "
+                f"rollout.max_context_tokens={limits.max_context_tokens}"
+            )
+            return Rejection(RejectionKind.too_long, where + message)
         if not _is_finite(row.reward):
             message = f"the reward must be finite, got {row.reward!r}"
-            return Rejection("reward_error", where + message)
+            return Rejection(RejectionKind.bad_reward, where + message)
     num_tokens = sum(len(row.input_ids) for row in rows)
     if num_tokens > limits.episode_tokens:
         return Rejection(
-            "workflow_error",
+            RejectionKind.too_long,
             f"the episode's {len(rows)} rows have {num_tokens} tokens together, expected at most "
             f"{limits.episode_tokens}: raise rollout.max_episode_tokens",
         )
     return rows
 
 
-def _problem(row: Any, max_context_tokens: int, *, is_trained: bool) -> str:
+def _problem(row: Any, *, is_trained: bool) -> str:
     """Why a row cannot be used; "" if it can."""
     if not isinstance(row, Trajectory):
         found = type(row).__name__
@@ -59,11 +57,6 @@ def _problem(row: Any, max_context_tokens: int, *, is_trained: bool) -> str:
     lengths = {name: len(getattr(row, name)) for name in TRAJECTORY_FIELDS}
     if len(set(lengths.values())) != 1:
         return f"the trajectory's fields differ in length: {lengths}"
-    if len(row.input_ids) > max_context_tokens:
-        return (
-            f"the trajectory has {len(row.input_ids)} tokens, expected at most "
-            f"rollout.max_context_tokens={max_context_tokens}"
-        )
     if not any(row.loss_mask):
         return "the trajectory has no trained token (loss_mask)"
     if is_trained and not all(t > 0 and _is_finite(t) for t in row.temperatures):

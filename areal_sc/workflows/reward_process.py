@@ -2,10 +2,11 @@
 
 Messages are msgpack lists on a stream socket, one request at a time:
 
-    ["load", key, reference]                  -> ["loaded", key] | ["failed", what, traceback]
-    ["call", key, prompt, completion, extra]  -> ["value", number] | ["failed", what, traceback]
+    ["load", key, reference]                  -> ["loaded", key] | ["failed", what, details]
+    ["call", key, prompt, completion, extra]  -> ["value", number] | ["failed", what, details]
 
-and one ["ready"] at the start. The process ends with the connection, or by SIGKILL.
+where the details are the attributes of a RewardError; and one ["ready"] at the start. The process
+ends with the connection, or by SIGKILL.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import socket
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -23,11 +22,10 @@ import msgpack
 from areal_sc.errors import RewardError
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration
 from areal_sc.workflows.reference import ObjectReference, resolve
+from areal_sc.workflows.rejection import RejectionKind, last_frames, place_of
 
 MAX_MESSAGE_BYTES = 256 << 20
 _MAX_TEXT = 2000
-_TRACEBACK_FRAMES = 6
-_OWN_FILES = {"reward_process.py", "rewards.py"}
 
 
 def pack(message: list[Any]) -> bytes:
@@ -52,30 +50,40 @@ def finite_reward(value: Any) -> float:
             value.close()
         raise RewardError(
             "the reward function returned an awaitable: declare it with `async def`, "
-            "or return a number"
+            "or return a number",
+            kind=RejectionKind.bad_reward,
         )
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise RewardError(
             f"the reward function returned {type(value).__name__} {str(value)[:80]!r}: "
-            "expected a finite number"
+            "expected a finite number",
+            kind=RejectionKind.bad_reward,
         )
     number = float(value)
     if not math.isfinite(number):
-        raise RewardError(f"the reward function returned {number}: expected a finite number")
+        raise RewardError(
+            f"the reward function returned {number}: expected a finite number",
+            kind=RejectionKind.bad_reward,
+        )
     return number
-
-
-def short_traceback(error: BaseException) -> str:
-    """The last frames of the user's code; empty where the user's code raised nothing."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if Path(frame.filename).name not in _OWN_FILES]
-    return "".join(traceback.format_list(users[-_TRACEBACK_FRAMES:]))[-_MAX_TEXT:]
 
 
 def describe(error: BaseException) -> str:
     """`ValueError: the message`, shortened; a RewardError's message alone."""
     text = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
     return text[:_MAX_TEXT]
+
+
+def details_of(error: BaseException) -> dict[str, str]:
+    """What a RewardError says beside its message about a reward that raised this."""
+    if isinstance(error, RewardError):
+        return {"kind": error.kind}
+    return {
+        "kind": RejectionKind.reward_error.value,
+        "error_type": type(error).__name__,
+        "place": place_of(error),
+        "frames": last_frames(error),
+    }
 
 
 def run_reward_process(spec: dict[str, Any]) -> int:
@@ -108,4 +116,4 @@ def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]]) -> list[
         prompt, completion, extra = rest
         return ["value", finite_reward(rewards[key](prompt, completion, **extra))]
     except (Exception, SystemExit) as error:  # the user's code: whatever it raises is its answer
-        return ["failed", describe(error), short_traceback(error)]
+        return ["failed", describe(error), details_of(error)]

@@ -31,12 +31,13 @@ from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowE
 from areal_sc.fork_server import Child, ForkServer
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration, RewardFunction
 from areal_sc.workflows.reference import reference_of
+from areal_sc.workflows.rejection import RejectionKind, last_frames, place_of
 from areal_sc.workflows.reward_process import (
     describe,
+    details_of,
     finite_reward,
     make_unpacker,
     pack,
-    short_traceback,
 )
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,15 @@ _EXIT_WAIT_S: Final = 2.0
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a sync reward, from `score` until its future is done."""
+    """One call of a sync reward, from `score` until its future is done.
+
+    Attributes:
+        place: where the reward is defined, as of a RewardError.
+    """
 
     key: int
     name: str
+    place: str
     request: bytes
     declaration: RewardDeclaration | None
     verdict: asyncio.Future[float]
@@ -161,7 +167,7 @@ class RewardPool:
             return await self._score_on_loop(reward, prompt, completion, extra)
         if self._broken is not None:
             raise self._broken
-        key, name = self._key_of(reward), _name_of(reward)
+        key, name = self._key_of(reward), name_of(reward)
         try:
             request = pack(["call", key, dict(prompt), completion, extra])
         except (TypeError, ValueError, OverflowError) as error:
@@ -170,7 +176,8 @@ class RewardPool:
                 f"process: {error}; use numbers, strings, lists and dicts"
             ) from error
         verdict: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        call = _Call(key, name, request, getattr(reward, DECLARATION, None), verdict)
+        declaration = getattr(reward, DECLARATION, None)
+        call = _Call(key, name, _place_of(reward), request, declaration, verdict)
         self._calls.add(call)
         self._waiting.put_nowait(call)
         if self._waiting.qsize() > self._num_idle and len(self._lanes) < self._num_processes:
@@ -248,7 +255,8 @@ class RewardPool:
             return await self._limited(process, call)
         except TimeoutError:
             await self._kill(process)
-            call.fail(_took_too_long(call.name, LOAD_TIMEOUT_S, "importing its module "))
+            what = "importing its module "
+            call.fail(_took_too_long(call.name, LOAD_TIMEOUT_S, what, place=call.place))
         except ConnectionError:
             await self._mourn(process, call)
         return False
@@ -281,13 +289,14 @@ class RewardPool:
         if declared is not None and cpu_left_s <= 0:
             self._settle(call, "value", [declared.late_reward])
         else:
-            call.fail(_took_too_long(call.name, self._timeout_s))
+            call.fail(_took_too_long(call.name, self._timeout_s, place=call.place))
         return False
 
     def _settle(self, call: _Call, kind: str, rest: Sequence[Any]) -> None:
         if kind == "failed":
-            what, remote_traceback = rest
-            call.fail(RewardError(f"reward {call.name}: {what}\n{remote_traceback}"))
+            what, details = rest
+            message = f"reward {call.name}: {what}"
+            call.fail(RewardError(message, **{"place": call.place, **details}))
         elif not call.verdict.done():
             call.verdict.set_result(rest[0])
 
@@ -301,7 +310,9 @@ class RewardPool:
             call.fail(
                 RewardError(
                     f"reward {call.name}: its process ended {call.num_attempts} times while it "
-                    f"ran ({how}); see {self._log_path}"
+                    f"ran ({how}); see {self._log_path}",
+                    kind=RejectionKind.reward_process_died,
+                    place=call.place,
                 )
             )
 
@@ -334,22 +345,27 @@ class RewardPool:
         completion: str,
         extra: Mapping[str, Any],
     ) -> float:
-        name = _name_of(reward)
+        name = name_of(reward)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 value = await reward(dict(prompt), completion, **extra)
             return finite_reward(value)
         except Exception as error:  # the user's code: whatever it raises is its answer
             if isinstance(error, TimeoutError) and limit.expired():
-                raise _took_too_long(name, self._timeout_s) from error
-            text = f"reward {name}: {describe(error)}\n{short_traceback(error)}"
-            raise RewardError(text) from error
+                waited = error.__cause__ or error  # the cancellation knows where it waited
+                raise _took_too_long(
+                    name, self._timeout_s, place=place_of(waited), frames=last_frames(waited)
+                ) from error
+            details = {"place": _place_of(reward), **details_of(error)}
+            raise RewardError(f"reward {name}: {describe(error)}", **details) from error
 
 
-def _took_too_long(name: str, limit_s: float, doing: str = "") -> RewardError:
+def _took_too_long(name: str, limit_s: float, doing: str = "", **where: str) -> RewardError:
     return RewardError(
         f"reward {name}: {doing}took longer than {limit_s:g} s; make it faster, "
-        "or raise rollout.reward_timeout_s"
+        "or raise rollout.reward_timeout_s",
+        kind=RejectionKind.reward_timeout,
+        **where,
     )
 
 
@@ -359,5 +375,13 @@ def _is_async(reward: Any) -> bool:
     )
 
 
-def _name_of(reward: Any) -> str:
+def name_of(reward: Any) -> str:
+    """As messages call a reward."""
     return str(getattr(reward, "__qualname__", type(reward).__qualname__))
+
+
+def _place_of(reward: Any) -> str:
+    """Where a reward is defined, "" if Python does not know."""
+    function = inspect.unwrap(reward) if inspect.isroutine(reward) else type(reward).__call__
+    code = getattr(function, "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""

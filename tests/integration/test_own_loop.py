@@ -6,7 +6,7 @@ import ast
 import signal
 from pathlib import Path
 
-from integration.run_process import REPOSITORY, tiny_run
+from integration.run_process import REPOSITORY, SCRIPTS, tiny_run
 
 from areal_sc.samples import read_samples
 
@@ -24,6 +24,9 @@ def test_a_loop_of_ones_own_is_measured_evaluated_and_resumed(
         stopped.send_to_foreground(signal.SIGINT)
         assert stopped.wait() == 130, stopped.story()
         assert "phase=training stopped=" in stopped.output
+        told = stopped.output.partition("stopped by Ctrl-C")[2]
+        assert f"newest snapshot: {run_dir}/checkpoints/step-" in told
+        assert f"{SCRIPT} --config" in told
         stopped.wait_until_gone(5.0)
     last = int(max(path.name for path in (run_dir / "checkpoints").glob("step-*")).split("-")[1])
     rest = f"total_steps={last + 3}"
@@ -50,6 +53,13 @@ def test_a_loop_of_ones_own_is_measured_evaluated_and_resumed(
         assert record["counters"]["store_bytes"] > 0
     for name in ("learning_curve.png", "model/model.safetensors", "config.yaml"):
         assert (run_dir / name).is_file()
+
+
+def test_a_loop_without_a_run_refuses_to_resume(tmp_path: Path, tiny_model_folder: Path) -> None:
+    script = SCRIPTS / "own_loop.py"
+    with tiny_run(tmp_path / "run", tiny_model_folder, "--resume", script=script) as run:
+        assert run.wait() == 3, run.story()
+        assert "a loop without a `Run` starts from nothing and cannot resume" in run.output
 
 
 def test_the_loop_fits_on_a_screen() -> None:

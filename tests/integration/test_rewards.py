@@ -183,7 +183,7 @@ async def test_one_hundred_calls_at_a_time(
 @pytest.mark.parametrize(
     ("name", "completion", "message"),
     [
-        ("raises", "", r"reward raises: KeyError: 'answer'\n.*user_rewards\.py.* in same"),
+        ("raises", "", r"reward raises: KeyError: 'answer'$"),
         ("gives", "nan", "reward gives: the reward function returned nan: expected a finite"),
         ("gives", "inf", "returned -inf: expected a finite"),
         ("gives", "none", "returned NoneType 'None': expected a finite number"),

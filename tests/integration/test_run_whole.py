@@ -87,6 +87,7 @@ def test_the_summary_accounts_for_every_row(finished_run: RunProcess) -> None:
     assert summary["num_rows_trained"] == 4 * 8 * 8
     assert summary["num_rows_trained_twice"] == 0
     assert summary["num_episodes_rejected"] == 0
+    assert summary["rejected_episodes"] == {}
     assert 0 < summary["controller_bytes_per_row"] < 1024
     assert summary["trained_tokens_per_s"] > 0
     assert summary["generated_tokens_per_s"] > 0
@@ -198,8 +199,8 @@ def test_an_episode_of_several_rows_is_kept_whole_and_counts_once(
         assert {row.episode for row in batch.rows} == {1}  # the first one of each group is rejected
         assert [row.reward for row in batch.rows] == [1.0, 0.0, 0.5] * 4
         assert rollout.batch_metrics == {"right": 0.5, "tools": 4.0}
-        assert set(rollout.rejections.episodes) == {"reward_error"}
-        assert "row 2 of 3: the reward" in rollout.rejections.examples["reward_error"]
+        assert set(rollout.rejections.episodes) == {"bad_reward"}
+        assert "row 2 of 3: the reward" in rollout.rejections.firsts["bad_reward"].message
         outcome = rollout.evaluate(prompts, Calls(is_first_bad=False), num_prompts=3)
         assert (outcome.num_prompts, outcome.reward) == (3, 0.5)
         assert outcome.metrics == {"right": 0.5, "tools": 4.0}

@@ -116,7 +116,7 @@ def test_the_least_store_that_is_accepted_holds_a_batch_of_full_rows(
             (stats,) = rollout.worker_stats()
             assert stats["store_bytes"] == expected * least // BATCH_GROUPS
         rejected = set(rollout.rejections.episodes)
-        assert rejected == ({"workflow_error"} if every_longer else set())
+        assert rejected == ({"too_long"} if every_longer else set())
 
 
 async def test_the_room_of_groups_that_are_given_up_comes_back_when_they_have_ended(

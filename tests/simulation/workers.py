@@ -32,6 +32,7 @@ from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operations
 from areal_sc.workers.spec import Beat, WorkerOrder
+from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
@@ -200,6 +201,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
             calls.INITIALIZE_ENGINE.served_by(self.initialize),
             calls.RUN_GROUP.served_by(self.run_group),
             calls.GIVE_UP_GROUP.served_by(self.give_up_group),
+            calls.EPISODES.served_by(self.report),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
             calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
@@ -237,7 +239,8 @@ class SimulatedRolloutWorker(SimulatedWorker):
         if rng.random() < behavior.group_rejection:
             kept = []
         num_rejected = group.group_size - len(kept)
-        rejected = {"reward_error": (num_rejected, "it raised")} if num_rejected else {}
+        rejection = Rejection(RejectionKind.reward_error, "it raised")
+        rejected = (calls.RejectedEpisodes(num_rejected, rejection),) if num_rejected else ()
         if not kept:
             return calls.GroupReply(rejected=rejected)
         rows = tuple(
@@ -261,6 +264,10 @@ class SimulatedRolloutWorker(SimulatedWorker):
         run = self.running.get((group.group_id, group.attempt))
         if run is not None:
             run.set()
+
+    async def report(self, _: None) -> calls.EpisodesReport:
+        waiting = (calls.Waiting("generation", len(self.running), 1.0),)
+        return calls.EpisodesReport(waiting if self.running else ())
 
     async def run_evaluation(self, _: calls.RunEvaluation) -> calls.EvaluationReply:
         self.num_evaluations += 1

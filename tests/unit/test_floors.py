@@ -62,6 +62,7 @@ TORCH_FREE = (
     "areal_sc.__main__",
     "areal_sc.workflows.base",
     "areal_sc.workflows.reference",
+    "areal_sc.workflows.rejection",
     "areal_sc.workflows.prompts",
     "areal_sc.workflows.load_prompts",
     "areal_sc.workflows.row_file",

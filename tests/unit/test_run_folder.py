@@ -335,6 +335,15 @@ def test_a_loop_of_ones_own_takes_the_folder_as_it_is(path: Path) -> None:
     assert (path / "logs" / "train-0.log").exists()
 
 
+def test_a_loop_of_ones_own_may_overwrite_and_cannot_resume(path: Path) -> None:
+    run_once(path, finish=True)
+    with RunFolder(path) as folder:
+        folder.lock(overwrite=True)
+        assert not folder.summary_path.exists()
+    with pytest.raises(RunFolderError, match=r"cannot resume; .*with Run\(config\) as run"):
+        RunFolder(path).lock(resume="must")
+
+
 def test_a_loop_of_ones_own_leaves_other_folders_alone(path: Path) -> None:
     run_once(path, finish=True)
     with pytest.raises(RunFolderError, match="its run is finished"):

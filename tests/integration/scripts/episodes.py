@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,16 @@ def raises(prompt: dict[str, Any], completion: str) -> float:
 
 def not_a_number(prompt: dict[str, Any], completion: str) -> float:
     return float("nan")
+
+
+def raises_for_some(prompt: dict[str, Any], completion: str) -> float:
+    """For one prompt in ten."""
+    return float(prompt["solution"] == completion) if prompt["number"] % 10 == 0 else 1.0
+
+
+def kills_its_process(prompt: dict[str, Any], completion: str) -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
 
 
 def hangs(prompt: dict[str, Any], completion: str) -> float:

@@ -14,8 +14,9 @@ import pytest
 from areal_sc.config.fields import is_section, known_keys
 from areal_sc.config.loader import config_text
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
-from areal_sc.errors import ConfigError, ModelError
+from areal_sc.errors import ConfigError, ModelError, RunFolderError
 from areal_sc.preflight.load import load_config
+from areal_sc.run_folder import RunFolder
 
 Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]
@@ -151,6 +152,29 @@ def test_dry_run_shows_workers_memory_and_run_folder(
     assert "train/1" in shown
     assert "rollout/0" in shown
     assert "would start a new run" in shown
+    assert "not there yet, the script makes it" in shown
+
+
+def test_dry_run_says_what_each_kind_of_loop_would_do(
+    write_yaml: WriteYaml, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    argv = ["--config", str(write_yaml()), f"run_dir={tmp_path / 'run'}"]
+    config = load_config(argv, GRPOConfig)
+    with RunFolder(config.run_dir) as folder:
+        folder.open(config_text=config_text(config))
+        folder.snapshot_path(10).mkdir()
+    for flags, said in (
+        ((), "a loop without a `Run` would start again from nothing"),
+        (("--resume",), "a loop without a `Run` would refuse --resume"),
+    ):
+        with pytest.raises(SystemExit):
+            load_config([*argv, "--dry-run", *flags], GRPOConfig, makes_model=True)
+        shown = capsys.readouterr().out
+        assert "would go on from the last snapshot" in shown
+        assert said in shown
+    folder.summary_path.touch()
+    with pytest.raises(RunFolderError, match="its run is finished"):  # before the missing model
+        load_config([*argv, "--dry-run"], GRPOConfig)
 
 
 def test_dry_run_misses_a_model_that_the_script_does_not_make(load: Load) -> None:

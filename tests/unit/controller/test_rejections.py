@@ -6,32 +6,48 @@ from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.rejections import Rejections
 from areal_sc.errors import TooManyRejections
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
+from areal_sc.workers.calls import RejectedEpisodes
+from areal_sc.workflows.rejection import Rejection, RejectionKind, describe_counts
 
 
 def group(state: GroupState, batch: BatchMetadata | None = None) -> Group:
     return Group(0, PromptReference(0, 0, 0), 0, state=state, batch=batch)
 
 
+def rejected(**causes: tuple[int, str]) -> list[RejectedEpisodes]:
+    return [
+        RejectedEpisodes(count, Rejection(RejectionKind(kind), message))
+        for kind, (count, message) in causes.items()
+    ]
+
+
 def test_the_rate_is_that_of_a_whole_window() -> None:
     rejections = Rejections(window=2, max_rate=0.5)
-    rejections.add_group({"reward_error": [4, "boom"]}, 4)
+    rejections.add_group(rejected(reward_error=(4, "boom")), 4)
     rejections.check_rate()  # one group says nothing yet
-    rejections.add_group({}, 4)
+    rejections.add_group((), 4)
     rejections.check_rate()  # half of the episodes: at the limit, not over it
-    rejections.add_group({"timeout": [1, "slow"]}, 4)
+    rejections.add_group(rejected(timeout=(1, "slow")), 4)
     rejections.check_rate()  # the first group has left the window
-    rejections.add_group({"timeout": [4, "slower"]}, 4)
-    with pytest.raises(TooManyRejections, match=r"5 of the last 8 episodes .*timeout x5.*boom"):
+    rejections.add_group(rejected(timeout=(4, "slower")), 4)
+    with pytest.raises(TooManyRejections, match=r"5 of the last 8 episodes .*timeout x5.*slow"):
         rejections.check_rate()
 
 
 def test_causes_come_by_their_number_and_keep_their_first_message() -> None:
     rejections = Rejections(window=1, max_rate=1.0)
-    assert rejections.describe_causes() == "none"
-    rejections.add_group({"timeout": [1, "slow"], "reward_error": [2, "boom"]}, 4)
-    rejections.add_group({"reward_error": [1, "again"]}, 4)
-    assert rejections.describe_causes() == "reward_error x3, timeout x1"
-    assert rejections.examples == {"timeout": "slow", "reward_error": "boom"}
+    assert describe_counts(rejections.by_cause()) == "none"
+    told: list[str] = []
+    rejections.on_warning = told.append
+    rejections.add_group(rejected(timeout=(1, "slow"), reward_error=(2, "boom")), 4)
+    rejections.add_group(rejected(reward_error=(1, "again")), 4)
+    assert describe_counts(rejections.by_cause()) == "reward_error x3, timeout x1"
+    first_of = "an episode was rejected, the first for this cause:"
+    assert told == [f"{first_of} timeout: slow", f"{first_of} reward_error: boom"]
+    assert {cause: first.message for cause, first in rejections.firsts.items()} == {
+        "timeout": "slow",
+        "reward_error": "boom",
+    }
 
 
 def test_stale_groups_waste_the_tokens_that_they_have_and_are_no_rejections() -> None:
@@ -46,17 +62,18 @@ def test_stale_groups_waste_the_tokens_that_they_have_and_are_no_rejections() ->
     ]
     batch = BatchMetadata("b", 0, (), tuple(rows))
     rejections.add_stale(group(GroupState.finished, batch), 8)
-    rejections.add_group({}, 4)
+    rejections.add_group((), 4)
     rejections.check_rate()
+    assert rejections.by_cause() == {"stale": 10}
     assert (rejections.num_stale_episodes, rejections.wasted_tokens) == (10, 5)
 
 
 def test_counts_go_on_from_a_snapshot() -> None:
     before = Rejections(window=1, max_rate=1.0)
-    before.add_group({"timeout": [3, "slow"]}, 4)
+    before.add_group(rejected(timeout=(3, "slow")), 4)
     before.add_stale(group(GroupState.running), 2)
     after = Rejections(window=1, max_rate=1.0)
     after.restore(before.snapshot())
-    after.add_group({"timeout": [1, "slow"]}, 4)
+    after.add_group(rejected(timeout=(1, "slow")), 4)
     assert (after.episodes["timeout"], after.num_stale_episodes) == (4, 2)
     assert after.num_episodes == 6

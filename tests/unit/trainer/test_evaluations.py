@@ -12,6 +12,7 @@ from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import EvaluationResult
 from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.run import Run
+from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 OUTCOME = EvaluationOutcome(
     num_prompts=3,
@@ -19,7 +20,7 @@ OUTCOME = EvaluationOutcome(
     reward=0.5,
     metrics={"accuracy": 0.25, "turns": 1.5},
     versions=(2, 4),
-    rejection_example="boom",
+    first_rejection=Rejection(RejectionKind.reward_error, "boom"),
 )
 
 
@@ -79,7 +80,9 @@ def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follow
     )
     assert follower.told == [result]
     assert History.read(run.folder.metrics_path).evaluations == [result]
-    assert "1 prompts of the evaluation were rejected; for example: boom" in shown(run)
+    assert "1 prompts of the evaluation were rejected; for example: reward_error: boom" in shown(
+        run
+    )
     assert "evaluation=periodic step=4 accuracy=0.25" in shown(run)
 
 

@@ -61,7 +61,7 @@ def show_everything(
             phase.advance(2)
         with display.phase("evaluation"):
             display.on_evaluation(make_evaluation("before"))
-        steps = [make_step(i, num_rejected_groups=i // 12) for i in range(1, 31)]
+        steps = [make_step(i, rejected_episodes={"stale": i // 12}) for i in range(1, 31)]
         with display.phase("training", 80, "steps") as phase:
             for step in steps:
                 display.on_step(step)
@@ -99,7 +99,8 @@ def test_output_that_is_no_terminal_gets_plain_lines(
         "INFO step=12/80 reward=0.25 accuracy=0.2 loss=0.0123 grad_norm=0.61 proximal_kl=0.00015 "
         "behavior_kl=0.02 token_staleness_mean=0.9 token_staleness_max=4 "
         "group_staleness_mean=1.3 group_staleness_max=9 generated_tokens_per_s=12000 "
-        "trained_tokens_per_s=8000 step_time_s=0.5 bound=training num_rejected_groups=1"
+        "trained_tokens_per_s=8000 step_time_s=0.5 bound=training num_rejected_episodes=1 "
+        'rejected_episodes="stale x1"'
     ) in lines
     assert (
         "INFO evaluation=before step=0 accuracy=0.2 reward=0.2 num_prompts=64 temperature=1 "
@@ -181,6 +182,8 @@ def test_live_display_at_80_columns(
     make_evaluation: MakeEvaluation,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "summary.json").touch()
+    (tmp_path / "model").mkdir()
     console = live_console(80, monkeypatch)
     show_everything(console, Path("."), make_step, make_evaluation)
     lines = [line.rstrip() for line in visible_lines(shown(console))]
@@ -197,7 +200,8 @@ def test_live_display_at_80_columns(
     assert (values["wall_time_s"], values["train_share"]) == ("1m41s", "80%")
     assert (values["num_rows_trained"], values["num_rows_trained_twice"]) == ("7,680", "0")
     assert "first_step_s" not in values
-    assert result[-2].startswith("run folder")
+    assert result[-3].startswith("run folder")
+    assert result[-2] == "in it       model, summary.json"
 
 
 def test_bars_show_count_time_and_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,14 @@ def test_what_an_engine_does_not_report_is_a_dash(make_step: MakeStep) -> None:
 
 def test_plain_lines_have_every_column_and_what_was_lost(make_step: MakeStep) -> None:
     names = [name for column in COLUMNS for name in column.names]
-    values = dict(named_values(make_step(num_rejected_groups=2)))
-    assert list(values) == [*names, "masked_share", "wasted_share", "num_rejected_groups"]
+    values = dict(named_values(make_step()))
+    lost = ["masked_share", "wasted_share", "num_rejected_episodes", "rejected_episodes"]
+    assert list(values) == [*names, *lost]
     assert values["grad_norm"] == 0.61
-    assert (values["masked_share"], values["num_rejected_groups"]) == (None, 2)
+    assert {values[name] for name in lost} == {None}
+    values = dict(named_values(make_step(rejected_episodes={"timeout": 1, "rejected": 9})))
+    assert values["num_rejected_episodes"] == 10
+    assert values["rejected_episodes"] == "rejected x9, timeout x1"
 
 
 @pytest.mark.parametrize("total_steps", [None, 9, 80, 100_000])
@@ -56,7 +60,9 @@ def test_no_line_is_longer_than_the_terminal_and_columns_stay_aligned(
 ) -> None:
     steps = [
         make_step(1),
-        make_step(9, accuracy=None, reward=-12.345, step_time_s=4000.0, num_rejected_groups=3),
+        make_step(
+            9, accuracy=None, reward=-12.345, step_time_s=4000.0, rejected_episodes={"stale": 3}
+        ),
         make_step(
             9,
             reward=123456.0,
@@ -64,7 +70,7 @@ def test_no_line_is_longer_than_the_terminal_and_columns_stay_aligned(
             group_staleness_max=840,
             num_masked_tokens=3000,
             num_wasted_tokens=2,
-            num_rejected_groups=12345,
+            rejected_episodes={"reward_error: KeyError at task.py:12": 12345},
             num_generated_tokens=10**9,
             sync_s=9.0,
         ),
@@ -87,7 +93,13 @@ def test_no_line_is_longer_than_the_terminal_and_columns_stay_aligned(
 def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
     table = StepTable(120, total_steps=80)
     assert table.row(make_step()).plain.endswith("train")
-    losses = make_step(num_masked_tokens=4000, num_wasted_tokens=8000, num_rejected_groups=2)
+    losses = make_step(
+        num_masked_tokens=4000, num_wasted_tokens=8000, rejected_episodes={"stale": 2}
+    )
     assert table.row(losses).plain.endswith("train  mask 50%  waste 50%")
-    assert StepTable(140, 80).row(losses).plain.endswith("mask 50%  waste 50%  rej 2")
+    assert StepTable(140, 80).row(losses).plain.endswith("waste 50%  rej 2  stale x2")
     assert StepTable(80, 80).row(losses).plain.endswith("train mask 50%")
+    failing = make_step(rejected_episodes={"reward_error: KeyError at task.py:12": 3})
+    shown = "train  rej 3  reward_error: KeyError at task.py:12 x3"
+    assert StepTable(170, 80).row(failing).plain.endswith(shown)
+    assert StepTable(80, 80).row(failing).plain.endswith("train rej 3")

@@ -41,10 +41,10 @@ def test_one_trajectory_or_several(returned: Any, lengths: list[int]) -> None:
         ([], "rejected", "the workflow returned no trajectory"),
         (1.0, "workflow_error", "a Trajectory, a list of them, or None, got float"),
         ([row(2), None], "workflow_error", "row 2 of 2: run_episode must .* got NoneType"),
-        ([row(2), row(9)], "workflow_error", "row 2 of 2: .* 9 tokens.*max_context_tokens=8"),
-        ([row(2, reward=float("nan")), row(3)], "reward_error", "row 1 of 2: the reward must"),
-        ([row(7)] * 3, "workflow_error", "3 rows have 21 tokens together, expected at most 20"),
-        ([row(9)], "workflow_error", "^the trajectory has 9 tokens"),
+        ([row(2), row(9)], "too_long", "row 2 of 2: .* 9 tokens.*max_context_tokens=8"),
+        ([row(2, reward=float("nan")), row(3)], "bad_reward", "row 1 of 2: the reward must"),
+        ([row(7)] * 3, "too_long", "3 rows have 21 tokens together, expected at most 20"),
+        ([row(9)], "too_long", "^the trajectory has 9 tokens"),
     ],
 )
 def test_one_bad_row_rejects_the_episode(returned: Any, cause: str, message: str) -> None:

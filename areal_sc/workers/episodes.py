@@ -1,0 +1,128 @@
+"""What one episode sees of its worker, and what the worker tells of all its episodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion, GenerationEngine
+from areal_sc.errors import WorkerError, WorkflowError
+from areal_sc.workers.calls import EpisodesReport, Waiting
+from areal_sc.workflows.base import RewardFunction
+from areal_sc.workflows.rejection import Rejection
+from areal_sc.workflows.rewards import RewardPool, name_of
+
+OWN_CODE: Final = "the workflow's own code, or a tool"
+
+
+class WorkerEpisodeEngine:
+    """What one episode sees of its worker.
+
+    Attributes:
+        failure: the engine's own failure during the episode, whatever the user's code made of it.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        rewards: RewardPool,
+        group: str,
+        sampling: GenerationConfig,
+        temperature: float | None,
+    ) -> None:
+        self.tokenizer = engine.tokenizer
+        self.max_context_tokens = engine.max_context_tokens
+        self.failure: BaseException | None = None
+        self._engine = engine
+        self._rewards = rewards
+        self._group = group
+        self._sampling = sampling
+        self._temperature = temperature
+        self._waits: dict[object, tuple[str, float]] = {}  # what for, and since when
+        self._own_code_since_s = time.monotonic()
+
+    @property
+    def waits(self) -> list[tuple[str, float]]:
+        """What the episode waits for now, each with the time since when (monotonic, s)."""
+        return list(self._waits.values()) or [(OWN_CODE, self._own_code_since_s)]
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+    ) -> Completion:
+        sampling = sampling or self._sampling
+        if self._temperature is not None:
+            sampling = replace(sampling, temperature=self._temperature)
+        try:
+            with self._waiting("generation"):
+                return await self._engine.generate(input_ids, sampling, prefix_group=self._group)
+        except WorkflowError:
+            raise
+        except Exception as error:  # the user's code may catch it; it is no result of the episode
+            self.failure = error
+            raise
+
+    async def score(
+        self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str
+    ) -> float:
+        try:
+            with self._waiting(f"the reward {name_of(reward)}"):
+                return await self._rewards.score(reward, dict(prompt), completion)
+        except WorkerError as error:
+            self.failure = error
+            raise
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        key = object()
+        self._waits[key] = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            del self._waits[key]
+            self._own_code_since_s = time.monotonic()
+
+
+class Episodes:
+    """The episodes of a worker: those that run, and how the others ended."""
+
+    def __init__(self) -> None:
+        self._running: set[WorkerEpisodeEngine] = set()
+        self._num_kept = 0
+        self._num_rejected = 0
+        self._causes: set[str] = set()
+        self._untold: list[Rejection] = []
+
+    @contextmanager
+    def running(self, episode: WorkerEpisodeEngine) -> Iterator[None]:
+        self._running.add(episode)
+        try:
+            yield
+        finally:
+            self._running.discard(episode)
+
+    def note_kept(self) -> None:
+        self._num_kept += 1
+
+    def note_rejected(self, rejection: Rejection) -> None:
+        self._num_rejected += 1
+        if rejection.cause not in self._causes:
+            self._causes.add(rejection.cause)
+            self._untold.append(rejection)
+
+    def report(self) -> EpisodesReport:
+        """What became of them, and what they wait for. Each new cause is told once."""
+        now_s = time.monotonic()
+        waited: dict[str, list[float]] = {}
+        for what, since_s in (wait for episode in self._running for wait in episode.waits):
+            waited.setdefault(what, []).append(now_s - since_s)
+        untold, self._untold = self._untold, []
+        return EpisodesReport(
+            tuple(Waiting(what, len(times), max(times)) for what, times in waited.items()),
+            self._num_kept,
+            self._num_rejected,
+            tuple(untold),
+        )

@@ -1,0 +1,176 @@
+"""Why an episode is not trained: plain data, which travels from the worker to the controller."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from areal_sc.errors import RewardError, WorkflowError
+
+_MAX_FRAMES: Final = 6
+_MAX_TRACEBACK_CHARS: Final = 2000
+_MAX_MESSAGE_CHARS: Final = 1000
+_MAX_PROMPT_CHARS: Final = 120
+
+_OWN_FOLDER: Final = Path(__file__).resolve().parents[1]
+_OTHER_FOLDERS: Final = tuple(
+    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")
+)
+
+
+class RejectionKind(StrEnum):
+    """What went wrong with an episode.
+
+    reward_error: the reward raised.
+    bad_reward: it is NaN, infinite, or no number.
+    reward_timeout: the reward took longer than `rollout.reward_timeout_s`.
+    reward_process_died: its process ended while it ran.
+    dataset_error: the row of the dataset cannot be read.
+    prompt_error: the prompt cannot be used.
+    timeout: the episode took longer than `rollout.group_timeout_s`.
+    too_long: its rows have more tokens than are allowed.
+    workflow_error: the workflow raised, or returned what cannot be trained.
+    rejected: the workflow returned None.
+    """
+
+    reward_error = "reward_error"
+    bad_reward = "bad_reward"
+    reward_timeout = "reward_timeout"
+    reward_process_died = "reward_process_died"
+    dataset_error = "dataset_error"
+    prompt_error = "prompt_error"
+    timeout = "timeout"
+    too_long = "too_long"
+    workflow_error = "workflow_error"
+    rejected = "rejected"
+
+
+class Rejection(Struct, frozen=True, array_like=True):
+    """Why one episode is not trained.
+
+    Attributes:
+        error_type: class of the exception, "" if nothing was raised.
+        place: `file.py:line` of the user's code that is to blame, "" if that is not known.
+        frames: the last frames of the traceback, "" if nothing was raised.
+        prompt_index: row of the dataset.
+        prompt: how that row begins.
+        log: path of the log that has the rest.
+    """
+
+    kind: RejectionKind
+    message: str
+    error_type: str = ""
+    place: str = ""
+    frames: str = ""
+    prompt_index: int = -1
+    prompt: str = ""
+    log: str = ""
+
+    @property
+    def cause(self) -> str:
+        """What is counted: `reward_error: KeyError at task.py:12`; a run has few different ones."""
+        where = " at ".join(part for part in (self.error_type, self.place) if part)
+        return f"{self.kind}: {where}" if where else str(self.kind)
+
+    def describe(self) -> str:
+        """All of it, for people; several lines where there is a traceback."""
+        text = f"{self.cause}: {self.message}"
+        if self.prompt_index >= 0:
+            text += f"; prompt {self.prompt_index}"
+        if self.prompt:
+            text += f": {self.prompt}"
+        if self.log:
+            text += f"; more in {self.log}"
+        return "\n".join(filter(None, (text, self.frames.rstrip())))
+
+    def of_prompt(self, index: int, row: Mapping[str, Any] | None, log: str) -> Rejection:
+        """With the dataset's row, None where it cannot be read; and fit for every terminal."""
+        return replace(
+            self,
+            message=_shown(self.message),
+            frames=_shown(self.frames),
+            prompt_index=index,
+            prompt="" if row is None else _shown(_short_prompt(row)),
+            log=log,
+        )
+
+    @classmethod
+    def of(cls, error: Exception) -> Rejection:
+        """That of an episode whose workflow raised; a RewardError knows its place itself."""
+        message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
+        if isinstance(error, RewardError):
+            return cls(
+                RejectionKind(error.kind),
+                str(error)[:_MAX_MESSAGE_CHARS],
+                error.error_type,
+                error.place or place_of(error),
+                error.frames,
+            )
+        if isinstance(error, WorkflowError):
+            return cls(RejectionKind.prompt_error, message)
+        return cls(
+            RejectionKind.workflow_error,
+            message,
+            type(error).__name__,
+            place_of(error),
+            last_frames(error),
+        )
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Every cause with its number of episodes, the most frequent one first; "none"."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{cause} x{count}" for cause, count in ordered) or "none"
+
+
+def _short_prompt(row: Mapping[str, Any]) -> str:
+    """How a row of a dataset begins, on one line."""
+    text = repr(row.get("prompt", dict(row)))
+    return text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
+
+
+def _shown(text: str) -> str:
+    """Without what neither a terminal nor UTF-8 should get: models sample such characters, too."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def last_frames(error: BaseException) -> str:
+    """The last frames of a traceback as Python formats them, from the user's code on."""
+    frames = _frames(error)
+    return "".join(traceback.format_list(frames[-_MAX_FRAMES:]))[-_MAX_TRACEBACK_CHARS:]
+
+
+def place_of(error: BaseException) -> str:
+    """`file.py:line` where the user's code was when the error arose; "" without a traceback.
+
+    That is the last frame which is not in a library, if there is one.
+    """
+    frames = _frames(error)
+    users = [frame for frame in frames if not _is_library(frame.filename)]
+    if not frames:
+        return ""
+    frame = (users or frames)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Without those of this package that led to the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, f in enumerate(frames) if not _is_own(f.filename)), 0)
+    return list(frames[first:])
+
+
+def _is_own(file: str) -> bool:
+    return Path(file).resolve().is_relative_to(_OWN_FOLDER)
+
+
+def _is_library(file: str) -> bool:
+    path = Path(file).resolve()
+    return _is_own(file) or any(path.is_relative_to(folder) for folder in _OTHER_FOLDERS)

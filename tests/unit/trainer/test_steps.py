@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from areal_sc.controller.rejections import Rejections
+from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.trainer.steps import Step, count
+from areal_sc.workers.calls import RejectedEpisodes
+from areal_sc.workflows.rejection import Rejection, RejectionKind
+
+
+def failed(kind: RejectionKind, num_episodes: int) -> RejectedEpisodes:
+    return RejectedEpisodes(num_episodes, Rejection(kind, "boom", "KeyError", "task.py:12"))
+
+
+def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() -> None:
+    ranks: Future[list[dict[str, float]]] = Future()
+    ranks.set_result([{"generated_tokens": 0.0, "cancelled_tokens": 0.0}])
+    actor: Any = SimpleNamespace(
+        version=0, num_bytes=0, publication_stats={}, begin_worker_stats=lambda: ranks
+    )
+    rollout: Any = SimpleNamespace(
+        rejections=Rejections(window=9, max_rate=1.0),
+        num_bytes=0,
+        batch_metrics={},
+        account=lambda: {"rejected": {}},
+        worker_stats=list,
+    )
+    batch = BatchMetadata("b", 0, (), (RowMetadata(0, 0, 4, 1.0, 0, ((0, 2),), 0),))
+    told: list[StepMetrics] = []
+    rollout.rejections.add_group([failed(RejectionKind.reward_error, 5)], 8)
+    step = Step(actor, rollout, count(actor, rollout), told.append)
+    step.record(batch, {})
+    rollout.rejections.add_group([failed(RejectionKind.reward_error, 2)], 8)
+    rollout.rejections.add_group([failed(RejectionKind.timeout, 1)], 8)
+    Step(actor, rollout, step.counters, told.append).record(batch, {})
+    assert [dict(metrics.rejected_episodes) for metrics in told] == [
+        {},
+        {"reward_error: KeyError at task.py:12": 2, "timeout: KeyError at task.py:12": 1},
+    ]
