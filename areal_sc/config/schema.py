@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from areal_sc.config.fields import setting, shared
-from areal_sc.config.sample_settings import SamplesConfig
+from areal_sc.config.follow_settings import SamplesConfig, TrackerKind
 from areal_sc.config.sharing import Section, join_sections
 
 
@@ -57,14 +57,6 @@ class OverBound(StrEnum):
     mask = "mask"
     wait = "wait"
     regenerate = "regenerate"
-
-
-class TrackerKind(StrEnum):
-    """What else keeps a run's metrics; each is a package of the same name."""
-
-    wandb = "wandb"
-    tensorboard = "tensorboard"
-    trackio = "trackio"
 
 
 class RolloutEngine(StrEnum):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from areal_sc.config.sample_settings import SamplesConfig
+from areal_sc.config.follow_settings import SamplesConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet
 from areal_sc.errors import ArealError, RunFolderError

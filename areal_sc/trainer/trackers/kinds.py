@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from areal_sc.config.schema import TrackerKind
+from areal_sc.config.follow_settings import TrackerKind
 from areal_sc.trainer.trackers.base import Tracker
 
 _CLASSES = {

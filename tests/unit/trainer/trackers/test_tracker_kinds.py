@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import ActorConfig, GRPOConfig, TrackerKind
+from areal_sc.config.follow_settings import TrackerKind
+from areal_sc.config.schema import ActorConfig, GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight import checks
 from areal_sc.preflight.checks import check_config
@@ -24,7 +25,7 @@ from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 RUN = """
 import json, sys
 from pathlib import Path
-from areal_sc.config.schema import TrackerKind
+from areal_sc.config.follow_settings import TrackerKind
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.trainer.trackers.background import BackgroundTracker
 from areal_sc.trainer.trackers.base import RunDescription

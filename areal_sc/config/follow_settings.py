@@ -1,10 +1,19 @@
-"""The settings of samples: see `areal_sc.samples`."""
+"""The settings of what follows a run: its samples (see `areal_sc.samples`), and trackers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from areal_sc.config.fields import setting
+
+
+class TrackerKind(StrEnum):
+    """What else keeps a run's metrics; each is a package of the same name."""
+
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    trackio = "trackio"
 
 
 @dataclass
