@@ -177,6 +177,8 @@ def test_the_ways_that_the_readme_shows(
     write_yaml()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["script.py", "run_dir=r", "total_steps=9", "actor.path=m"])
+    # a worker of pytest-xdist has no script of its own
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
     assert len(calls) == 4
     for call in calls:
         assert eval(call).total_steps == 9

@@ -158,7 +158,7 @@ def test_workers_find_a_session_by_its_file(run_cell: RunCell, tmp_path: Path) -
         "        assert score is reward\n"
     )
     main = vars(sys.modules["__main__"])
-    registry = SourceRegistry(tmp_path)
+    registry = SourceRegistry(tmp_path, "rollout")
     first = main["Mine"](main["reward"], {"target": "__main__:reward"})
     number = registry.register_workflow(first)
     assert registry.register_workflow(main["Mine"](main["reward"], first.limits)) == number
@@ -168,7 +168,7 @@ def test_workers_find_a_session_by_its_file(run_cell: RunCell, tmp_path: Path) -
     assert mine.limits == first.limits  # an argument that only looks like a reference
     assert Path(sys.modules[type(mine).__module__].__file__ or "").parent == tmp_path / "sources"
     # a reward process gets it from a worker, where it has a file
-    other = SourceRegistry(tmp_path / "other")
+    other = SourceRegistry(tmp_path / "other", "rollout")
     assert other.register_workflow(SingleTurnWorkflow(mine.reward))
     assert not list((tmp_path / "other" / "sources").glob("*.py"))
     run_cell("KINDS = ()\n")
