@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: the folder is not empty, or cannot be written."""
     files = project_files()
     write_project(arguments.folder, files)
-    print(next_steps(arguments.folder, files), end="")
+    sys.stdout.write(next_steps(arguments.folder, files))
 
 
 def project_files() -> dict[str, str]:

@@ -106,7 +106,7 @@ async def test_a_killed_server(
     running = scene.victim.num_running
     os.kill(scene.server.pid, signal.SIGKILL)
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
-    assert noticed_s < engine._config.sglang.hung_after_s  # by its end, not by its silence
+    assert noticed_s <= 2.0
     assert not scene.victim.is_open
     assert scene.other.is_open
     await until(lambda: engine.stats()["lost_requests"] - scene.before["lost_requests"] >= running)
