@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,8 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.controller.node_workers import Member, NodeWorkers
+from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import WorkerLost
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
 from areal_sc.schedulers.base import Node
@@ -214,7 +213,7 @@ def agents_of(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
 async def heartbeats(
     transport: ZmqTransport,
     workers: Sequence[Mapping[str, str]],
-    on_lost: Callable[[WorkerLost], None],
+    on_lost: OnLost,
 ) -> None:
     """A controller's watch over the workers, until it is cancelled.
 
@@ -228,7 +227,8 @@ async def heartbeats(
         watches[node.name] = NodeWorkers(node, orders, scheduler, Runtime(transport), on_lost)
     for worker in workers:
         watch = watches[worker["node"]]
-        watch.add(Member(report_of(worker), 0, watch.agent))  # nobody calls it
+        order = WorkerOrder("rollout", 0, "", {}, Device.cpu, 0)
+        watch.add(Member(order, report_of(worker), watch.agent))  # nobody calls it
     async with asyncio.TaskGroup() as tasks:
         for number, watch in enumerate(watches.values(), start=1):
             hold_s = scheduler.config.heartbeat_interval_s * number / len(watches)

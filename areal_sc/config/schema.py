@@ -341,6 +341,11 @@ class SchedulerConfig(Section):
     hung_after_s: float = setting(
         60.0, "a worker whose loop stands still for so long is lost", gt=0
     )
+    max_deaths: int = setting(
+        5,
+        "deaths of one worker without a row or a step in between; the next one ends the run",
+        ge=0,
+    )
     orphan_timeout_s: float = setting(
         20.0, "a worker that hears no controller for so long exits", gt=0
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import WorkerLost
@@ -128,7 +129,7 @@ class Controller(ABC):
         if control_loop is not None:
             self.worker_lost = None  # that of an earlier start
 
-    def _note_loss(self, loss: WorkerLost) -> None:
+    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
         self.worker_lost = self.worker_lost or loss
 
     def _copy_prompts(self, prompts: PromptSource, *others: Any, **named: Any) -> None:

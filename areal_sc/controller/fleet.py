@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.controller.node_workers import Member, NodeWorkers
+from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError, WorkerLost
+from areal_sc.errors import ArealError
 from areal_sc.schedulers.base import Scheduler, placed
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import SHUTDOWN
@@ -30,9 +30,7 @@ from areal_sc.workers.spec import WorkerOrder
 class Fleet:
     """Launches, watches and calls the workers of one role."""
 
-    def __init__(
-        self, scheduler: Scheduler, runtime: Runtime, on_lost: Callable[[WorkerLost], None]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runtime: Runtime, on_lost: OnLost) -> None:
         self._scheduler = scheduler
         self._runtime = runtime
         self._on_lost = on_lost
@@ -74,6 +72,23 @@ class Fleet:
             undo.pop_all()
         launched = [member for node in used for member in node.members]
         self.members = sorted(launched, key=lambda member: member.index)
+
+    async def restart(self, members: Sequence[Member]) -> None:
+        """Starts a new life of each of the workers, lost or not, in place of the one before.
+
+        Their members stay the same objects. Calls to the life before fail at once.
+
+        Raises: WorkerStartError: one did not come up. None of a node's is left then; all may be
+            started again.
+        """
+        restarts = []
+        for node in self._nodes:
+            if its_members := [member for member in node.members if member in members]:
+                restarts.append(node.restart(its_members))
+        outcomes = await asyncio.gather(*restarts, return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
 
     async def call(
         self, member: Member, method: Method[A, R], args: A, *, timeout_s: float | None = None

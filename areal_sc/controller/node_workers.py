@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +26,7 @@ from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.transport.rpc.transport import Connection
+from areal_sc.transport.sockets.interface import port_of
 from areal_sc.workers.beats import BLOCKED_WARNING_S
 from areal_sc.workers.spec import (
     LAUNCH,
@@ -54,17 +55,18 @@ RPC_MARGIN_S: Final = 30.0
 
 @dataclass(eq=False)
 class Member:
-    """One worker of the fleet.
+    """One worker of the fleet, through all its lives.
 
     Attributes:
-        index: its number within its role.
+        order: for its newest life.
+        worker: its newest life, as it told of itself.
         beat_s: loop time at which its process was last seen alive.
         is_blocked: its event loop had not turned for long at that time.
-        failure: why the worker is lost, once it is.
+        failure: why the worker is lost, while it is; a new life has none.
     """
 
+    order: WorkerOrder
     worker: WorkerReport
-    index: int
     connection: Connection
     beat_s: float = 0.0
     is_blocked: bool = False
@@ -75,9 +77,18 @@ class Member:
         return self.worker.name
 
     @property
+    def index(self) -> int:
+        """Its number within its role."""
+        return self.order.index
+
+    @property
     def node(self) -> tuple[str, str]:
         """(node_id, node_addr), as shards name their owner."""
         return self.worker.name, self.worker.address
+
+
+OnLost = Callable[[Member, WorkerLost], None]
+"""Called once for each life of a worker that is lost."""
 
 
 class NodeWorkers:
@@ -85,7 +96,6 @@ class NodeWorkers:
 
     Args:
         orders: for the workers, all of one role.
-        on_lost: called once for each worker that is lost.
 
     Attributes:
         agent: connection to the node's agent.
@@ -98,14 +108,14 @@ class NodeWorkers:
         orders: Sequence[WorkerOrder],
         scheduler: Scheduler,
         runtime: Runtime,
-        on_lost: Callable[[WorkerLost], None],
+        on_lost: OnLost,
     ) -> None:
         self.agent: Connection = runtime.transport.connect(
             node.facts.address, "agent", node.facts.incarnation
         )
         self.members: list[Member] = []
         self._node = node
-        self._orders = list(orders)
+        self._first_orders = list(orders)
         self._role = orders[0].role
         self._scheduler = scheduler
         self._config = scheduler.config
@@ -121,7 +131,40 @@ class NodeWorkers:
 
         Raises: WorkerStartError: one did not come up; the agent has ended the others.
         """
-        launch = Launch(self._orders, self._config.startup_timeout_s)
+        for order, worker in zip(
+            self._first_orders, await self._start(self._first_orders), strict=True
+        ):
+            self.add(Member(order, worker, self._connect(worker)))
+
+    async def restart(self, members: Sequence[Member]) -> None:
+        """Starts a new life of each, at the address of the one before, which is killed if need be.
+
+        Raises: WorkerStartError: one did not come up; the agent has ended the others.
+        """
+        for member in members:
+            self.fence(member, "is started again")
+            port = port_of(member.worker.address)
+            new_id = self._runtime.new_id()
+            member.order = replace(member.order, incarnation=new_id, port=port)
+        workers = await self._start([member.order for member in members])
+        for member, worker in zip(members, workers, strict=True):
+            await member.connection.close()
+            member.worker, member.connection = worker, self._connect(worker)
+            member.failure, member.is_blocked = None, False
+            self._watch(member)
+
+    def fence(self, member: Member, cause: str) -> None:
+        """Nothing more is sent to this life of a worker, or taken from it, whether it lives or not.
+
+        Args:
+            cause: why, in words that follow the worker's name.
+        """
+        if member.failure is None:
+            member.failure = WorkerLost(f"worker {member.name} {cause}")
+            member.connection.fail_pending(member.failure)
+
+    async def _start(self, orders: Sequence[WorkerOrder]) -> list[WorkerReport]:
+        launch = Launch(list(orders), self._config.startup_timeout_s)
         try:
             launched = await self.agent.call(
                 LAUNCH, launch, timeout_s=launch.timeout_s + RPC_MARGIN_S
@@ -134,17 +177,22 @@ class NodeWorkers:
             raise WorkerStartError(
                 launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
             )
-        for order, worker in zip(self._orders, launched.workers, strict=True):
-            connection = self._runtime.transport.connect(
-                worker.address, worker.name, worker.incarnation, keeps_trying=True
-            )
-            self.add(Member(worker, order.index, connection))
+        for worker in launched.workers:
             logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
+        return launched.workers
+
+    def _connect(self, worker: WorkerReport) -> Connection:
+        return self._runtime.transport.connect(
+            worker.address, worker.name, worker.incarnation, keeps_trying=True
+        )
 
     def add(self, member: Member) -> None:
         """The worker serves, and has to beat from now on."""
-        member.beat_s = asyncio.get_running_loop().time()
         self.members.append(member)
+        self._watch(member)
+
+    def _watch(self, member: Member) -> None:
+        member.beat_s = asyncio.get_running_loop().time()
         if member.worker.incarnation in self._ended:  # the news was faster
             self._note_end(member, self._ended[member.worker.incarnation])
         elif self._failure is not None:
@@ -166,14 +214,15 @@ class NodeWorkers:
     async def close(self) -> None:
         """Ends the workers that are still there, and closes all connections."""
         grace_s = self._config.shutdown_timeout_s / 2
-        stop = Stop([order.incarnation for order in self._orders], grace_s)
+        orders = [member.order for member in self.members] or self._first_orders
+        stop = Stop([order.incarnation for order in orders], grace_s)
         try:
             await self.agent.call(STOP, stop, timeout_s=grace_s + RPC_MARGIN_S)
         except TransportError as error:  # its workers die with it, or of their orphan timeout
             logger.warning("node=%s its agent stopped no workers: %s", self._node.name, error)
         for connection in (self.agent, *(member.connection for member in self.members)):
             await connection.close()
-        for order in self._orders:
+        for order in self._first_orders:
             self._node.placement.release(order.name)
 
     @property
@@ -290,4 +339,4 @@ class NodeWorkers:
         member.failure = WorkerLost.with_log(f"worker {member.name} {cause}", log_path, tail)
         member.failure.__cause__ = error
         member.connection.fail_pending(member.failure)
-        self._on_lost(member.failure)
+        self._on_lost(member, member.failure)

@@ -26,6 +26,7 @@ from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.batch_samples import BatchSamples
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import RolloutSource
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.outside_groups import OutsideGroups
 from areal_sc.controller.progress import ProgressWatch
 from areal_sc.controller.rejections import RejectionCounts, Rejections
@@ -267,8 +268,8 @@ class RolloutController(Controller):
         """Waits until every worker holds the newest version."""
         await self._workers.wait_for_weights()
 
-    def _note_loss(self, loss: WorkerLost) -> None:
-        super()._note_loss(loss)
+    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
+        super()._note_loss(member, loss)
         self._background.fail(loss)
 
     def _needs(self, run: calls.GroupAttempt) -> bool:

@@ -90,7 +90,7 @@ class Worker:
             [*self.methods(), *await self.plane.start()],
             node_id=self.spec.name,
             incarnation=self.spec.order.incarnation,
-            bind=self._interface.bind,
+            bind=f"{self._interface.bind}:{self.spec.order.port}",
             authenticator=self._control_guard,
         )
         beats = Beats(self._agent, self.spec.run.heartbeat_interval_s)

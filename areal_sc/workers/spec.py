@@ -51,6 +51,8 @@ class WorkerOrder:
         num_devices: how many it takes; on a CPU none, whatever is said here.
         incarnation: names this life of the worker; calls meant for an earlier one are refused.
         devices: numbers of the node's CUDA devices that it gets.
+        port: of its control socket; 0: any free one. A new life of a worker takes the one of the
+            life before, whose shards it has adopted: so these keep their address.
     """
 
     role: Role
@@ -62,6 +64,7 @@ class WorkerOrder:
     num_devices: int = 1
     incarnation: str = ""
     devices: list[int] = field(default_factory=list)
+    port: int = 0
 
     @property
     def name(self) -> str:

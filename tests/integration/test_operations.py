@@ -27,7 +27,7 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     for member in actor.fleet.members:
         worker = member.worker
         connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)
-        again.fleet.members.append(Member(worker, member.index, connection))
+        again.fleet.members.append(Member(member.order, worker, connection))
     return again
 
 

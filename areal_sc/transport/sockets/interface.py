@@ -87,3 +87,8 @@ def _own_address(bind: str) -> str:
 def host_of(address: str) -> str:
     """The host of an endpoint `tcp://<host>:<port>`."""
     return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def port_of(address: str) -> int:
+    """The port of an endpoint `tcp://<host>:<port>`."""
+    return int(address.rpartition(":")[2])

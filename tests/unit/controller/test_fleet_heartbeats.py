@@ -19,7 +19,7 @@ from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_workers import NodeWorkers
+from areal_sc.controller.node_workers import Member, NodeWorkers
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.workers.calls import PING, STATS
@@ -41,11 +41,10 @@ class WatchedFleet:
         self.fleet = Fleet(self.cluster, runtime, on_lost=self._note_lost)
         self._num_workers = num_workers
 
-    def _note_lost(self, error: WorkerLost) -> None:
-        members = [member for node in self.fleet._nodes for member in node.members]
-        (name,) = (member.name for member in members if member.failure is error)
-        assert name not in self.lost, "told twice"
-        self.lost[name] = (self.cluster.now_s, error)
+    def _note_lost(self, member: Member, error: WorkerLost) -> None:
+        assert member.failure is error
+        assert member.name not in self.lost, "told twice"
+        self.lost[member.name] = (self.cluster.now_s, error)
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[WatchedFleet]:

@@ -44,7 +44,7 @@ def test_nothing_is_left_of_a_launch_that_fails(
         cluster = BrokenCluster(tmp_path, Behavior())
         cluster.num_nodes = num_nodes
         runtime = Runtime(transport=SimulatedTransport(cluster))
-        fleet = Fleet(cluster, runtime, on_lost=lambda _: None)
+        fleet = Fleet(cluster, runtime, on_lost=lambda *_: None)
         orders = [
             WorkerOrder("rollout", index, "LocalGenerator", {}, Device.cpu, 1) for index in range(3)
         ]
