@@ -5,55 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ledger_history import History, a_run
 from simulation.disk import SimulatedDisk
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.controller import journal as module
-from areal_sc.controller.journal import Journal, segment_paths
-from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.journal import segment_paths
 from areal_sc.controller.ledger_account import GroupAccount, RunAccount, read_account
-from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError
-from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
 FOLDER = Path("/run/ledger")
-
-
-class History:
-    """A ledger that is written to a journal, without controllers."""
-
-    def __init__(self, disk: Disk, folder: Path = FOLDER) -> None:
-        self.journal = Journal(folder, disk)
-        self.begin(LedgerState(), 1)
-
-    def begin(self, state: LedgerState, lineage: int) -> None:
-        self.ledger = Ledger.restore(state)
-        self.ledger.requeue_all("restart")
-        self.ledger.begin_lineage(lineage)
-        self.journal.begin(self.ledger.snapshot)
-        self.ledger.journal = self.journal.append
-
-    def admit(self) -> int:
-        prompt = PromptReference(0, 10 * self.ledger.num_prompts_taken, 7)
-        return self.ledger.admit(prompt, self.ledger.version).group_id
-
-    def run(self, group_id: int, worker: str = "rollout/0", *, num_rows: int = 2) -> None:
-        group = self.ledger.get(group_id)
-        assert group is not None
-        attempt = self.ledger.start(group_id, worker)
-        version = self.ledger.version
-        spans = tuple((v, 5) for v in range(group.admitted_version, version + 1))
-        row = RowMetadata(group_id, attempt, 9, 1.0, group.admitted_version, spans, 0)
-        self.ledger.finish(group_id, attempt, BatchMetadata("b", 0, (), (row,) * num_rows))
-
-    def train(self, *group_ids: int, left_out: int = 0) -> None:
-        """A whole step; rows of the last group are left out."""
-        batches = self.ledger.consume(group_ids, self.ledger.version)
-        rows = [row for batch in batches for row in batch.rows]
-        self.ledger.record_trained(rows[: len(rows) - left_out])
-        self.ledger.publish(self.ledger.version + 1)
-        self.ledger.release(self.ledger.version - 1)
 
 
 def read(
@@ -69,21 +31,6 @@ def read(
     return read_account(folder, note, disk), found
 
 
-def a_run(history: History) -> None:
-    """Groups 0 and 1 trained, 1 at its second attempt; 2 rejected, 3 finished, 4 running, 5 not."""
-    for _ in range(6):
-        history.admit()
-    history.run(0)
-    history.ledger.start(1, "rollout/1")
-    history.ledger.requeue(1, "worker lost")
-    history.train(0)
-    history.run(1, "rollout/2", num_rows=3)
-    history.ledger.reject(2, "reward_error")
-    history.train(1)
-    history.run(3)
-    history.ledger.start(4, "rollout/1")
-
-
 @pytest.mark.parametrize("segment_bytes", [4 << 20, 100], ids=["one segment", "many segments"])
 def test_every_group_is_accounted_for(monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", segment_bytes)
@@ -91,7 +38,7 @@ def test_every_group_is_accounted_for(monkeypatch: pytest.MonkeyPatch, segment_b
     disk = SimulatedDisk()
 
     async def write() -> None:
-        history = History(disk)
+        history = History(disk, FOLDER)
         a_run(history)
         await history.journal.close()
 
@@ -121,7 +68,7 @@ def test_what_a_later_lineage_does_not_go_on_from_is_undone() -> None:
     disk = SimulatedDisk()
 
     async def write() -> None:
-        history = History(disk)
+        history = History(disk, FOLDER)
         for _ in range(4):
             history.admit()
         for group in range(3):
@@ -164,7 +111,7 @@ def test_rows_that_are_lost_or_trained_twice_are_named() -> None:
     disk = SimulatedDisk()
 
     async def write() -> None:
-        history = History(disk)
+        history = History(disk, FOLDER)
         for group in range(3):
             history.admit()
             history.run(group)
@@ -188,7 +135,7 @@ def test_a_journal_that_is_being_written_is_read_as_far_as_it_goes() -> None:
     disk = SimulatedDisk()
 
     async def write() -> None:
-        history = History(disk)
+        history = History(disk, FOLDER)
         a_run(history)
         await history.journal.close()
 
@@ -208,7 +155,7 @@ def test_records_that_are_missing_between_two_segments_are_noticed(
     disk = SimulatedDisk()
 
     async def write() -> None:
-        history = History(disk)
+        history = History(disk, FOLDER)
         a_run(history)
         await history.journal.close()
 
