@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from areal_sc.commands import new, samples
+from areal_sc.commands import ledger, new, samples
 from areal_sc.trainer.failure import run_script
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
         epilog="A training run is a script of your own: `new` writes the first one.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (new, samples):
+    for command in (new, samples, ledger):
         command.add_to(commands)
     parsed = parser.parse_args(argv)
     if parsed.command is None:

@@ -5,6 +5,7 @@
     summary.json     written last: the run is finished
     metrics.jsonl    one line a training step
     samples.jsonl    what the model read and wrote: a few answers of each training step
+    ledger/          the journal of every group's life: what was trained, when, and only once
     learning_curve.png
     logs/            <role>-<index>.log
     checkpoints/     step-<number>/: a snapshot; one that is being written has another name
@@ -37,7 +38,7 @@ from areal_sc.durable import remove, write_atomic
 from areal_sc.errors import RunFolderError
 from areal_sc.file_lock import HeldLock, take_lock
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Of everything that a run resumes from. It is raised when an older areal_sc could not read it."""
 
 OWNER_ONLY = 0o700
@@ -82,6 +83,7 @@ class RunFolder:
         self.keys_path = self.path / "keys.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
+        self.ledger = self.path / "ledger"
         self.exports = self.path / "exports"
         self.sources = self.path / "sources"
         self._lock: HeldLock | None = None
@@ -278,6 +280,12 @@ class RunFolder:
             ) from error
         self.write_atomic(path, f"{lineage}\n".encode())
         return lineage
+
+    @property
+    def lineage(self) -> int:
+        """The number that `begin_lineage` gave last; 0: none."""
+        path = self.path / _LINEAGE
+        return int(path.read_text()) if path.exists() else 0
 
     @contextmanager
     def _taken(self) -> Iterator[None]:

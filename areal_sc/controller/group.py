@@ -31,7 +31,8 @@ class Group(Struct, array_like=True):
         admitted_version: policy version at admission; staleness counts from here.
         attempt: which run of the group is current; only its result counts.
         worker: who generates, or holds, its rows; None while queued.
-        batch: its rows, while finished; None otherwise.
+        batch: its rows, from when it is finished; None otherwise.
+        metrics: metric of the workflow -> (sum, number of episodes), as long as it has a batch.
     """
 
     group_id: int
@@ -41,6 +42,7 @@ class Group(Struct, array_like=True):
     state: GroupState = GroupState.queued
     worker: str | None = None
     batch: BatchMetadata | None = None
+    metrics: dict[str, tuple[float, int]] = {}
 
 
 @dataclass(frozen=True)

@@ -2,58 +2,47 @@
 
     admit        start          finish           consume(step)
     -----> queued -----> running -----> finished ------------> consumed
-              ^------------'---------------'  requeue_all: the workers are gone
+              ^------------'---------------'  requeue(cause): its worker is gone
               '------------'---------------'-----------------> rejected   reject(reason)
 
 A group is the completions of one prompt; its id is given once, in order of admission, and never
 again. An infrastructure failure is no result: a new *attempt* of the same group starts, under the
 same admission version, and what an earlier attempt still sends is ignored.
 
-Pure state: nothing here waits, reads a clock or touches a file. Consumed and rejected groups leave
-nothing but counts, so the ledger is as large as the groups in flight, however long the run.
+Pure state: nothing here waits, reads a clock or touches a file. Each change is first handed to the
+`journal`, as a record, and made when that returns; `replay` makes the same changes from the
+records. Rejected groups, and consumed ones once their step is released, leave nothing but counts,
+so the ledger is as large as the groups in flight, however long the run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
+from areal_sc.controller import ledger_records as kinds
 from areal_sc.controller.group import Group, GroupState
+from areal_sc.controller.ledger_records import ConsumedStep, LedgerState, Record
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
 
-class LedgerState(Struct, array_like=True):
-    """The whole ledger, as a snapshot keeps it.
+class Ledger:
+    """Every group's state, and the counts that admission and the run's account need.
 
     Attributes:
-        unconsumed: copies of the groups; in a ledger itself they lie elsewhere.
-        rejected: number of groups by reason.
-        untrained_step: the newest step that consumed groups.
-        untrained: of those groups the ones that were not trained yet.
+        journal: receives each change before it is made; what it raises leaves the ledger as it
+            was. None: nobody wants to know.
     """
 
-    next_id: int = 0
-    unconsumed: tuple[Group, ...] = ()
-    num_consumed: int = 0
-    rejected: dict[str, int] = {}
-    rows_consumed: int = 0
-    rows_trained: int = 0
-    rows_trained_twice: int = 0
-    untrained_step: int = 0
-    untrained: set[int] = set()
-
-
-class Ledger:
-    """Every group's state, and the counts that admission and the run's account need."""
-
     def __init__(self) -> None:
+        self.journal: Callable[[Record], None] | None = None
         self._state = LedgerState()
+        self._kept: dict[int, dict[int, Group]] = {}  # consumed groups by step, until release
         self._unconsumed: dict[int, Group] = {}  # insertion order is id order
         self._num_in: Counter[GroupState] = Counter()  # of the unconsumed ones
 
@@ -70,27 +59,74 @@ class Ledger:
         """Queued, running and finished groups, by ascending group id."""
         return iter(self._unconsumed.values())
 
-    def is_finished(self, group_id: int, attempt: int) -> bool:
-        """Whether the group is finished, with the rows of this attempt."""
-        group = self._unconsumed.get(group_id)
-        return group is not None and (group.state, group.attempt) == (GroupState.finished, attempt)
+    def get(self, group_id: int) -> Group | None:
+        """The group, if it is queued, running or finished."""
+        return self._unconsumed.get(group_id)
+
+    def needs_rows(self, group_id: int, attempt: int) -> bool:
+        """Whether the rows of this attempt wait to be trained, or are of a step that is kept."""
+        groups = (of_step.get(group_id) for of_step in (self._unconsumed, *self._kept.values()))
+        return any(g is not None and g.batch is not None and g.attempt == attempt for g in groups)
+
+    @property
+    def lineage(self) -> int:
+        """Of the policies that the groups are for."""
+        return self._state.lineage
+
+    @property
+    def version(self) -> int:
+        """The newest policy version that was published."""
+        return self._state.version
+
+    @property
+    def num_prompts_taken(self) -> int:
+        """Position in the dataset, counted over all epochs."""
+        return self._state.num_prompts_taken
+
+    @property
+    def returned_prompt(self) -> PromptReference | None:
+        """The prompt to admit next, if one has come back from a rejected group."""
+        returned = self._state.returned_prompts
+        return returned[0] if returned else None
+
+    def begin_lineage(self, lineage: int) -> None:
+        """A new history begins with the groups as they are; its journal begins with `snapshot`."""
+        self._state.lineage = lineage
 
     def admit(self, prompt: PromptReference, version: int) -> Group:
-        """A new group, queued, admitted under policy `version`."""
-        group = Group(self._state.next_id, prompt, version)
-        self._state.next_id += 1
+        """A new group, queued, admitted under policy `version`.
+
+        Args:
+            prompt: `returned_prompt`, which is let go of; if that is None, the next of the dataset.
+        Raises: LedgerError: another prompt has come back, and is first.
+        """
+        state, returned = self._state, self._state.returned_prompts
+        if returned and returned[0] != prompt:
+            raise LedgerError(f"admit: expected the returned prompt {returned[0]}, got {prompt}")
+        num_taken = state.num_prompts_taken + (not returned)
+        group = Group(state.next_id, prompt, version)
+        self._write(kinds.Admit(group.group_id, prompt, version, num_taken))
+        state.next_id += 1
+        state.num_prompts_taken, state.returned_prompts = num_taken, returned[1:]
         self._insert(group)
         return group
 
     def start(self, group_id: int, worker: str) -> int:
         """queued -> running on `worker`; returns the attempt that its result must name."""
         group = self._expect(group_id, "start", GroupState.running, GroupState.queued)
+        self._write(kinds.Start(group_id, group.attempt, worker))
         self._move(group, GroupState.running)
         group.worker = worker
         return group.attempt
 
-    def finish(self, group_id: int, attempt: int, batch: BatchMetadata) -> bool:
-        """running -> finished with the rows of `batch`.
+    def finish(
+        self,
+        group_id: int,
+        attempt: int,
+        batch: BatchMetadata,
+        metrics: dict[str, tuple[float, int]] | None = None,
+    ) -> bool:
+        """running -> finished with the rows of `batch`, and the metrics of the workflow.
 
         Returns: False, and nothing changes, for the late result of an attempt that is not current
             or of a group that no longer runs.
@@ -109,38 +145,56 @@ class Ledger:
                 f"finish: batch {batch.batch_id} of group {group_id}: expected rows of (group, "
                 f"attempt, admitted version) {expected}, got {sorted(found) or 'no rows'}"
             )
+        metrics = metrics or {}
+        self._write(kinds.Finish(group_id, attempt, batch, metrics))
         self._move(group, GroupState.finished)
-        group.batch = batch
+        group.batch, group.metrics = batch, metrics
         return True
 
-    def requeue_all(self) -> None:
-        """Every unconsumed group -> queued with a new attempt: no worker of before is left.
+    def requeue(self, group_id: int, cause: str) -> int:
+        """queued | running | finished -> queued: its worker, or its rows, are gone.
 
-        Ids and admission versions stay, and so do deadlines, and "trained once".
+        Id and admission version stay, and so do its deadline, and "trained once".
+
+        Returns: the new attempt.
         """
-        for group in self.unconsumed():
-            self._move(group, GroupState.queued)
-            group.attempt += 1
-            group.worker = None
-            group.batch = None
+        group = self._expect(group_id, "requeue", GroupState.queued, *_UNCONSUMED)
+        self._write(kinds.Requeue(group_id, group.attempt + 1, cause))
+        self._move(group, GroupState.queued)
+        group.attempt += 1
+        group.worker, group.batch, group.metrics = None, None, {}
+        return group.attempt
 
-    def reject(self, group_id: int, reason: str) -> None:
+    def requeue_all(self, cause: str) -> None:
+        """As `requeue`, of every unconsumed group. No rows are left, so no step can be repeated."""
+        for group in self.unconsumed():
+            self.requeue(group.group_id, cause)
+        self.release(self._state.untrained_step)
+
+    def reject(self, group_id: int, reason: str, *, returns_prompt: bool = False) -> None:
         """queued | running | finished -> rejected, and refunded.
 
         Args:
             reason: a category that is counted (`stale`, `reward_error`, ...), not a message: each
                 distinct one is kept for the whole run.
+            returns_prompt: its prompt is to be admitted again.
         """
         group = self._expect(group_id, "reject", GroupState.rejected, *_UNCONSUMED)
+        self._write(kinds.Reject(group_id, group.attempt, reason, returns_prompt))
         self._remove(group, GroupState.rejected)
-        self._state.rejected[reason] = self._state.rejected.get(reason, 0) + 1
+        group.batch = None
+        state = self._state
+        state.rejected[reason] = state.rejected.get(reason, 0) + 1
+        if returns_prompt:
+            state.returned_prompts += (group.prompt,)
 
     def consume(self, group_ids: Sequence[int], step: int) -> list[BatchMetadata]:
         """finished -> consumed by training step `step`; all of them, or none when one cannot be.
 
         Groups that an earlier step consumed are trained by now, or never.
 
-        Returns: the groups' batches, in the order of `group_ids`; the ledger lets go of them.
+        Returns: the groups' batches, in the order of `group_ids`; the ledger keeps them until the
+            step is released.
         Raises: LedgerError: a group is not finished, is named twice, or was consumed before.
         """
         verb = f"consume at step {step}"
@@ -150,12 +204,14 @@ class Ledger:
             self._expect(group_id, verb, GroupState.consumed, GroupState.finished)
             for group_id in group_ids
         ]
+        state = self._state
+        self._write(kinds.Consume(state.lineage, step, tuple(group_ids)))
         batches = []
         for group in groups:
             assert group.batch is not None
             batches.append(group.batch)
             self._remove(group, GroupState.consumed)
-        state = self._state
+            self._kept.setdefault(step, {})[group.group_id] = group
         if step != state.untrained_step:
             state.untrained, state.untrained_step = set(), step
         state.untrained.update(group_ids)
@@ -171,18 +227,40 @@ class Ledger:
 
         Raises: LedgerError: a row's group was not consumed.
         """
-        num_rows = Counter(row.group_id for row in rows)
+        self._record_trained(Counter(row.group_id for row in rows))
+
+    def _record_trained(self, num_rows: Mapping[int, int]) -> None:
         for group_id in num_rows:
             if group_id >= self._state.next_id or group_id in self._unconsumed:
                 raise LedgerError(
                     f"trained on group {group_id}: expected consumed, "
                     f"it is {self._state_of(group_id)}"
                 )
+        state = self._state
+        self._write(kinds.Trained(state.lineage, state.version, dict(num_rows)))
         for group_id, count in num_rows.items():
-            self._state.rows_trained += count
-            if group_id not in self._state.untrained:
-                self._state.rows_trained_twice += count
-        self._state.untrained.difference_update(num_rows)
+            state.rows_trained += count
+            if group_id not in state.untrained:
+                state.rows_trained_twice += count
+        state.untrained.difference_update(num_rows)
+
+    def publish(self, version: int) -> None:
+        """A new policy version exists.
+
+        Raises: LedgerError: it is not above the one before.
+        """
+        if version <= self._state.version:
+            raise LedgerError(f"publish: version {version} follows version {self._state.version}")
+        self._write(kinds.Publish(self._state.lineage, version))
+        self._state.version = version
+
+    def release(self, step: int) -> None:
+        """Steps up to `step` are not repeated any more: the ledger lets go of their batches."""
+        released = [kept for kept in self._kept if kept <= step]
+        if released:
+            self._write(kinds.Release(max(released)))
+        for kept in released:
+            del self._kept[kept]
 
     def account(self) -> dict[str, Any]:
         """Where every group ever admitted is, and what was trained.
@@ -205,7 +283,8 @@ class Ledger:
 
     def snapshot(self) -> LedgerState:
         """The whole ledger; `restore` is its inverse."""
-        return _copy(self._state, tuple(copy(group) for group in self.unconsumed()))
+        kept = (ConsumedStep(step, _copies(of.values())) for step, of in self._kept.items())
+        return _copy(self._state, _copies(self.unconsumed()), tuple(kept))
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:
@@ -214,10 +293,62 @@ class Ledger:
         Where the workers of then are gone, `requeue_all` follows.
         """
         ledger = cls()
-        ledger._state = _copy(state, ())
+        ledger._state = _copy(state, (), ())
         for group in state.unconsumed:
             ledger._insert(copy(group))
+        for kept in state.kept:
+            ledger._kept[kept.step] = {g.group_id: g for g in _copies(kept.groups)}
         return ledger
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Makes the changes of a journal again; nothing is journalled.
+
+        Raises: LedgerError: a record does not follow on the state; those before it did.
+        """
+        journal = self.journal
+        try:
+            for record in records:
+                self._repeat(record)
+        finally:
+            self.journal = journal
+
+    def _repeat(self, record: Record) -> None:
+        """Calls the method that made the record; it must make it again."""
+
+        def compare(made: Record | None) -> None:
+            self.journal = None
+            if made != record:
+                raise LedgerError(
+                    f"replay: the journal holds {record}, but the state before it gives {made}: "
+                    "records are missing or repeated"
+                )
+
+        self.journal = compare
+        match record:
+            case kinds.Admit(prompt=prompt, version=version):
+                self.admit(prompt, version)
+            case kinds.Start(group_id=group_id, worker=worker):
+                self.start(group_id, worker)
+            case kinds.Finish():
+                self.finish(record.group_id, record.attempt, record.batch, record.metrics)
+            case kinds.Requeue(group_id=group_id, cause=cause):
+                self.requeue(group_id, cause)
+            case kinds.Reject(group_id=group_id, reason=reason, returns_prompt=returns_prompt):
+                self.reject(group_id, reason, returns_prompt=returns_prompt)
+            case kinds.Consume(group_ids=group_ids, step=step):
+                self.consume(group_ids, step)
+            case kinds.Trained(num_rows=num_rows):
+                self._record_trained(num_rows)
+            case kinds.Publish(version=version):
+                self.publish(version)
+            case kinds.Release(step=step):
+                self.release(step)
+        if self.journal is compare:
+            compare(None)
+
+    def _write(self, record: Record) -> None:
+        if self.journal is not None:
+            self.journal(record)
 
     def _insert(self, group: Group) -> None:
         self._unconsumed[group.group_id] = group
@@ -232,7 +363,6 @@ class Ledger:
         del self._unconsumed[group.group_id]
         self._num_in[group.state] -= 1
         group.state = state
-        group.batch = None
 
     def _expect(self, group_id: int, verb: str, target: GroupState, *sources: GroupState) -> Group:
         group = self._unconsumed.get(group_id)
@@ -254,6 +384,12 @@ class Ledger:
 _UNCONSUMED = (GroupState.queued, GroupState.running, GroupState.finished)
 
 
-def _copy(state: LedgerState, unconsumed: tuple[Group, ...]) -> LedgerState:
+def _copy(
+    state: LedgerState, unconsumed: tuple[Group, ...], kept: tuple[ConsumedStep, ...]
+) -> LedgerState:
     rejected, untrained = dict(state.rejected), set(state.untrained)
-    return replace(state, unconsumed=unconsumed, rejected=rejected, untrained=untrained)
+    return replace(state, unconsumed=unconsumed, rejected=rejected, untrained=untrained, kept=kept)
+
+
+def _copies(groups: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(map(copy, groups))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,6 +38,10 @@ JOIN_MARGIN_S = 60.0
 
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
+
+
+Announce = Callable[[WeightsReference], Awaitable[None]]
+"""Called with a new version when rollout workers may get it."""
 
 
 @dataclass
@@ -77,22 +81,22 @@ class Publisher:
         operation: Operation,
         version: int,
         rollout: RolloutController,
-        announce: Callable[[WeightsReference], None],
+        announce: Announce,
     ) -> None:
         """Returns once the weights are sealed, broadcast or written; generation goes on.
 
         Args:
             operation: what the ranks are asked to do; a repeat does not publish again.
-            announce: is called with the new version when rollout workers may get it.
+            announce: tells the new version.
         """
         started = time.perf_counter()
         oldest = await rollout.hold_updates_async()
         self.times.publish_hold_s += time.perf_counter() - started
         match self._config.weight_update.method:
             case WeightUpdateMethod.disk:
-                announce(await self._save(operation, version, oldest))
+                await announce(await self._save(operation, version, oldest))
             case WeightUpdateMethod.pull:
-                announce(await self._seal(operation, version))
+                await announce(await self._seal(operation, version))
             case WeightUpdateMethod.collective:
                 await self._broadcast(operation, version, rollout, announce)
 
@@ -124,7 +128,7 @@ class Publisher:
         operation: Operation,
         version: int,
         rollout: RolloutController,
-        announce: Callable[[WeightsReference], None],
+        announce: Announce,
     ) -> None:
         started = time.perf_counter()
         await self._ensure_group(rollout)
@@ -139,7 +143,7 @@ class Publisher:
             )
         )
         sent = WeightBroadcast(self._group, sealed.shards[0], self._layouts)
-        announce(WeightsReference(version, sealed.shards, broadcast=sent))
+        await announce(WeightsReference(version, sealed.shards, broadcast=sent))
         received = asyncio.create_task(rollout.wait_for_weights_async())
         try:
             await asyncio.wait({sending, received}, return_when=asyncio.FIRST_COMPLETED)

@@ -26,13 +26,15 @@ from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.batch_samples import BatchSamples
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import RolloutSource
+from areal_sc.controller.journal import Journal
+from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.node_workers import Member
 from areal_sc.controller.outside_groups import OutsideGroups
 from areal_sc.controller.progress import ProgressWatch
 from areal_sc.controller.rejections import RejectionCounts, Rejections
 from areal_sc.controller.rollout_workers import RPC_MARGIN_S, RolloutWorkers, update_timeout_s
 from areal_sc.controller.runtime import Runtime
-from areal_sc.controller.training_groups import TrainingGroups, TrainingState
+from areal_sc.controller.training_groups import TrainingGroups
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
@@ -49,7 +51,7 @@ from areal_sc.workflows.row_file import PromptSource
 class RolloutState(Struct, frozen=True):
     """What a new controller needs to go on; a snapshot keeps it."""
 
-    training: TrainingState
+    training: LedgerState
     rejections: RejectionCounts
 
 
@@ -79,19 +81,22 @@ class RolloutController(Controller):
         self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         new_id = self._runtime.new_id
+        self._folder = RunFolder(scheduler.config.run_dir)
+        self._journal = Journal(self._folder.ledger, self._runtime.disk)
         self.groups = TrainingGroups(
             self.config,
             self._workers,
             self.rejections,
             self._background,
             self._sources.make_readable,
+            self._journal.durable,
             new_id,
         )
         self._samples = BatchSamples(
             self.config.samples,
             self.fleet,
             self._background,
-            RunFolder(scheduler.config.run_dir).samples_path,
+            self._folder.samples_path,
         )
         self._outside = OutsideGroups(
             self.config,
@@ -141,6 +146,8 @@ class RolloutController(Controller):
         self.groups.end()
         await self._background.close()
         self._samples.close()
+        self.groups.ledger.journal = None  # a later start begins to write it anew
+        await self._journal.close()
         await super().close_async()
 
     async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
@@ -154,10 +161,11 @@ class RolloutController(Controller):
         Raises: WorkflowError: the workflow or dataset cannot be used, or a stream ended.
             ConfigError: all of `total_steps` are trained. TooManyRejections: most episodes are
             rejected. WorkerLost: a worker died. WaitTimeout: no group ended for longer than a group
-            may take.
+            may take. RunFolderError: the journal cannot be written.
         """
         source = await self._register_async(prompts, workflow)
         self._outside.forget()
+        self._begin_journal()
         batch = await self.groups.next_batch(source)
         self._samples.begin(batch)
         return batch
@@ -223,7 +231,7 @@ class RolloutController(Controller):
 
     async def state_async(self) -> RolloutState:
         """What a new controller needs to go on from here; see `restore`."""
-        return RolloutState(self.groups.snapshot(), self.rejections.snapshot())
+        return RolloutState(self.groups.ledger.snapshot(), self.rejections.snapshot())
 
     async def account_async(self) -> dict[str, Any]:
         """Where every group ever admitted is; see `Ledger.account`."""
@@ -244,15 +252,19 @@ class RolloutController(Controller):
         await self.fleet.call_all(calls.RESUME, None)
         self.groups.resume()
 
-    def receive_weights(
-        self, weights: WeightsReference, trained_rows: Iterable[RowMetadata] = ()
-    ) -> None:
-        """A new policy version exists: workers begin to pull it, admission counts from it.
+    async def record_version_async(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
+        """Notes that a policy version exists; `receive_weights` with it follows.
 
         Args:
             trained_rows: the rows whose training made it.
+        Raises: RunFolderError: the journal cannot be written.
         """
-        self.groups.begin_version(weights.version, trained_rows)
+        self.groups.record_version(version, trained_rows)
+        await self._journal.durable()
+
+    def receive_weights(self, weights: WeightsReference) -> None:
+        """A new policy version exists: workers begin to pull it, admission counts from it."""
+        self.groups.begin_version(weights.version)
         self._workers.receive_weights(weights)
         self.groups.admit()
         self._background.notify()
@@ -267,6 +279,14 @@ class RolloutController(Controller):
     async def wait_for_weights_async(self) -> None:
         """Waits until every worker holds the newest version."""
         await self._workers.wait_for_weights()
+
+    def _begin_journal(self) -> None:
+        """With the first batch, also after `restore`: its first record is the state by then."""
+        ledger = self.groups.ledger
+        if ledger.journal is None:
+            ledger.begin_lineage(self._folder.lineage)
+            self._journal.begin(ledger.snapshot)
+            ledger.journal = self._journal.append
 
     def _note_loss(self, member: Member, loss: WorkerLost) -> None:
         super()._note_loss(member, loss)

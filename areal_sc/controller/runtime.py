@@ -7,8 +7,9 @@ loop with virtual time is enough. Process control is the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from areal_sc.disk import Disk
 from areal_sc.ids import random_id
 from areal_sc.transport.rpc.transport import Transport, ZmqTransport
 from areal_sc.transport.security.curve import CurveAuthenticator
@@ -17,10 +18,15 @@ from areal_sc.transport.security.keys import RunKeys
 
 @dataclass(frozen=True)
 class Runtime:
-    """Injected into both controllers; `new_id` names batches, weight groups and incarnations."""
+    """Injected into both controllers; `new_id` names batches, weight groups and incarnations.
+
+    Attributes:
+        disk: takes the journal.
+    """
 
     transport: Transport
     new_id: Callable[[], str] = random_id
+    disk: Disk = field(default_factory=Disk)
 
     @classmethod
     def create(cls, keys: RunKeys) -> Runtime:

@@ -222,10 +222,11 @@ class TrainController(Controller):
         to the version before that is still going on is waited for.
         """
 
-        def announce(weights: WeightsReference) -> None:
-            trained_rows = list(chain.from_iterable(self._trained_rows.values()))
+        async def announce(weights: WeightsReference) -> None:
+            trained_rows = chain.from_iterable(self._trained_rows.values())
+            await rollout.record_version_async(weights.version, trained_rows)
             self._set_version(weights.version)
-            rollout.receive_weights(weights, trained_rows)
+            rollout.receive_weights(weights)
 
         version = self.version + 1
         operation = self._operation(f"publish_weights/{version}")
@@ -233,8 +234,12 @@ class TrainController(Controller):
 
     async def share_weights_async(self, rollout: RolloutController) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
+
+        async def announce(weights: WeightsReference) -> None:
+            rollout.receive_weights(weights)
+
         operation = self._operation(f"publish_weights/{self.version}")
-        await self._publisher.publish(operation, self.version, rollout, rollout.receive_weights)
+        await self._publisher.publish(operation, self.version, rollout, announce)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.

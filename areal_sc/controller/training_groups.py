@@ -19,16 +19,14 @@ event loop and change the ledger between two awaits only, so there is nothing to
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-
-from msgspec import Struct
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.evaluation import MetricSums, mean_metrics
+from areal_sc.controller.evaluation import mean_metrics
 from areal_sc.controller.group import Group, GroupState, MakeReadable, RolloutSource
-from areal_sc.controller.ledger import Ledger, LedgerState
+from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import STALE, Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
@@ -38,27 +36,18 @@ from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workflows.prompts import prompt_at
 
 
-class TrainingState(Struct, frozen=True):
-    """What a new controller needs to go on; see `TrainingGroups`."""
-
-    version: int
-    num_prompts_taken: int
-    returned_prompts: tuple[PromptReference, ...]
-    ledger: LedgerState
-
-
 class TrainingGroups:
     """Admits groups, runs them, and forms the batch of each policy version.
 
     Args:
         make_readable: returns when workers can read a row of a dataset.
+        durable: returns when all changes of the ledger until now are on the disk; see `Journal`.
         new_id: names batches.
 
     Attributes:
         version: the policy version that admission and batch forming count from.
         total_steps: training steps that the run will make; nothing is admitted beyond what they
             need. None admits without end.
-        num_prompts_taken: position in the dataset, counted over all epochs.
         num_finished: groups that gave rows, since the start of this process.
         batch_metrics: means of the workflow's own metrics over the newest batch.
     """
@@ -70,12 +59,12 @@ class TrainingGroups:
         rejections: Rejections,
         background: Background,
         make_readable: MakeReadable,
+        durable: Callable[[], Awaitable[None]],
         new_id: Callable[[], str],
     ) -> None:
         self.ledger = Ledger()
         self.version = 0
         self.total_steps: int | None = config.total_steps or None
-        self.num_prompts_taken = 0
         self.num_finished = 0
         self.batch_metrics: dict[str, float] = {}
         self._config = config
@@ -83,6 +72,7 @@ class TrainingGroups:
         self._rejections = rejections
         self._background = background
         self._make_readable = make_readable
+        self._durable = durable
         self._new_id = new_id
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
@@ -90,11 +80,8 @@ class TrainingGroups:
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
-        self._batch_attempts: dict[int, int] = {}  # of its groups
-        self._returned_prompts: deque[PromptReference] = deque()
         self._restored: dict[int, Group] = {}  # queued groups without a task, oldest first
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
-        self._group_metrics: dict[int, MetricSums] = {}
         workers.on_room = self.admit
 
     @property
@@ -109,8 +96,7 @@ class TrainingGroups:
 
     def needs(self, run: GroupAttempt) -> bool:
         """Whether its rows wait to be trained, or are in the batch of the current version."""
-        is_in_batch = self._batch_attempts.get(run.group_id) == run.attempt
-        return is_in_batch or self.ledger.is_finished(run.group_id, run.attempt)
+        return self.ledger.needs_rows(run.group_id, run.attempt)
 
     async def next_batch(self, source: RolloutSource) -> BatchMetadata:
         """As `RolloutController.prepare_batch_async`.
@@ -128,28 +114,39 @@ class TrainingGroups:
         while True:
             self._background.raise_failure()
             if self._batch is not None:
+                await self._durable()
                 return self._batch
             decision = self._policy.form_batch(self.ledger.unconsumed(), self.version)
             if decision.stale:
                 self._reject_stale(decision.stale)
                 self._workers.sweep()
             if decision.groups is not None:
-                return self._consume(decision.groups)
+                self._consume(decision.groups)
+                continue
             self.admit()
             await self._background.wait(
                 f"{decision.num_missing} more groups for the batch of version {self.version}"
             )
 
-    def begin_version(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
-        """A new policy version exists; `admit` follows when workers may get it.
+    def record_version(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
+        """A new policy version exists; `begin_version` follows when that is durable.
+
+        A repeat, of a publication that was given up meanwhile, changes nothing.
 
         Args:
             trained_rows: the rows whose training made it; those of admitted groups enter the
                 account.
         """
+        if version == self.ledger.version:
+            return
         self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
+        self.ledger.publish(version)
+
+    def begin_version(self, version: int) -> None:
+        """The version is the current one; `admit` follows when workers may get it."""
         if version != self.version:
-            self._batch, self._batch_attempts = None, {}
+            self._batch = None
+            self.ledger.release(version - 1)
         self.version = version
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweep()
@@ -186,21 +183,16 @@ class TrainingGroups:
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._start(group, self._source)
 
-    def snapshot(self) -> TrainingState:
-        return TrainingState(
-            self.version,
-            self.num_prompts_taken,
-            tuple(self._returned_prompts),
-            self.ledger.snapshot(),
-        )
+    @property
+    def num_prompts_taken(self) -> int:
+        """Position in the dataset, counted over all epochs."""
+        return self.ledger.num_prompts_taken
 
-    def restore(self, state: TrainingState) -> None:
+    def restore(self, state: LedgerState) -> None:
         """Goes on from `state`, before the first batch; unconsumed groups run again."""
         self.version = state.version
-        self.num_prompts_taken = state.num_prompts_taken
-        self._returned_prompts = deque(state.returned_prompts)
-        self.ledger = Ledger.restore(state.ledger)
-        self.ledger.requeue_all()
+        self.ledger = Ledger.restore(state)
+        self.ledger.requeue_all("the workers of before are gone")
         self._restored = {group.group_id: group for group in self.ledger.unconsumed()}
 
     @property
@@ -212,12 +204,11 @@ class TrainingGroups:
 
         Its rows are shuffled in each epoch, unless it is a stream, which has its order.
         """
-        if self._returned_prompts:
-            return self._returned_prompts.popleft()
+        if (returned := self.ledger.returned_prompt) is not None:
+            return returned
         index = self.num_prompts_taken
         if source.num_prompts is not None:
             index = prompt_at(index, source.num_prompts, self._config.seed)
-        self.num_prompts_taken += 1
         return source.prompt(index, self._config.seed)
 
     def _start(self, group: Group, source: RolloutSource) -> None:
@@ -229,46 +220,40 @@ class TrainingGroups:
     async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
         await self._make_readable(group.prompt.dataset, group.prompt.index)
+        await self._durable()  # its admission, before a worker hears of it
         worker = await self._workers.take(group.admitted_version)
         attempt = self.ledger.start(group.group_id, worker.name)
         reply = await self._workers.run_group(worker, group, source)
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, _main_cause(reply))
-        elif self.ledger.finish(group.group_id, attempt, reply.batch):
-            self._group_metrics[group.group_id] = reply.metrics
+        elif self.ledger.finish(group.group_id, attempt, reply.batch, reply.metrics):
             self.num_finished += 1
         else:
             self._workers.sweep_one(worker)
         self._rejections.check_rate()
         self.admit()
 
-    def _consume(self, groups: Sequence[Group]) -> BatchMetadata:
+    def _consume(self, groups: Sequence[Group]) -> None:
+        self.batch_metrics = mean_metrics([group.metrics for group in groups])
         ids = [group.group_id for group in groups]
         batches = self.ledger.consume(ids, self.version)
-        self.batch_metrics = mean_metrics(
-            [self._group_metrics.pop(group_id, {}) for group_id in ids]
-        )
         self._batch = concat(
             batches,
             batch_id=self._new_id(),
             global_step=self.version,
             min_token_version=self._policy.min_token_version(self.version),
         )
-        self._batch_attempts = {row.group_id: row.attempt for row in self._batch.rows}
         self.admit()
-        return self._batch
 
     def _reject_stale(self, groups: Iterable[Group]) -> None:
         """Refunds the groups and ends them where they run; their prompts are admitted anew."""
         for group in groups:
             self._rejections.add_stale(group, self._config.group_size)
-            self._group_metrics.pop(group.group_id, None)
             if group.group_id in self._tasks:
                 self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)
-            self.ledger.reject(group.group_id, STALE)
-            self._returned_prompts.append(group.prompt)
+            self.ledger.reject(group.group_id, STALE, returns_prompt=True)
 
 
 def _main_cause(reply: GroupReply) -> str:

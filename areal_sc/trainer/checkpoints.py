@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROLLERS = "controllers.msgpack"
-FORMAT = 2
+FORMAT = 3
 _KIND = b"areal_sc-controllers"
 
 _FAILURES = (OSError, RunFolderError, CheckpointError)

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.disk import SimulatedDisk
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import run_virtual
 
@@ -90,8 +91,8 @@ class WatchedLedger(Ledger):
         self.run.before_admission(prompt, version)
         return super().admit(prompt, version)
 
-    def reject(self, group_id: int, reason: str) -> None:
-        super().reject(group_id, reason)
+    def reject(self, group_id: int, reason: str, *, returns_prompt: bool = False) -> None:
+        super().reject(group_id, reason, returns_prompt=returns_prompt)
         self.run.rejected[group_id] = reason
 
 
@@ -103,10 +104,11 @@ class TrainingRun:
     ) -> None:
         self.settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
+        self.disk = SimulatedDisk()
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
         self.cluster.num_nodes = -(-max(settings.num_rollout_workers, settings.num_ranks) // 2)
         transport = SimulatedTransport(self.cluster)
-        self.runtime = runtime = Runtime(transport=transport, new_id=self.cluster.new_id)
+        self.runtime = runtime = Runtime(transport, self.cluster.new_id, self.disk)
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)
         self.rollout = RolloutController(

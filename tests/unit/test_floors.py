@@ -17,6 +17,7 @@ import areal_sc
 PACKAGE = Path(areal_sc.__file__).parent
 
 FLOORS = {
+    "disk": 0,
     "durable": 0,
     "errors": 0,
     "file_lock": 0,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from ledger_history import History, a_run
 from sample_rows import sample
 
 from areal_sc import __main__ as program
 from areal_sc.commands.new import project_files
+from areal_sc.disk import Disk
 from areal_sc.json_lines import JsonLines
 from areal_sc.samples import Place
 from areal_sc.trainer.failure import run_script
@@ -108,6 +112,60 @@ def test_samples_that_are_not_there_are_an_error(run_dir: Path, capsys: Told) ->
     (run_dir / "samples.jsonl").write_text('{"torn')
     assert call("samples", run_dir) == 2
     assert "samples.groups_per_step=0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ledger_dir(tmp_path: Path) -> Path:
+    """A run whose journal ends within a record."""
+
+    async def write() -> None:
+        history = History(Disk(), tmp_path / "ledger")
+        a_run(history)
+        await history.journal.close()
+
+    asyncio.run(write())
+    path = tmp_path / "ledger" / "000001.journal"
+    path.write_bytes(path.read_bytes()[:-1])
+    return tmp_path
+
+
+def test_the_ledger_tells_what_became_of_every_group(ledger_dir: Path, capsys: Told) -> None:
+    assert call("ledger", ledger_dir) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines[:6]) == [
+        "group 0: admitted at version 0, run by rollout/0, 2 rows of version 0, trained by step 0",
+        "group 1: admitted at version 0, run by rollout/2 (attempt 1), 3 rows of versions 0 to 1, "
+        "trained by step 1",
+        "group 2: admitted at version 0, rejected: reward_error",
+        "group 3: admitted at version 0, run by rollout/0, 2 rows of versions 0 to 2, finished",
+        "group 4: admitted at version 0, queued",
+        "group 5: admitted at version 0, queued",
+    ]
+    assert lines[7:10] == [
+        "groups: 6 admitted, 2 consumed, 1 rejected (reward_error 1)",
+        "in flight: 2 queued, 0 running, 1 finished",
+        "rows: 5 consumed, 5 trained, 0 trained twice, 0 lost",
+    ]
+    assert "bytes are left out: a record is being written" in lines[-1]
+    assert call("ledger", ledger_dir, "--totals") == 0
+    assert capsys.readouterr().out.splitlines() == lines[6:]
+
+
+def test_the_ledger_as_json(ledger_dir: Path, capsys: Told) -> None:
+    assert call("ledger", ledger_dir, "--json") == 0
+    *groups, run = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    outcomes = {group["group"]: group["outcome"] for group in groups}
+    assert outcomes == dict(enumerate(["trained"] * 2 + ["rejected", "finished"] + ["queued"] * 2))
+    assert (run["totals"]["rows_trained"], run["rows_lost"], run["lineages"]) == (5, 0, [[1, 0]])
+
+
+def test_a_ledger_that_cannot_be_read_is_an_error(ledger_dir: Path, capsys: Told) -> None:
+    path = ledger_dir / "ledger" / "000001.journal"
+    path.write_bytes(path.read_bytes()[:60] + b"?" + path.read_bytes()[61:])
+    assert call("ledger", ledger_dir) == 3
+    assert "is damaged at byte" in " ".join(capsys.readouterr().err.split())
+    assert call("ledger", ledger_dir / "nowhere") == 2
+    assert "nowhere; expected that of a run" in capsys.readouterr().err
 
 
 def test_new_writes_the_example_and_says_what_comes_next(tmp_path: Path, capsys: Told) -> None:

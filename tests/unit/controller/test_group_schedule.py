@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.group import Group, GroupState
-from areal_sc.controller.ledger import Ledger, LedgerState
+from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger_records import LedgerState, Record
 from areal_sc.controller.staleness import StalenessPolicy, StalenessStats
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
@@ -70,6 +71,7 @@ class Run:
         self.random = random.Random(scenario.seed)
         self.policy = StalenessPolicy(scenario.eta, scenario.batch_groups, scenario.over_bound)
         self.ledger = Ledger()
+        self.begin_journal()
         self.version = 0
         self.published = [0.0]  # when each version became current
         self.now = 0.0
@@ -139,6 +141,8 @@ class Run:
             self.trained.append((self.version, self.training))
             self.training = None
             self.version += 1
+            self.ledger.publish(self.version)
+            self.ledger.release(self.version - 1)
             self.published.append(self.now)
             return
         current = self.is_current(group_id, attempt)
@@ -231,13 +235,20 @@ class Run:
         assert (account["rows_consumed"], account["rows_trained"]) == (self.num_rows, num_trained)
         assert account["rows_trained_twice"] == 0
 
+    def begin_journal(self) -> None:
+        """The state of the ledger, and all changes from here on, as they would lie on the disk."""
+        self.base = msgspec.msgpack.encode(self.ledger.snapshot())
+        self.records: list[bytes] = []
+        self.ledger.journal = lambda record: self.records.append(msgspec.msgpack.encode(record))
+
     def restart(self) -> None:
-        """The controller dies with all workers; a new one has the snapshot."""
-        packed = msgspec.msgpack.encode(self.ledger.snapshot())
-        again = Ledger.restore(msgspec.msgpack.decode(packed, type=LedgerState))
+        """The controller dies with all workers; a new one has the journal."""
+        again = Ledger.restore(msgspec.msgpack.decode(self.base, type=LedgerState))
+        again.replay(msgspec.msgpack.decode(record, type=Record) for record in self.records)
         assert again.snapshot() == self.ledger.snapshot()
         self.ledger = again
-        self.ledger.requeue_all()
+        self.begin_journal()
+        self.ledger.requeue_all("restart")
         # the running step is finished by the trainer; some workers were only thought to be dead
         self.events = [e for e in self.events if e[2] == "trained" or self.random.random() < 0.5]
         heapq.heapify(self.events)

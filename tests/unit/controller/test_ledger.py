@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_sc.controller.group import GroupState
-from areal_sc.controller.ledger import Ledger, LedgerState
+from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger_records import LedgerState, Record
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
@@ -50,7 +53,7 @@ def test_a_group_lives_from_admission_to_training() -> None:
     assert (group.state, group.batch) == (GroupState.finished, batch)
 
     assert ledger.consume([0], 6) == [batch]
-    assert (group.state, group.batch) == (GroupState.consumed, None)
+    assert group.state is GroupState.consumed
     assert list(ledger.unconsumed()) == []
     ledger.record_trained(batch.rows)
     assert ledger.account() == {
@@ -66,13 +69,58 @@ def test_a_group_lives_from_admission_to_training() -> None:
     }
 
 
+def test_rows_are_needed_until_their_step_is_released() -> None:
+    ledger = ledger_with_one(GroupState.finished)
+    assert [ledger.needs_rows(0, attempt) for attempt in (0, 1)] == [True, False]
+    ledger.consume([0], 3)
+    assert [ledger.needs_rows(0, attempt) for attempt in (0, 1)] == [True, False]
+    ((step, (group,)),) = [(kept.step, kept.groups) for kept in ledger.snapshot().kept]
+    assert (step, group.batch) == (3, batch_of(0)), "it can be repeated"
+    ledger.release(2)
+    assert ledger.needs_rows(0, 0)
+    ledger.release(3)
+    assert not ledger.needs_rows(0, 0)
+    assert ledger.snapshot().kept == ()
+    assert not ledger_with_one(GroupState.running).needs_rows(0, 0)
+
+
+def test_a_returned_prompt_is_admitted_before_the_next_of_the_dataset() -> None:
+    ledger = Ledger()
+    prompts = [PromptReference(0, index, 3) for index in range(4)]
+    for prompt in prompts[:3]:
+        ledger.admit(prompt, 0)
+    ledger.reject(2, "stale", returns_prompt=True)
+    ledger.reject(0, "stale", returns_prompt=True)
+    ledger.reject(1, "reward_error")
+    with pytest.raises(LedgerError, match="expected the returned prompt"):
+        ledger.admit(prompts[3], 1)
+    for prompt in (prompts[2], prompts[0]):
+        assert ledger.returned_prompt == prompt
+        assert ledger.num_prompts_taken == 3
+        ledger.admit(prompt, 1)
+    assert ledger.returned_prompt is None
+    ledger.admit(prompts[3], 1)
+    assert ledger.num_prompts_taken == 4
+
+
+def test_versions_follow_each_other() -> None:
+    ledger = Ledger()
+    ledger.publish(1)
+    for version in (0, 1):
+        with pytest.raises(LedgerError, match=f"version {version} follows version 1"):
+            ledger.publish(version)
+    assert ledger.version == 1
+
+
 CHANGES: dict[str, Callable[[Ledger], object]] = {
     "start": lambda ledger: ledger.start(0, "rollout/0"),
+    "requeue": lambda ledger: ledger.requeue(0, "worker lost"),
     "reject": lambda ledger: ledger.reject(0, "stale"),
     "consume": lambda ledger: ledger.consume([0], 1),
 }
 LEGAL = {
     "start": {GroupState.queued},
+    "requeue": {GroupState.queued, GroupState.running, GroupState.finished},
     "reject": {GroupState.queued, GroupState.running, GroupState.finished},
     "consume": {GroupState.finished},
 }
@@ -100,7 +148,7 @@ def test_a_group_that_was_never_admitted_is_named(change: str) -> None:
 
 def test_only_the_current_attempt_of_a_running_group_finishes() -> None:
     ledger = ledger_with_one(GroupState.running)
-    ledger.requeue_all()
+    assert ledger.requeue(0, "worker lost") == 1
     assert not ledger.finish(0, 0, batch_of(0)), "queued again"
     assert ledger.start(0, "rollout/1") == 1
     assert not ledger.finish(0, 0, batch_of(0)), "an attempt of a lost worker"
@@ -132,7 +180,7 @@ def test_finish_refuses_rows_that_are_not_the_groups(batch: BatchMetadata) -> No
 def test_lost_workers_and_rows_start_the_groups_again() -> None:
     for state in (GroupState.running, GroupState.finished):
         ledger = ledger_with_one(state)
-        ledger.requeue_all()
+        ledger.requeue(0, "worker lost")
         (group,) = ledger.unconsumed()
         assert (group.state, group.worker, group.batch) == (GroupState.queued, None, None)
         assert group.attempt == 1
@@ -197,7 +245,7 @@ def test_groups_come_in_order_of_admission_whatever_their_history() -> None:
     ledger.finish(3, 0, batch_of(3))
     ledger.reject(1, "stale")
     assert [group.group_id for group in ledger.unconsumed()] == [0, 2, 3]
-    ledger.requeue_all()
+    ledger.requeue_all("restart")
     assert [group.group_id for group in ledger.unconsumed()] == [0, 2, 3]
 
 
@@ -219,7 +267,7 @@ def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> 
     assert restored.account() == ledger.account()
     assert [g.batch for g in restored.unconsumed()][2] == batch_of(2, admitted_version=2)
 
-    restored.requeue_all()
+    restored.requeue_all("restart")
     groups = [(g.group_id, g.prompt.index, g.attempt) for g in restored.unconsumed()]
     assert groups == [(0, 0, 1), (1, 1, 1), (2, 2, 1)]
     assert [g.admitted_version for g in restored.unconsumed()] == [0, 1, 2]
@@ -229,6 +277,103 @@ def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> 
         restored.consume([3], 5)
     restored.record_trained(trained.rows)
     assert restored.account()["rows_trained_twice"] == 2, "also across a restart"
+
+
+def a_change(ledger: Ledger, draw: st.DrawFn) -> None:
+    """One change of any kind that the state allows."""
+    groups = list(ledger.unconsumed())
+    finished = [g.group_id for g in groups if g.state is GroupState.finished]
+    kept = [group for step in ledger.snapshot().kept for group in step.groups]
+    kinds = ["admit", "publish", "release"]
+    kinds += ["finish", "requeue", "reject"] * bool(groups)
+    kinds += ["consume"] * bool(finished) + ["trained"] * bool(kept)
+    group = draw(st.sampled_from(groups)) if groups else None
+    match draw(st.sampled_from(kinds)):
+        case "admit":
+            index = ledger.num_prompts_taken
+            ledger.admit(ledger.returned_prompt or PromptReference(0, index, 3), ledger.version)
+        case "finish" if group:
+            if group.state is GroupState.queued:
+                ledger.start(group.group_id, f"rollout/{group.group_id % 2}")
+            batch = batch_of(group.group_id, group.attempt, group.admitted_version)
+            ledger.finish(group.group_id, group.attempt, batch, {"length": (2.0, 1)})
+        case "requeue" if group:
+            ledger.requeue(group.group_id, "worker lost")
+        case "reject" if group:
+            ledger.reject(group.group_id, "stale", returns_prompt=draw(st.booleans()))
+        case "consume":
+            number = draw(st.integers(1, len(finished)))
+            ledger.consume(draw(st.permutations(finished))[:number], ledger.version)
+        case "trained":
+            trained = draw(st.lists(st.sampled_from(kept), min_size=1))
+            ledger.record_trained([row for g in trained if g.batch for row in g.batch.rows])
+        case "publish":
+            ledger.publish(ledger.version + 1)
+        case "release":
+            ledger.release(ledger.version - 1)
+
+
+@given(st.data())
+def test_replaying_any_part_of_a_history_gives_the_ledger_of_then(data: st.DataObject) -> None:
+    ledger, packed, states = Ledger(), list[bytes](), list[LedgerState]()
+
+    def note(record: Record) -> None:
+        states.append(ledger.snapshot())
+        packed.append(msgspec.msgpack.encode(record))
+
+    ledger.journal = note
+    for _ in range(data.draw(st.integers(0, 25))):
+        a_change(ledger, data.draw)
+    states.append(ledger.snapshot())
+    records = [msgspec.msgpack.decode(record, type=Record) for record in packed]
+    first = data.draw(st.integers(0, len(records)))
+    again = Ledger.restore(states[first])
+    for record, state in zip(records[first:], states[first:], strict=False):
+        assert again.snapshot() == state
+        again.replay([record])
+    assert again.snapshot() == states[-1]
+    assert again.account() == ledger.account()
+
+
+def test_the_journal_comes_first_and_a_failing_one_changes_nothing() -> None:
+    def full_disk(record: Record) -> None:
+        raise OSError("no space left")
+
+    for state, change in (
+        (GroupState.queued, CHANGES["start"]),
+        (GroupState.running, CHANGES["requeue"]),
+        (GroupState.running, lambda ledger: ledger.finish(0, 0, batch_of(0))),
+        (GroupState.running, CHANGES["reject"]),
+        (GroupState.finished, CHANGES["consume"]),
+        (GroupState.consumed, lambda ledger: ledger.record_trained(batch_of(0).rows)),
+        (GroupState.consumed, lambda ledger: ledger.release(0)),
+        (GroupState.consumed, lambda ledger: ledger.publish(1)),
+        (GroupState.queued, lambda ledger: ledger.admit(PROMPT, 0)),
+    ):
+        ledger = ledger_with_one(state)
+        before = ledger.snapshot()
+        ledger.journal = full_disk
+        with pytest.raises(OSError, match="no space left"):
+            change(ledger)
+        assert ledger.snapshot() == before
+
+
+def test_replay_refuses_records_that_do_not_follow() -> None:
+    records: list[Record] = []
+    ledger = Ledger()
+    ledger.journal = records.append
+    ledger.admit(PROMPT, 0)
+    ledger.start(0, "rollout/0")
+    ledger.finish(0, 0, batch_of(0))
+    ledger.consume([0], 0)
+    ledger.release(0)
+    Ledger().replay(records)
+    for place, record in enumerate(records):
+        with pytest.raises(LedgerError):
+            Ledger().replay([*records[:place], record, *records[place:]])
+    for place in range(len(records) - 1):
+        with pytest.raises(LedgerError):
+            Ledger().replay(records[:place] + records[place + 1 :])
 
 
 def test_the_ledgers_size_is_that_of_the_groups_in_flight() -> None:
@@ -242,6 +387,7 @@ def test_the_ledgers_size_is_that_of_the_groups_in_flight() -> None:
         ledger.finish(group_id, 0, batch_of(group_id))
         (batch,) = ledger.consume([group_id], group_id)
         ledger.record_trained(batch.rows)
+        ledger.release(group_id)
     assert len(msgspec.msgpack.encode(ledger.snapshot())) < 200
     assert ledger.account()["rows_trained"] == 2 * 2700
 
@@ -255,6 +401,7 @@ def test_groups_that_are_consumed_and_never_trained_do_not_add_up() -> None:
         (batch,) = ledger.consume([group_id], group_id)
         if group_id % 10:
             ledger.record_trained(batch.rows)
+        ledger.release(group_id)
     assert len(msgspec.msgpack.encode(ledger.snapshot())) < 200
     account = ledger.account()
     assert (account["rows_trained"], account["rows_trained_twice"]) == (2 * 2700, 0)

@@ -10,10 +10,9 @@ import pytest
 from unit.trainer.conftest import Follower, shown
 
 from areal_sc.config.schema import CheckpointConfig
-from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import RejectionCounts
 from areal_sc.controller.rollout import RolloutState
-from areal_sc.controller.training_groups import TrainingState
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.checkpoints import CONTROLLERS, Checkpoints, load_latest_snapshot
@@ -49,7 +48,7 @@ class Actor:
 
 def state_of(version: int) -> RolloutState:
     """That of a controller at this policy version that has trained nothing."""
-    training = TrainingState(version, 0, (), Ledger().snapshot())
+    training = LedgerState(version=version)
     return RolloutState(training, RejectionCounts({}, 0))
 
 
@@ -276,5 +275,5 @@ def test_a_snapshot_of_a_newer_version_is_left_alone(
     with monkeypatch.context() as newer:
         newer.setattr("areal_sc.trainer.checkpoints.FORMAT", 7)
         writer.snapshot(2)
-    with pytest.raises(RunFolderError, match="expected format 2, got 7: another version of areal"):
+    with pytest.raises(RunFolderError, match="expected format 3, got 7: another version of areal"):
         writer.load()

@@ -1,0 +1,116 @@
+"""`ledger RUN_DIR`: what became of every group of a run, also while the run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_sc.controller.ledger_account import GroupAccount, RunAccount, read_account
+from areal_sc.errors import CommandError
+from areal_sc.json_lines import to_json
+from areal_sc.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "ledger",
+        help="show what became of every group of a run",
+        description="Shows for every group of a run by which step its rows were trained, which "
+        "worker generated them under which policy versions, or why they were rejected; and in the "
+        "end the totals, with rows that were trained twice or lost. The run may go on meanwhile.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    parser.add_argument("--totals", action="store_true", help="only the totals")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object a line: those of the groups, then that of the run",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises: CommandError: there is no such folder. RunFolderError: its journal is damaged."""
+    folder = arguments.run_dir
+    if not folder.is_dir():
+        raise CommandError(f"there is no folder {folder}; expected that of a run (`run_dir`)")
+    show: Callable[[GroupAccount | RunAccount], str] = _as_json if arguments.json else _as_text
+
+    def note(group: GroupAccount) -> None:
+        if not arguments.totals:
+            print(show(group))
+
+    account = read_account(RunFolder(folder).ledger, note)
+    print(show(account))
+    sys.stdout.flush()
+
+
+def _as_json(account: GroupAccount | RunAccount) -> str:
+    return to_json(asdict(account)).decode()
+
+
+def _as_text(account: GroupAccount | RunAccount) -> str:
+    return _of_group(account) if isinstance(account, GroupAccount) else _of_run(account)
+
+
+def _of_group(group: GroupAccount) -> str:
+    words = [f"group {group.group}: admitted at version {group.admitted_version}"]
+    if group.worker:
+        words.append(f"run by {group.worker}" + f" (attempt {group.attempt})" * (group.attempt > 0))
+    if group.versions:
+        first, last = group.versions
+        versions = f"version {first}" if first == last else f"versions {first} to {last}"
+        words.append(f"{_rows(group.num_rows)} of {versions}")
+    match group.outcome:
+        case "trained" if group.num_trained == group.num_rows:
+            words.append(f"trained by step {group.step}")
+        case "trained":
+            words.append(f"{_rows(group.num_trained)} trained by step {group.step}")
+        case "consumed":
+            words.append(f"consumed by step {group.step}, not trained")
+        case "rejected":
+            words.append(f"rejected: {group.cause}")
+        case state:
+            words.append(state)
+    if group.is_undone:
+        words.append(f"undone, with its lineage {group.lineage}")
+    return ", ".join(words)
+
+
+def _of_run(account: RunAccount) -> str:
+    totals = account.totals
+    rejected = ", ".join(f"{cause} {count}" for cause, count in totals["rejected"].items())
+    lines = [
+        f"policy version {account.version}",
+        f"groups: {totals['admitted']} admitted, {totals['consumed']} consumed, "
+        f"{sum(totals['rejected'].values())} rejected" + f" ({rejected})" * bool(rejected),
+        f"in flight: {totals['queued']} queued, {totals['running']} running, "
+        f"{totals['finished']} finished",
+        f"rows: {totals['rows_consumed']} consumed, {totals['rows_trained']} trained, "
+        f"{totals['rows_trained_twice']} trained twice, {account.rows_lost} lost",
+        f"journal: {account.num_bytes} bytes",
+    ]
+    for group, step in account.trained_again:
+        lines.append(f"rows of group {group} were trained again by step {step}")
+    for lineage, version in account.lineages[1:]:
+        lines.append(f"lineage {lineage} began from version {version}")
+    if account.num_undone:
+        lines.append(f"{account.num_undone} groups were consumed or rejected and then undone")
+    if account.num_cut_bytes:
+        lines.append(
+            f"the last {account.num_cut_bytes} bytes are left out: a record is being written, or "
+            "was cut short when the run ended"
+        )
+    return "\n".join(lines)
+
+
+def _rows(number: int) -> str:
+    return f"{number} row" + "s" * (number != 1)

@@ -1,0 +1,206 @@
+"""The journal: every change of the ledger, on the disk before what follows from it is done.
+
+    must be durable               before
+    ----------------------------  ----------------------------------------------------------
+    admission, requeue            the group's attempt is sent to a worker
+    consumption                   its batch is given to the script, which trains on it
+    trained, publication          the new version is announced: admission, updates and sweeps
+
+    need not be                   because
+    ----------------------------  ----------------------------------------------------------
+    start, finish                 the worker can tell again
+    rejection                     the group would run again, or its worker tells again
+    release                       a step would be kept for longer
+
+Records keep their order: what is durable is always a prefix of the ledger's history, so a rejection
+that made room for an admission is durable with it, and a finish with the consumption of its rows.
+
+consumes     records, from the ledger; they wait in memory
+waits for    the disk: all that wait for it share one write and one sync, one at a time
+unblocked by the end of that, or by its failure, which is final: after a failed sync nobody knows
+             what is on the disk, so every later call raises, and the run ends
+
+The files are `ledger/000001.journal` and so on, the *segments* of the journal. Each begins with the
+whole state of the ledger, so a restart reads the newest one alone; the earlier ones stay unchanged,
+as the account of the run. A new one begins with each start of the controllers, with each lineage,
+and when the newest is large. It appears whole, once all before it is durable, so at every moment
+the newest segment tells everything. `journal_file` says what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_sc.controller.journal_file import HEADER, read_segment, to_frame
+from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.disk import AppendedFile, Disk
+from areal_sc.errors import RunFolderError
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 4 << 20
+"""A restart reads about as much: some 50,000 records, in well under a second."""
+
+STATE_SHARE = 4
+"""A segment is at least so many times its first record, so that states are a small part of all."""
+
+_SUFFIX = ".journal"
+
+
+@dataclass
+class _Part:
+    """Frames that wait to be written; those of a new segment begin with its state."""
+
+    is_segment: bool
+    frames: list[bytes] = field(default_factory=list)
+
+
+class Journal:
+    """Writes the journal of one ledger to a folder, which is made when it is needed."""
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        self._folder = folder
+        self._disk = disk
+        self._take_state: Callable[[], LedgerState] = LedgerState
+        self._waiting: list[_Part] = []
+        self._num_appended = 0
+        self._num_durable = 0
+        self._segment_bytes = 0
+        self._max_segment_bytes = 0
+        self._commit: asyncio.Task[None] | None = None
+        self._failure: RunFolderError | None = None
+        self._path = folder  # of the newest segment, once it is known
+        self._file: AppendedFile | None = None
+
+    def begin(self, take_state: Callable[[], LedgerState]) -> None:
+        """Begins a segment: with a new lineage, or a new start.
+
+        Args:
+            take_state: the ledger's state, with all that was appended; also called later.
+        """
+        self._take_state = take_state
+        frame = to_frame(take_state())
+        self._waiting.append(_Part(is_segment=True))
+        self._segment_bytes = 0
+        self._max_segment_bytes = max(SEGMENT_BYTES, STATE_SHARE * len(frame))
+        self._add(frame)
+
+    def append(self, record: Record) -> None:
+        """Adds a change that the ledger is about to make; `durable` waits until it is on the disk.
+
+        Raises: RunFolderError: the journal has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._segment_bytes > self._max_segment_bytes:
+            self.begin(self._take_state)
+        self._add(to_frame(record))
+
+    async def durable(self) -> None:
+        """Returns when everything that was appended before the call is on the disk.
+
+        Raises: RunFolderError: it cannot be written; or what an earlier process left in the folder
+            is damaged.
+        """
+        wanted = self._num_appended
+        while self._num_durable < wanted:
+            if self._failure is not None:
+                raise self._failure
+            if self._commit is None or self._commit.done():
+                self._commit = asyncio.create_task(self._write_waiting(), name="journal")
+            await asyncio.shield(self._commit)  # also others wait for it
+
+    async def close(self) -> None:
+        """Writes what waits, unless the journal has failed; a later `begin` opens it again."""
+        if self._failure is None:
+            await self.durable()
+        if self._file is not None:
+            self._file.close()
+        self._file, self._path = None, self._folder
+
+    def _add(self, frame: bytes) -> None:
+        if not self._waiting:
+            self._waiting.append(_Part(is_segment=False))
+        self._waiting[-1].frames.append(frame)
+        self._num_appended += 1
+        self._segment_bytes += len(frame)
+
+    async def _write_waiting(self) -> None:
+        parts, self._waiting = self._waiting, []
+        num_appended = self._num_appended
+        try:
+            await self._disk.run(lambda: self._write(parts))
+        except RunFolderError as error:
+            self._failure = error
+        except OSError as error:
+            self._failure = RunFolderError(
+                f"cannot write {self._path}: {error.strerror}. The run ends, since it could not "
+                "tell after a crash what was trained; make room or choose another disk, and start "
+                "it again: it goes on from its newest snapshot"
+            )
+        else:
+            self._num_durable = num_appended
+
+    def _write(self, parts: list[_Part]) -> None:
+        """Blocks until all is on the disk."""
+        for part in parts:
+            content = b"".join(part.frames)
+            if part.is_segment:
+                self._write_segment(content)
+            else:
+                assert self._file is not None
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+                self._file.sync()
+
+    def _write_segment(self, content: bytes) -> None:
+        number = _number(self._path) if self._file is not None else self._last_number()
+        if self._file is not None:
+            self._file.close()
+        self._path = _path(self._folder, number + 1)
+        self._disk.create(self._path, HEADER + content)
+        self._file = self._disk.append_to(self._path)
+
+    def _last_number(self) -> int:
+        """Of the segments that earlier processes left, after what their crashes left is cut off."""
+        names = self._disk.names(self._folder)
+        for name in names:
+            if name.endswith(".partial"):
+                self._disk.remove(self._folder / name)
+        newest = max((n for n in names if n.endswith(_SUFFIX)), default=None)
+        if newest is None:
+            return 0
+        self._path = self._folder / newest
+        content = self._disk.read(self._path)
+        num_bytes = read_segment(content, self._path).num_bytes
+        if num_bytes < len(content):
+            cut = len(content) - num_bytes
+            logger.warning("journal=%s a last record was cut short: bytes=%d", self._path, cut)
+            self._disk.cut(self._path, num_bytes)
+        return _number(self._path)
+
+
+def segment_paths(folder: Path, disk: Disk) -> list[Path]:
+    """The journal's segments, oldest first.
+
+    Raises: RunFolderError: one is missing.
+    """
+    names = sorted(name for name in disk.names(folder) if name.endswith(_SUFFIX))
+    paths = [_path(folder, number) for number in range(1, len(names) + 1)]
+    for path in paths:
+        if path.name not in names:
+            raise RunFolderError(f"{path} is missing: {folder} has {', '.join(names)}")
+    return paths
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}{_SUFFIX}"
+
+
+def _number(path: Path) -> int:
+    return int(path.stem)

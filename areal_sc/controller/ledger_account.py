@@ -1,0 +1,238 @@
+"""The account of a run, read from its journal: what became of every group, in which history.
+
+A history is a lineage's, up to the step that a later lineage begins from; what was done after that
+step is *undone*: its groups are run again in the later lineage, which gives their ids anew.
+
+Nothing is held in memory but the groups in flight, so that a run of weeks can be read, also while
+it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_sc.controller import ledger_records as kinds
+from areal_sc.controller.group import Group
+from areal_sc.controller.journal import segment_paths
+from areal_sc.controller.journal_file import Segment, read_segment
+from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.disk import Disk
+from areal_sc.errors import LedgerError, RunFolderError
+
+
+@dataclass
+class GroupAccount:
+    """What became of a group.
+
+    Attributes:
+        outcome: `queued`, `running`, `finished`, `consumed` by a step whose training is not
+            recorded (yet), `trained`, or `rejected`.
+        is_undone: a later lineage begins before that.
+        attempt: the number of the last one, from 0.
+        worker: who ran it last; None: nobody has.
+        step: that consumed it; -1: none.
+        versions: lowest and highest policy version that sampled a trained token.
+        num_rows: that the group has.
+        num_trained: times that rows of it were trained.
+        cause: why it was rejected.
+    """
+
+    lineage: int
+    group: int
+    outcome: str
+    is_undone: bool
+    dataset: int
+    index: int
+    admitted_version: int
+    attempt: int
+    worker: str | None
+    step: int = -1
+    versions: tuple[int, int] | None = None
+    num_rows: int = 0
+    num_trained: int = 0
+    cause: str = ""
+
+
+@dataclass
+class RunAccount:
+    """What a run did, but for what was undone.
+
+    Attributes:
+        totals: `Ledger.account` at the end.
+        rows_lost: consumed by a step that is over, and never trained.
+        trained_again: (group, step) that trained rows of it, although another step had them.
+        lineages: each with the policy version that it began from.
+        version: the newest policy version.
+        num_undone: groups consumed or rejected after the step that a later lineage began from.
+        num_bytes: of the journal.
+        num_cut_bytes: at its end, of a record that was cut short, or is being written.
+    """
+
+    totals: dict[str, Any] = field(default_factory=dict)
+    rows_lost: int = 0
+    trained_again: list[tuple[int, int]] = field(default_factory=list)
+    lineages: list[tuple[int, int]] = field(default_factory=list)
+    version: int = 0
+    num_undone: int = 0
+    num_bytes: int = 0
+    num_cut_bytes: int = 0
+
+
+def read_account(
+    folder: Path, note: Callable[[GroupAccount], None], disk: Disk | None = None
+) -> RunAccount:
+    """Reads the journal in a folder.
+
+    Args:
+        note: is told of each group, once nothing more can become of it; in the end of the others.
+    Raises: RunFolderError: there is no journal, or it is damaged, or of another format.
+    """
+    disk = disk or Disk()
+    paths = segment_paths(folder, disk)
+    if not paths:
+        raise RunFolderError(f"there is no journal in {folder}: no training step has begun")
+    account = RunAccount()
+    later = _later_lineages(_read(path, disk, account) for path in paths)
+    reader: _Reader | None = None
+    account = RunAccount()
+    for path in paths:
+        segment = _read(path, disk, account)
+        if account.num_cut_bytes and path != paths[-1]:
+            raise RunFolderError(f"{path} is damaged: it ends within a record")
+        try:
+            reader = _reader_of(segment.state, reader, account, later, note)
+            for record in segment.records:
+                reader.read(record)
+        except LedgerError as error:
+            raise RunFolderError(f"{path} does not follow on what is before it: {error}") from error
+    assert reader is not None
+    reader.end()
+    return account
+
+
+def _read(path: Path, disk: Disk, account: RunAccount) -> Segment:
+    content = disk.read(path)
+    segment = read_segment(content, path)
+    account.num_bytes += len(content)
+    account.num_cut_bytes = len(content) - segment.num_bytes
+    return segment
+
+
+def _later_lineages(segments: Iterable[Segment]) -> dict[int, LedgerState]:
+    """The state that each lineage began with, oldest first."""
+    begun: dict[int, LedgerState] = {}
+    for segment in segments:
+        begun.setdefault(segment.state.lineage, segment.state)
+    return begun
+
+
+def _reader_of(
+    state: LedgerState,
+    reader: _Reader | None,
+    account: RunAccount,
+    begun: dict[int, LedgerState],
+    note: Callable[[GroupAccount], None],
+) -> _Reader:
+    """The one that reads a segment with this state at its head."""
+    if reader is not None and reader.ledger.lineage == state.lineage:
+        if _packed(reader.ledger.snapshot()) != _packed(state):
+            raise LedgerError("its first record is another state; records are missing or repeated")
+        return reader
+    if reader is not None:
+        reader.end_step()
+    account.lineages.append((state.lineage, state.version))
+    return _Reader(state, account, [s for n, s in begun.items() if n > state.lineage], note)
+
+
+def _packed(state: LedgerState) -> bytes:
+    return msgspec.msgpack.encode(state, order="deterministic")
+
+
+class _Reader:
+    """Follows one lineage."""
+
+    def __init__(
+        self,
+        state: LedgerState,
+        account: RunAccount,
+        later: list[LedgerState],
+        note: Callable[[GroupAccount], None],
+    ) -> None:
+        self.ledger = Ledger.restore(state)
+        self._account = account
+        self._later = [(begun.next_id, {g.group_id for g in begun.unconsumed}) for begun in later]
+        self._note = note
+        self._of_step: dict[int, GroupAccount] = {}  # of the newest one
+
+    def read(self, record: Record) -> None:
+        match record:
+            case kinds.Reject(group_id=group_id, reason=reason):
+                self._end(self._group(group_id, "rejected", cause=reason))
+            case kinds.Consume(group_ids=group_ids, step=step):
+                if any(group.step != step for group in self._of_step.values()):
+                    self.end_step()
+                for group_id in group_ids:
+                    self._of_step[group_id] = self._group(group_id, "consumed", step=step)
+            case kinds.Trained(num_rows=num_rows, step=step):
+                for group_id, count in num_rows.items():
+                    if group_id in self._of_step:
+                        self._of_step[group_id].outcome = "trained"
+                        self._of_step[group_id].num_trained += count
+                    else:
+                        self._account.trained_again.append((group_id, step))
+        self.ledger.replay([record])
+
+    def end_step(self) -> None:
+        """The newest step is over: what it has not trained never will be."""
+        for group in self._of_step.values():
+            if not group.is_undone:
+                self._account.rows_lost += max(0, group.num_rows - group.num_trained)
+            self._end(group)
+        self._of_step.clear()
+
+    def end(self) -> None:
+        """The journal ends here."""
+        for group in [*self._of_step.values(), *map(self._of, self.ledger.unconsumed())]:
+            self._note(group)
+        self._account.version = self.ledger.version
+        self._account.totals = self.ledger.account()
+
+    def _end(self, group: GroupAccount) -> None:
+        self._account.num_undone += group.is_undone
+        self._note(group)
+
+    def _group(
+        self, group_id: int, outcome: str, *, step: int = -1, cause: str = ""
+    ) -> GroupAccount:
+        group = self.ledger.get(group_id)
+        if group is None:
+            raise LedgerError(f"group {group_id} was {outcome}, and is not in flight")
+        account = self._of(group)
+        account.outcome, account.step, account.cause = outcome, step, cause
+        account.is_undone = any(
+            group_id >= next_id or group_id in unconsumed for next_id, unconsumed in self._later
+        )
+        return account
+
+    def _of(self, group: Group) -> GroupAccount:
+        rows = group.batch.rows if group.batch else ()
+        versions = [version for row in rows for version, _ in row.version_spans]
+        return GroupAccount(
+            lineage=self.ledger.lineage,
+            group=group.group_id,
+            outcome=group.state.value,
+            is_undone=False,
+            dataset=group.prompt.dataset,
+            index=group.prompt.index,
+            admitted_version=group.admitted_version,
+            attempt=group.attempt,
+            worker=group.worker,
+            versions=(min(versions), max(versions)) if versions else None,
+            num_rows=len(rows),
+        )

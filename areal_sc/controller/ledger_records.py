@@ -1,0 +1,121 @@
+"""What is kept of the ledger: its whole state, and a record of each change. See `Ledger`.
+
+They are msgpack lists, headed by a number that names the kind; a kind keeps its number for ever.
+No record holds a prompt's text, or a tensor.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from areal_sc.controller.group import Group
+from areal_sc.metadata import BatchMetadata, PromptReference
+
+
+class ConsumedStep(Struct, frozen=True, array_like=True):
+    """A training step that may have to be repeated: its groups with their rows, in order."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+
+class LedgerState(Struct, array_like=True, tag=0):
+    """The whole ledger, as a snapshot and the head of a journal's segment keep it.
+
+    Attributes:
+        unconsumed: copies of the groups; in a ledger itself they lie elsewhere, as `kept` do.
+        rejected: number of groups by reason.
+        untrained_step: the newest step that consumed groups.
+        untrained: of those groups the ones that were not trained yet.
+        lineage, version: name the newest policy.
+        num_prompts_taken: position in the dataset, counted over all epochs.
+        returned_prompts: of rejected groups; they are admitted before the next of the dataset.
+        kept: steps that were not released, oldest first.
+    """
+
+    next_id: int = 0
+    unconsumed: tuple[Group, ...] = ()
+    num_consumed: int = 0
+    rejected: dict[str, int] = {}
+    rows_consumed: int = 0
+    rows_trained: int = 0
+    rows_trained_twice: int = 0
+    untrained_step: int = 0
+    untrained: set[int] = set()
+    lineage: int = 0
+    version: int = 0
+    num_prompts_taken: int = 0
+    returned_prompts: tuple[PromptReference, ...] = ()
+    kept: tuple[ConsumedStep, ...] = ()
+
+
+class Admit(Struct, frozen=True, array_like=True, tag=1):
+    """Attributes: num_prompts_taken: afterwards; it stays when a returned prompt is admitted."""
+
+    group_id: int
+    prompt: PromptReference
+    version: int
+    num_prompts_taken: int
+
+
+class Start(Struct, frozen=True, array_like=True, tag=2):
+    group_id: int
+    attempt: int
+    worker: str
+
+
+class Finish(Struct, frozen=True, array_like=True, tag=3):
+    """Attributes: metrics: of the workflow, for the mean over the batch that trains the group."""
+
+    group_id: int
+    attempt: int
+    batch: BatchMetadata
+    metrics: dict[str, tuple[float, int]]
+
+
+class Requeue(Struct, frozen=True, array_like=True, tag=4):
+    """Attributes: attempt: the new one."""
+
+    group_id: int
+    attempt: int
+    cause: str
+
+
+class Reject(Struct, frozen=True, array_like=True, tag=5):
+    """Attributes: returns_prompt: it is admitted again, as another group."""
+
+    group_id: int
+    attempt: int
+    reason: str
+    returns_prompt: bool
+
+
+class Consume(Struct, frozen=True, array_like=True, tag=6):
+    """Attributes: group_ids: in the order of their rows in the batch."""
+
+    lineage: int
+    step: int
+    group_ids: tuple[int, ...]
+
+
+class Trained(Struct, frozen=True, array_like=True, tag=7):
+    """Attributes: num_rows: that were trained of each group."""
+
+    lineage: int
+    step: int
+    num_rows: dict[int, int]
+
+
+class Publish(Struct, frozen=True, array_like=True, tag=8):
+    lineage: int
+    version: int
+
+
+class Release(Struct, frozen=True, array_like=True, tag=9):
+    """Steps up to this one are not repeated any more; their rows may go."""
+
+    step: int
+
+
+Record = Admit | Start | Finish | Requeue | Reject | Consume | Trained | Publish | Release
+"""A change of the ledger: the call of the method that makes it."""

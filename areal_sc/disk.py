@@ -1,0 +1,71 @@
+"""The disk, as far as it is injected: a simulation puts one in its place that fails or is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from areal_sc.durable import write_atomic
+
+T = TypeVar("T")
+
+
+class AppendedFile(Protocol):
+    """A file that grows. What was written stays after a crash only if `sync` returned."""
+
+    def write(self, content: memoryview) -> int:
+        """Number of bytes taken, from the first on; it may be fewer than all."""
+        ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Disk:
+    """The real one. All methods but `run` block, and raise OSError."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Result of work that blocks; the event loop goes on meanwhile."""
+        return await asyncio.to_thread(work)
+
+    def names(self, folder: Path) -> list[str]:
+        """Of the files in a folder; none if there is no folder."""
+        return os.listdir(folder) if folder.exists() else []
+
+    def read(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+    def create(self, path: Path, content: bytes) -> None:
+        """The file, and its folder, are there afterwards; after a crash, whole or not at all."""
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, content)
+
+    def append_to(self, path: Path) -> AppendedFile:
+        return _File(path)
+
+    def cut(self, path: Path, num_bytes: int) -> None:
+        """The file keeps its first `num_bytes` bytes."""
+        with path.open("r+b") as file:
+            file.truncate(num_bytes)
+            os.fsync(file.fileno())
+
+    def remove(self, path: Path) -> None:
+        path.unlink()
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, content: memoryview) -> int:
+        return self._file.write(content)
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

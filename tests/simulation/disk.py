@@ -1,0 +1,86 @@
+"""A disk in memory, for controllers that run in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from simulation.behavior import Number
+
+from areal_sc.disk import Disk
+
+T = TypeVar("T")
+
+
+class SimulatedDisk(Disk):
+    """Files in memory, and what a crash would leave of them.
+
+    Attributes:
+        latency_s: of each work.
+        files: their content, as every process sees it.
+        durable: the same, as far as it was brought to the disk; after a crash it is all that is
+            certain to be there.
+        before: is called before each change with its name (`write`, `sync`, ...) and the file;
+            what it raises is the disk's failure.
+        num_syncs: so many times a file was synced.
+    """
+
+    def __init__(self, latency_s: Number = 0.002, seed: int = 0) -> None:
+        self.latency_s = latency_s
+        self.files: dict[Path, bytes] = {}
+        self.durable: dict[Path, bytes] = {}
+        self.before: Callable[[str, Path], None] = lambda change, path: None
+        self.max_write_bytes = 1 << 30
+        self.num_syncs = 0
+        self._rng = random.Random(seed)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        latency_s = self.latency_s
+        await asyncio.sleep(latency_s(self._rng) if callable(latency_s) else latency_s)
+        return work()
+
+    def names(self, folder: Path) -> list[str]:
+        return [path.name for path in self.files if path.parent == folder]
+
+    def read(self, path: Path) -> bytes:
+        return self.files[path]
+
+    def create(self, path: Path, content: bytes) -> None:
+        self.before("create", path)
+        self.files[path] = self.durable[path] = content
+
+    def append_to(self, path: Path) -> SimulatedFile:
+        return SimulatedFile(self, path)
+
+    def cut(self, path: Path, num_bytes: int) -> None:
+        self.before("cut", path)
+        self.files[path] = self.durable[path] = self.files[path][:num_bytes]
+
+    def remove(self, path: Path) -> None:
+        self.before("remove", path)
+        del self.files[path], self.durable[path]
+
+
+class SimulatedFile:
+    """A file of a simulated disk that grows."""
+
+    def __init__(self, disk: SimulatedDisk, path: Path) -> None:
+        self._disk = disk
+        self._path = path
+
+    def write(self, content: memoryview) -> int:
+        self._disk.before("write", self._path)
+        taken = content[: self._disk.max_write_bytes]
+        self._disk.files[self._path] += bytes(taken)
+        return len(taken)
+
+    def sync(self) -> None:
+        self._disk.before("sync", self._path)
+        self._disk.durable[self._path] = self._disk.files[self._path]
+        self._disk.num_syncs += 1
+
+    def close(self) -> None:
+        """Nothing is left to close."""
