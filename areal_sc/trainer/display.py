@@ -147,8 +147,8 @@ class Display(Tracker):
 
     def on_evaluation(self, result: EvaluationResult) -> None:
         names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
-        values = {name: getattr(result, name) for name in names}
-        self._line(evaluation=result.name, step=result.step, **values, **result.reward_parts())
+        values = {name: getattr(result, name) for name in names} | result.reward_parts()
+        self._line(evaluation=result.name, step=result.step, **values)
 
     def note(self, text: str) -> None:
         """Shows something worth knowing."""

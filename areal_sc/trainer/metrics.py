@@ -121,8 +121,8 @@ class StepMetrics(_Record):
 
     def value(self, name: str) -> Any:
         """Also what the engine reports."""
-        value = super().value(name)
-        return self.train.get(name) if value is None else value
+        is_of_engine = name in self.train and not hasattr(self, name)
+        return self.train[name] if is_of_engine else super().value(name)
 
     @property
     def num_rejected_episodes(self) -> int:
@@ -190,7 +190,7 @@ class Summary:
     Attributes:
         first_step_s: from the start of the process to the end of the first training step.
         wait_share, train_share, sync_share: of the steps' time; see `StepMetrics`.
-        accuracy_before, accuracy_after: the workflow's metric of that name; greedy at temperature 0.
+        accuracy_before, accuracy_after: means of the workflow's metric of that name.
         reward_parts_before, reward_parts_after: see `StepMetrics.reward_parts`.
         max_token_staleness_trained, max_group_staleness: in policy versions.
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
