@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from areal_sc.config.schema import PPOConfig
 
 BUILT_IN = ("decoupled_ppo", "cross_entropy")
+_EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
 _IS_ZERO_WITHOUT_ADVANTAGE = {"decoupled_ppo"}
 
 
@@ -41,6 +44,28 @@ class NamedLoss:
         """Whether tokens of advantage 0 have no gradient, so that no model need see them."""
         return self.name in _IS_ZERO_WITHOUT_ADVANTAGE
 
+    def search_path(self) -> str:
+        """The folder that a process needs on `sys.path` to import the function; "" if none.
+
+        It is found as the caller would import it, that is also beside a script, but not imported.
+
+        Raises: ConfigError: the caller could not import it either.
+        """
+        if self.name in BUILT_IN:
+            return ""
+        package = self.name.partition(":")[0].partition(".")[0]
+        try:
+            found = find_spec(package)
+        except ValueError:  # it is "", or the script itself
+            found = None
+        if found is None:
+            raise ConfigError(
+                f"actor.ppo.loss: expected {_EXPECTED}, in a file beside the script or in an "
+                f"installed package, got {self.name!r}: there is no module {package!r}"
+            )
+        locations = [*(found.submodule_search_locations or ()), *filter(None, [found.origin])]
+        return str(Path(locations[0]).absolute().parent)
+
     def load(self) -> Loss:
         """The function with its settings. Imports torch.
 
@@ -52,10 +77,7 @@ class NamedLoss:
             found: Callable[..., Any] = resolve_name(path)
             inspect.signature(found).bind("tokens", **self.settings)
         except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"loss {self.name!r}: {error}; expected {', '.join(BUILT_IN)} or "
-                "package.module:function, importable in the workers"
-            ) from error
+            raise ConfigError(f"loss {self.name!r}: {error}; expected {_EXPECTED}") from error
         return partial(found, **self.settings)
 
 

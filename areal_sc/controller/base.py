@@ -86,8 +86,13 @@ class Controller(ABC):
     @abstractmethod
     async def start_async(self) -> None: ...
 
-    async def _launch(self, role: str, configs: Sequence[ActorConfig | RolloutConfig]) -> None:
-        """Starts one worker for each of these configurations of the engine."""
+    async def _launch(
+        self, role: str, configs: Sequence[ActorConfig | RolloutConfig], search_path: str = ""
+    ) -> None:
+        """Starts one worker for each of these configurations of the engine.
+
+        Args: search_path: see `WorkerOrder`.
+        """
         device, num_devices = self.engine.devices
         await self.fleet.launch(
             [
@@ -99,6 +104,7 @@ class Controller(ABC):
                     device=device,
                     store_bytes=config.store_bytes,
                     num_devices=num_devices,
+                    search_path=search_path,
                 )
                 for index, config in enumerate(configs)
             ]

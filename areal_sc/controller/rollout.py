@@ -14,6 +14,7 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -47,6 +48,8 @@ from areal_sc.workers.spec import ROLLOUT_ROLE
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.row_file import PromptSource
 
+logger = logging.getLogger(__name__)
+
 
 class RolloutState(Struct, frozen=True):
     """What a new controller needs to go on; a snapshot keeps it."""
@@ -63,9 +66,11 @@ class RolloutController(Controller):
     Attributes:
         groups: those of training: their ledger, the policy version, the position in the prompts.
         rejections: what was thrown away.
+        has_display: whether a `Run` shows the samples.
     """
 
     engine: GeneratorHandle
+    has_display: bool = False
 
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
@@ -134,6 +139,12 @@ class RolloutController(Controller):
 
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
+        if self.config.samples.show and not self.has_display:
+            logger.warning(
+                "samples.show=true has no effect in a loop without a `Run`: print "
+                "rollout.newest_samples, or read them with `python -m areal_sc samples %s`",
+                self.scheduler.config.run_dir,
+            )
         configs = [self.engine.of_worker(index) for index in range(self.config.num_workers)]
         await self._launch(ROLLOUT_ROLE, configs)
         self._workers.track(self.fleet.members)

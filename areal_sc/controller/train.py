@@ -95,12 +95,13 @@ class TrainController(Controller):
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.
 
-        Raises: WorkerStartError, ModelError: with the worker's own words.
+        Raises: WorkerStartError, ModelError: with the worker's own words. ConfigError: there is no
+            module of the loss.
         """
         world_size = self.config.parallel.num_ranks
         self._lineage = self._folder.begin_lineage()
         shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
-        await self._launch(self.role, [self.config] * world_size)
+        await self._launch(self.role, [self.config] * world_size, self._loss.search_path())
         init_method = ""
         if world_size > 1:  # one rank alone opens no port for it
             rank_0 = self.fleet.members[0]

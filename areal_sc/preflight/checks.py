@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
+from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.machine import (
     count_cuda_devices,
@@ -85,6 +86,7 @@ def check_config(
         if not is_met:
             raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
     _check_store(config)
+    loss_of(config.actor.ppo).search_path()  # raises where there is none
     make_generator(config.rollout).check(config)
     return [
         *_distribution_warnings(config),

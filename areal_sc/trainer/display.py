@@ -147,7 +147,7 @@ class Display(Tracker):
 
     def on_evaluation(self, result: EvaluationResult) -> None:
         names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
-        values = {name: getattr(result, name) for name in names}
+        values = {name: getattr(result, name) for name in names} | result.reward_parts()
         self._line(evaluation=result.name, step=result.step, **values)
 
     def note(self, text: str) -> None:
@@ -177,7 +177,7 @@ class Display(Tracker):
 def _word(value: Any) -> str:
     """A value as one word, or quoted as in JSON where it would not be one."""
     if isinstance(value, Mapping):
-        value = describe_counts(value)
+        value = _entries(value)
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     if isinstance(value, int):
@@ -248,7 +248,8 @@ class LiveDisplay(Display):
 
     def on_step(self, metrics: StepMetrics) -> None:
         if self._table is None or self._table.width != self._console.width:
-            self._table = StepTable(self._console.width, self._total_steps)
+            parts = metrics.reward_parts()
+            self._table = StepTable(self._console.width, self._total_steps, parts)
             self._rows_since_header = _ROWS_PER_HEADER
         if self._rows_since_header >= _ROWS_PER_HEADER:
             self._rows_since_header = 0
@@ -267,6 +268,8 @@ class LiveDisplay(Display):
             line.append(f"accuracy {short_number(result.accuracy)}, ")
         if result.accuracy != result.reward:
             line.append(f"reward {short_number(result.reward)}, ")
+        for name, value in result.reward_parts().items():
+            line.append(f"{name} {short_number(value)}, ")
         line.append(f"{result.num_prompts} prompts")
         versions = f"version {result.version_min}"
         if result.version_max != result.version_min:
@@ -303,10 +306,17 @@ class LiveDisplay(Display):
         self._console.print(line, highlight=False)
 
 
+def _entries(values: Mapping[str, int] | Mapping[str, float]) -> str:
+    """Counts by cause, or the parts of a reward."""
+    if any(isinstance(value, float) for value in values.values()):
+        return ", ".join(f"{name} {short_number(value)}" for name, value in values.items())
+    return describe_counts(values)  # type: ignore[arg-type]  # they are whole numbers
+
+
 def _shown(name: str, value: Any) -> str:
     """A number of the summary, in the unit that its name tells; or numbers by cause."""
     if isinstance(value, Mapping):
-        return describe_counts(value)
+        return _entries(value)
     if name.endswith("_share"):
         return percent(value)
     if name.endswith("_s") and not name.endswith("_per_s"):

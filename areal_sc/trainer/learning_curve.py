@@ -36,7 +36,8 @@ _MARKERS: dict[bool, dict[str, Any]] = {
 def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
     """Draws a run: accuracy and reward a step, evaluations, and staleness below.
 
-    Accuracy and reward share a panel where they are the same.
+    Accuracy and reward share a panel where they are the same. Of several reward functions each has
+    a panel of its own.
 
     Raises: RunFolderError: the picture cannot be written.
     """
@@ -48,6 +49,9 @@ def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
     has_accuracy = np.isfinite([*accuracies, *_values(history.evaluations, "accuracy")]).any()
     is_same = np.array_equal(accuracies, rewards, equal_nan=True)
     names = ["accuracy"] * bool(has_accuracy) + ["reward"] * (not has_accuracy or not is_same)
+
+    parts = (name for step in history.steps for name in step.reward_parts())
+    names += dict.fromkeys(parts)
 
     figure = Figure(figsize=(8, 4 + 2 * len(names)), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -87,7 +91,7 @@ def smoothed(values: Values, window: int) -> Values:
 
 def _values(records: Sequence[StepMetrics | EvaluationResult], name: str) -> Values:
     """One number a record, not a number where it has none."""
-    return np.array([getattr(record, name) for record in records], np.float64)
+    return np.array([record.value(name) for record in records], np.float64)
 
 
 def _draw_values(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
@@ -97,7 +101,8 @@ def _draw_values(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
         return
     numbers, values = _values(steps, "step"), _values(steps, name)
     window = max(round(len(steps) * _SMOOTHED_SHARE), 1)
-    color, marker = _COLORS[name], "." if len(steps) <= _FEW_STEPS else ""
+    color = _COLORS.get(name, _COLORS["reward"])
+    marker = "." if len(steps) <= _FEW_STEPS else ""
     axes.plot(numbers, values, color=color, alpha=0.35, linewidth=1, marker=marker)
     label = f"training batch, mean of {window} steps" if window > 1 else "training batch"
     axes.plot(numbers, smoothed(values, window), color=color, linewidth=2, label=label)

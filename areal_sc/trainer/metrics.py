@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from areal_sc.json_lines import to_json
+from areal_sc.workflows.base import PART_PREFIX
 
 STEP_PARTS = ("wait", "train", "sync")
 """What the time of a step goes to."""
@@ -43,6 +44,14 @@ class _Record:
     def accuracy(self) -> float | None:
         """The workflow's metric of that name; None where it reports none."""
         return self.workflow.get("accuracy")
+
+    def reward_parts(self) -> dict[str, float]:
+        """Of several reward functions, the mean of each before its weight, by `reward/NAME`."""
+        return {n: value for n, value in self.workflow.items() if n.startswith(PART_PREFIX)}
+
+    def value(self, name: str) -> Any:
+        """A field, a property, or what the workflow reports under that name; else None."""
+        return getattr(self, name) if hasattr(self, name) else self.workflow.get(name)
 
     def to_record(self) -> dict[str, Any]:
         """The fields, and every property that follows from them; `from_record` is its inverse."""
@@ -111,10 +120,9 @@ class StepMetrics(_Record):
     counters: Mapping[str, float] = field(default_factory=dict)
 
     def value(self, name: str) -> Any:
-        """A field, a property, or what engine or workflow report under that name; else None."""
-        if hasattr(self, name):
-            return getattr(self, name)
-        return self.train.get(name, self.workflow.get(name))
+        """Also what the engine reports."""
+        is_of_engine = name in self.train and not hasattr(self, name)
+        return self.train[name] if is_of_engine else super().value(name)
 
     @property
     def num_rejected_episodes(self) -> int:
@@ -182,6 +190,8 @@ class Summary:
     Attributes:
         first_step_s: from the start of the process to the end of the first training step.
         wait_share, train_share, sync_share: of the steps' time; see `StepMetrics`.
+        accuracy_before, accuracy_after: means of the workflow's metric of that name.
+        reward_parts_before, reward_parts_after: see `StepMetrics.reward_parts`.
         max_token_staleness_trained, max_group_staleness: in policy versions.
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
         rejected_episodes: their number by cause.
@@ -195,6 +205,8 @@ class Summary:
     greedy_accuracy_after: float | None = None
     reward_before: float | None = None
     reward_after: float | None = None
+    reward_parts_before: Mapping[str, float] | None = None
+    reward_parts_after: Mapping[str, float] | None = None
     max_token_staleness_trained: int | None = None
     max_group_staleness: int | None = None
     num_rows_trained: int | None = None
@@ -239,6 +251,9 @@ def summarize(
         for name in ("before", "after")
         if name in named
     }
+    for name in ("before", "after"):
+        if name in named and (parts := named[name].reward_parts()):
+            measured[f"reward_parts_{name}"] = parts
     if "greedy" in named:
         measured["greedy_accuracy_after"] = named["greedy"].accuracy
     if steps:

@@ -137,6 +137,7 @@ class Run:
         """
         check_models(self.config)  # before any worker is started
         rollout.rejections.on_warning = self.display.warning
+        rollout.has_display = True
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 stack.enter_context(start(actor, rollout))

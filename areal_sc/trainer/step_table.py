@@ -6,7 +6,7 @@ columns, as many as fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from areal_sc.trainer.metrics import Bound, StepMetrics
 from areal_sc.trainer.quantities import percent, short_duration, short_number
+from areal_sc.workflows.base import PART_PREFIX
 from areal_sc.workflows.rejection import describe_counts
 
 _NARROW = 70
@@ -88,9 +89,22 @@ LOSSES = (
 """Told at the end of a line where they are not zero."""
 
 
+_MAX_PART_WIDTH = 12
+
+
+def _with_reward_parts(names: Iterable[str]) -> tuple[Column, ...]:
+    """The columns with one more for each part of the reward, behind the reward's."""
+    titles = {name: name.removeprefix(PART_PREFIX)[:_MAX_PART_WIDTH] for name in names}
+    parts = (
+        Column((name,), title, max(len(title), 6), 9, heading=PART_PREFIX)
+        for name, title in titles.items()
+    )
+    return (*COLUMNS[:2], *parts, *COLUMNS[2:])
+
+
 def named_values(metrics: StepMetrics) -> Iterator[tuple[str, Any]]:
     """Name and value of all that a step's line tells."""
-    for column in COLUMNS:
+    for column in _with_reward_parts(metrics.reward_parts()):
         yield from zip(column.names, column.values(metrics), strict=True)
     for column in LOSSES:
         (value,) = column.values(metrics)
@@ -101,14 +115,20 @@ def named_values(metrics: StepMetrics) -> Iterator[tuple[str, Any]]:
 class StepTable:
     """Lays out step lines for one terminal width; no line is longer than it."""
 
-    def __init__(self, width: int, total_steps: int | None) -> None:
-        """Args: width: characters a line. total_steps: None where it is not known."""
+    def __init__(
+        self, width: int, total_steps: int | None, reward_parts: Iterable[str] = ()
+    ) -> None:
+        """Args:
+        width: characters a line.
+        total_steps: None where it is not known.
+        reward_parts: names of metrics; see `StepMetrics.reward_parts`.
+        """
         self.width = width
         total = f"/{total_steps}" if total_steps and width >= _NARROW else ""
         digits = len(str(total_steps or 100_000)) + len(total)
         step = replace(COLUMNS[0], width=max(digits, 4), text=lambda number: f"{number}{total}")
         self._gap = " "
-        self._columns = [step, *COLUMNS[1:]]
+        self._columns = [step, *_with_reward_parts(reward_parts)[1:]]
         room = width - _ROOM_FOR_LOSSES if width >= _WIDE else width
         while _length(self._columns, self._gap) > room and len(self._columns) > 1:
             self._columns.remove(max(self._columns, key=lambda column: column.rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,10 @@ from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine
 from areal_sc.errors import WorkerError, WorkflowError
 from areal_sc.workers.calls import EpisodesReport, Waiting
-from areal_sc.workflows.base import RewardFunction
+from areal_sc.workflows.base import Reward, RewardFunction, Score
 from areal_sc.workflows.rejection import Rejection
 from areal_sc.workflows.rewards import RewardPool, name_of
+from areal_sc.workflows.weighted import weighted_functions
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
@@ -65,12 +67,29 @@ class WorkerEpisodeEngine:
             self.failure = error
             raise
 
-    async def score(
-        self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str
+    async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
+        functions = weighted_functions(reward)
+        if not isinstance(reward, Mapping):
+            return Score(await self._score_one(reward, name_of(reward), prompt, completion))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                numbers = {
+                    name: tasks.create_task(
+                        self._score_one(function, name_of(function, name), prompt, completion)
+                    )
+                    for name, (function, _) in functions.items()
+                }
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the first one; the others were cancelled
+        parts = {name: number.result() for name, number in numbers.items()}
+        return Score(sum(weight * parts[name] for name, (_, weight) in functions.items()), parts)
+
+    async def _score_one(
+        self, reward: RewardFunction, name: str, prompt: Mapping[str, Any], completion: str
     ) -> float:
         try:
-            with self._waiting(f"the reward {name_of(reward)}"):
-                return await self._rewards.score(reward, dict(prompt), completion)
+            with self._waiting(f"the reward {name}"):
+                return await self._rewards.score(reward, dict(prompt), completion, name=name)
         except WorkerError as error:
             self.failure = error
             raise

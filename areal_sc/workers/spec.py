@@ -53,6 +53,8 @@ class WorkerOrder:
         devices: numbers of the node's CUDA devices that it gets.
         port: of its control socket; 0: any free one. A new life of a worker takes the one of the
             life before, whose shards it has adopted: so these keep their address.
+        search_path: folder of what its engine's settings name, such as a loss beside the user's
+            script; "": none.
     """
 
     role: Role
@@ -65,6 +67,7 @@ class WorkerOrder:
     incarnation: str = ""
     devices: list[int] = field(default_factory=list)
     port: int = 0
+    search_path: str = ""
 
     @property
     def name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -46,6 +47,9 @@ class TrainWorker(Worker):
         self._broadcasts: WeightBroadcasts | None = None
         self._rank = 0
         self._weights_root = Path(self.handle.config.weight_update.folder).absolute()
+        folder = spec.order.search_path
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
         self._ppo_loss = loss_of(self.handle.config.ppo)
         self._ppo_loss.load()  # a name that is wrong is noticed at the start
 

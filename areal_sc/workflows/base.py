@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 
 RewardFunction = Callable[..., float | Awaitable[float]]
 """reward(prompt: dict, completion: str) -> float; sync (run in a killable process) or async."""
+
+Reward: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardFunction, float]]
+"""One function; or several by name, each alone (weight 1) or with its weight.
+
+    {"right": right, "length": (length, -0.01)}
+"""
+
+PART_PREFIX = "reward/"
+"""Before the name of one of several reward functions, among the metrics of a workflow."""
 
 DECLARATION = "areal_sc_declaration"
 """Attribute of a reward function that holds its `RewardDeclaration`."""
@@ -47,6 +56,26 @@ class RewardDeclaration:
 declare_reward = RewardDeclaration
 
 
+class Score(float):
+    """A reward that knows what it is made of; a float like any other.
+
+    Attributes:
+        parts: by name, what each of several functions gave, before its weight; empty for one alone.
+    """
+
+    parts: Mapping[str, float]
+
+    def __new__(cls, reward: float, parts: Mapping[str, float] | None = None) -> Self:
+        score = super().__new__(cls, reward)
+        score.parts = dict(parts or {})
+        return score
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The parts under the names that they have among a run's metrics: `reward/NAME`."""
+        return {f"{PART_PREFIX}{name}": value for name, value in self.parts.items()}
+
+
 @dataclass
 class Trajectory:
     """One row of an episode, token by token; T is at most `max_context_tokens`.
@@ -58,8 +87,9 @@ class Trajectory:
         versions: [T] policy version that sampled the token; -1 where `loss_mask` is False.
         temperatures: [T] that the token was sampled at, and is trained at; 1 where `loss_mask` is
             False. 0 (greedy) is for evaluations: a row with greedy tokens is not trained.
-        reward: scalar, finite.
+        reward: scalar, finite. That of a `Score` adds its parts to the metrics.
         metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
+    Raises: ValueError: a metric has the name of a part of the reward, and another value.
     """
 
     input_ids: Sequence[int]
@@ -69,6 +99,16 @@ class Trajectory:
     temperatures: Sequence[float]
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts = self.reward.metrics if isinstance(self.reward, Score) else {}
+        for name, value in parts.items():
+            if self.metrics.get(name, value) != value:
+                raise ValueError(
+                    f"metric {name!r} is {self.metrics[name]}, and the reward of that name gave "
+                    f"{value}: give one of them another name"
+                )
+        self.metrics = {**self.metrics, **parts}
 
 
 class EpisodeEngine(Protocol):
@@ -87,12 +127,13 @@ class EpisodeEngine(Protocol):
         """
         ...
 
-    async def score(
-        self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str
-    ) -> float:
+    async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         """Runs the reward: an async one on the event loop, a sync one in a killable process.
 
-        Raises: RewardError: it raised, returned no finite number, or passed its time limit.
+        Several run beside each other, and give the weighted sum of their numbers.
+
+        Raises: RewardError: one raised, returned no finite number, or passed its time limit.
+            WorkflowError: it is no `Reward`.
         """
         ...
 

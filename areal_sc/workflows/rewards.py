@@ -153,21 +153,29 @@ class RewardPool:
         self._broken: Exception | None = None
 
     async def score(
-        self, reward: RewardFunction, prompt: Mapping[str, Any], completion: str, **extra: Any
+        self,
+        reward: RewardFunction,
+        prompt: Mapping[str, Any],
+        completion: str,
+        *,
+        name: str = "",
+        **extra: Any,
     ) -> float:
         """The reward's finite number.
 
+        Args: name: as messages call it; empty: that of the function.
         Raises:
             RewardError: it raised, returned no finite number, passed its time limit, or ended two
                 processes.
             WorkflowError: the function or its arguments cannot be given to another process.
             WorkerError: reward processes cannot be had; says nothing about the completion.
         """
+        name = name or name_of(reward)
         if _is_async(reward):
-            return await self._score_on_loop(reward, prompt, completion, extra)
+            return await self._score_on_loop(reward, name, prompt, completion, extra)
         if self._broken is not None:
             raise self._broken
-        key, name = self._key_of(reward), name_of(reward)
+        key = self._key_of(reward)
         try:
             request = pack(["call", key, dict(prompt), completion, extra])
         except (TypeError, ValueError, OverflowError) as error:
@@ -341,11 +349,11 @@ class RewardPool:
     async def _score_on_loop(
         self,
         reward: Callable[..., Any],
+        name: str,
         prompt: Mapping[str, Any],
         completion: str,
         extra: Mapping[str, Any],
     ) -> float:
-        name = name_of(reward)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 value = await reward(dict(prompt), completion, **extra)
@@ -375,9 +383,10 @@ def _is_async(reward: Any) -> bool:
     )
 
 
-def name_of(reward: Any) -> str:
-    """As messages call a reward."""
-    return str(getattr(reward, "__qualname__", type(reward).__qualname__))
+def name_of(reward: Any, part: str = "") -> str:
+    """As messages call a reward. Args: part: its name among several."""
+    name = str(getattr(reward, "__qualname__", type(reward).__qualname__))
+    return name if part in ("", name) else f"{part} ({name})"
 
 
 def _place_of(reward: Any) -> str:

@@ -6,39 +6,56 @@ from typing import Any
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.base import EpisodeEngine, RewardFunction, Trajectory, Workflow
+from areal_sc.workflows.base import EpisodeEngine, Reward, Trajectory, Workflow
 from areal_sc.workflows.text import decode_completion, encode_chat, encode_text
 from areal_sc.workflows.transcript import Transcript
+from areal_sc.workflows.weighted import weighted_functions
 
 
 class SingleTurnWorkflow(Workflow):
     """Samples one completion of the prompt and scores it.
 
     Args:
-        reward: called with the whole row and the completion's text, without the stop token.
+        reward: called with the whole row and the completion's text, without the stop token. Or
+            several functions by name, each alone or with its weight: the reward is their weighted
+            sum, and `reward/NAME` among the metrics is what each of them gave.
         generation: how to sample; None takes the run's `generation` section.
         use_chat_template: puts the prompt into the model's chat format; it may then also be a
             list of messages.
         prompt_key: the row's key that holds the prompt.
+        accuracy: which of several functions decides the metric `accuracy`; the first one, unless
+            another one is named.
+    Raises: WorkflowError: the reward is none, or `accuracy` is not the name of one of several.
     """
 
     def __init__(
         self,
-        reward: RewardFunction,
+        reward: Reward,
         generation: GenerationConfig | None = None,
         use_chat_template: bool = False,
         prompt_key: str = "prompt",
+        accuracy: str = "",
     ) -> None:
+        names = list(weighted_functions(reward))
+        if accuracy and accuracy not in names:
+            raise WorkflowError(
+                f"accuracy: expected the name of one of several rewards ({', '.join(names)}), got "
+                f"{accuracy!r}"
+                if names
+                else f"accuracy={accuracy!r} names one of several rewards, but there is one alone, "
+                "which decides it"
+            )
         self.reward = reward
         self.generation = generation
         self.use_chat_template = use_chat_template
         self.prompt_key = prompt_key
+        self.accuracy = accuracy or (names[0] if names else "")
 
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
         """Returns: the trajectory, or None where the generation was cancelled.
 
-        Its metrics are `accuracy`: 1 where the reward is 1 or more; `completion_tokens`; and
-        `stopped`: 1 where the answer ended by itself.
+        Its metrics are `accuracy`: 1 where the function that decides it gives 1 or more;
+        `completion_tokens`; and `stopped`: 1 where the answer ended by itself.
         """
         transcript = Transcript()
         transcript.add_context(self._prompt_tokens(prompt, engine))
@@ -48,8 +65,9 @@ class SingleTurnWorkflow(Workflow):
         transcript.add_completion(completion)
         text = decode_completion(engine.tokenizer, completion)
         reward = await engine.score(self.reward, prompt, text)
+        decisive = reward.parts[self.accuracy] if self.accuracy else reward
         metrics = {
-            "accuracy": float(reward >= 1.0),
+            "accuracy": float(decisive >= 1.0),
             "completion_tokens": float(len(completion.token_ids)),
             "stopped": float(completion.finish_reason == "stop"),
         }

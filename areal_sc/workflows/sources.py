@@ -130,7 +130,7 @@ class SourceRegistry:
     def _write(self, source: Referable) -> int:
         reference = reference_of(source).to_wire()
         self._write_session(list(references_in(reference)))
-        wire = json.dumps(reference, sort_keys=True).encode()
+        wire = json.dumps(reference).encode()
         number = int.from_bytes(hashlib.blake2b(wire, digest_size=6).digest())
         path = self._folder / f"{number}.json"
         with _writing(path):

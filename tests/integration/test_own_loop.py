@@ -34,6 +34,7 @@ def test_a_loop_of_ones_own_is_measured_evaluated_and_resumed(
         resumed.finish()
         resumed.wait_until_gone()
         assert f"resumed after step {last}" in resumed.output
+        assert "has no effect in a loop without" not in resumed.output
         assert resumed.steps()[-3:] == [last + 1, last + 2, last + 3]
         evaluations = [(r["name"], r["step"]) for r in resumed.records("evaluation")]
         summary = resumed.summary()

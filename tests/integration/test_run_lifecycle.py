@@ -210,10 +210,11 @@ def test_ctrl_c_while_the_workers_are_being_started(
 def test_an_exception_in_the_users_loop_leaves_no_orphan(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    settings, script = ("+task.raise_after=1",), SCRIPTS / "own_loop.py"
+    settings, script = ("+task.raise_after=1", "samples.show=true"), SCRIPTS / "own_loop.py"
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=script) as run:
         assert run.wait() == 1, run.story()
         assert "LookupError: nothing is known about version 1" in run.output
+        assert run.output.count("samples.show=true has no effect in a loop without a `Run`") == 1
         run.wait_until_gone(5.0)
 
 

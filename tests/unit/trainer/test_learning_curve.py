@@ -55,6 +55,14 @@ def test_curve_and_evaluations_are_drawn(
     assert not np.array_equal(imread(rising), imread(flat))
 
 
+def test_each_of_several_rewards_has_a_panel(tmp_path: Path, make_step: MakeStep) -> None:
+    png = tmp_path / "parts.png"
+    parts = {"reward/right": 1.0, "reward/length": -40.0}
+    history = History([make_step(step, workflow=parts) for step in (1, 2)], [])
+    plot_learning_curve(history, "run", png)
+    assert imread(png).shape[0] == 150 * (4 + 2 * 3)  # with that of the reward
+
+
 def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
     tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
 ) -> None:

@@ -42,6 +42,19 @@ def test_what_an_engine_does_not_report_is_a_dash(make_step: MakeStep) -> None:
     assert row.plain == "   7  0.250     -    nan      -      -   0.9/4  0.50s train"
 
 
+def test_several_rewards_are_shown_where_there_is_room(make_step: MakeStep) -> None:
+    parts = {"reward/right": 0.5, "reward/length_of_the_answer": -40.0}
+    step = make_step(7, workflow={"accuracy": 0.2, **parts})
+    table = StepTable(130, 80, parts)
+    shared, titles = table.header()
+    assert titles.plain.startswith(" step reward  right length_of_th   acc")
+    assert shared.plain.split()[0] == "reward/"
+    assert table.row(step).plain.startswith(" 7/80  0.250  0.500       -40.00 0.200")
+    assert StepTable(80, 80, parts).row(step).plain == StepTable(80, 80).row(step).plain
+    values = dict(named_values(step))
+    assert values["reward/length_of_the_answer"] == -40.0
+
+
 def test_plain_lines_have_every_column_and_what_was_lost(make_step: MakeStep) -> None:
     names = [name for column in COLUMNS for name in column.names]
     values = dict(named_values(make_step()))
