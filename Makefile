@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/installed
 
-.PHONY: quickstart check test lint install sglang clean
+.PHONY: quickstart check test lint install sglang docs clean
 
 quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
@@ -20,6 +20,9 @@ lint: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 install: $(INSTALLED)
+
+docs: $(INSTALLED)  ## the API reference, in build/docs
+	$(VENV)/bin/python -W error docs/build_api.py build/docs
 
 sglang:  ## SGLang for CPUs, in .venv-sglang; at once where it is there
 	PYTHON=$(PYTHON) tests/sglang_server/install.sh

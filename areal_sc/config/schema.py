@@ -19,6 +19,8 @@ from areal_sc.config.sharing import Section, join_sections
 
 
 class Dtype(StrEnum):
+    """What numbers are computed and kept in."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
 
@@ -230,6 +232,7 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
+        """Processes that train one model."""
         return self.data
 
 

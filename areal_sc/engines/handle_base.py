@@ -53,6 +53,7 @@ class TrainHandle:
 
     @property
     def num_workers(self) -> int:
+        """Ranks, one process each."""
         return self.config.parallel.num_ranks
 
     @property
@@ -100,6 +101,7 @@ class GeneratorHandle:
 
     @property
     def num_workers(self) -> int:
+        """Processes, one engine each."""
         return self.config.num_workers
 
     @property

@@ -37,6 +37,7 @@ class Node:
 
     @property
     def name(self) -> str:
+        """Host name of the machine."""
         return self.facts.host
 
 

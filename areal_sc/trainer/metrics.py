@@ -126,6 +126,7 @@ class StepMetrics(_Record):
 
     @property
     def num_rejected_episodes(self) -> int:
+        """Episodes rejected since the step before, of all causes."""
         return sum(self.rejected_episodes.values())
 
     @property
@@ -141,10 +142,12 @@ class StepMetrics(_Record):
 
     @property
     def generated_tokens_per_s(self) -> float:
+        """Sampled tokens by the step's time."""
         return _ratio(self.num_generated_tokens, self.step_time_s)
 
     @property
     def trained_tokens_per_s(self) -> float:
+        """Tokens in the loss by the step's time."""
         return _ratio(self.num_trained_tokens, self.step_time_s)
 
     @property

@@ -1,0 +1,235 @@
+"""README.md and docs/*.md: each block of code and each command is run, here or by another test."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from integration.run_process import LIMIT_S, REPOSITORY
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+import areal_sc
+from areal_sc import errors
+from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.servers.completion import Counters
+from areal_sc.engines.servers.engine import ServerEngine
+from areal_sc.engines.servers.weights import UpdateTimes
+from areal_sc.trainer.metrics import Summary
+from areal_sc.workflows.base import declare_reward
+
+TRIED = ("docs/first-task.md", "docs/multi-turn.md", "docs/troubleshooting.md")
+"""Their files are written to an empty folder, and their commands run there, in this order."""
+
+ONE_GPU = (
+    "python examples/jsonl_math.py --config configs/one_gpu.yaml "
+    "actor.path=Qwen/Qwen2.5-0.5B-Instruct"
+)
+
+NOT_RUN_HERE = {
+    "import sys": "tests/integration/test_minimal.py",
+    "with Run(config) as run:": "examples/own_loop.py",  # of which it has the lines
+    "prompts = load_prompts(": "needs the hub; test_prompt_sources.py has one of its own",
+    "make quickstart": "takes minutes; test_run_whole.py runs its script",
+    "make test": ".ci/run",
+    "python -m areal_sc samples runs/minimal": "tests/integration/test_new_project.py",
+    "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
+    "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
+    ONE_GPU: "needs a GPU, and a model of the hub",
+    f"{ONE_GPU} --dry-run": "needs a GPU, and a model of the hub",
+}
+"""A command, or how a block begins -> what else runs it, or why nothing can."""
+
+FRAGMENTS = ("load_config({", "class Printer(Tracker):", "@declare_reward(")
+"""How the blocks begin that tests below run."""
+
+
+class Block(NamedTuple):
+    document: str
+    language: str
+    text: str
+
+
+@cache
+def tokens(document: str) -> list[Token]:
+    return MarkdownIt().parse((REPOSITORY / document).read_text())
+
+
+def documents() -> list[str]:
+    return ["README.md", *(f"docs/{path.name}" for path in sorted(REPOSITORY.glob("docs/*.md")))]
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder in which the guides were followed, with two steps a run, and what was shown."""
+    folder, shown = tmp_path_factory.mktemp("first_hour"), ""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for block in blocks(*TRIED):
+        if name := re.match(r"# (\S+\.(?:py|yaml))\n", block.text):
+            text = re.sub("(?m)^total_steps: .*", "total_steps: 2", block.text)
+            (folder / name[1]).write_text(text)
+        elif block.language == "bash":
+            done = subprocess.run(
+                ["bash", "-e", "-c", block.text],
+                cwd=folder,
+                env=os.environ | {"PATH": path, "COLUMNS": "100"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            assert done.returncode == 0, (block.text, done.stdout)
+            shown += done.stdout
+    return folder, shown
+
+
+def blocks(*names: str) -> list[Block]:
+    found = ((name, token) for name in names for token in tokens(name) if token.type == "fence")
+    return [Block(name, token.info.strip(), token.content) for name, token in found]
+
+
+def commands(text: str) -> list[str]:
+    lines = (shlex.split(line, comments=True) for line in text.splitlines())
+    return [" ".join(words) for words in lines if words]
+
+
+def test_each_block_and_command_is_known() -> None:
+    """And what is said of them is true of some."""
+    given = [block for block in blocks(*documents()) if block.document not in TRIED]
+    code = [block.text for block in given if block.language == "python"]
+    typed = [line for block in given if block.language == "bash" for line in commands(block.text)]
+    known = (*NOT_RUN_HERE, *FRAGMENTS)
+    assert [line for line in typed if line not in known] == []
+    assert [text for text in code if not text.startswith(known)] == []
+    assert [k for k in known if k not in typed and not any(t.startswith(k) for t in code)] == []
+    for where in NOT_RUN_HERE.values():
+        assert " " in where or (REPOSITORY / where).exists(), where
+    for block in given:
+        if block.language == "python":
+            compile(block.text, block.document, "exec")
+
+
+def test_inline_commands_name_what_there_is() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    inlines = [child for name in documents() for t in tokens(name) for child in t.children or ()]
+    texts = [t.content for t in inlines if t.type == "code_inline"]
+    found = [t.split() for t in texts if t.startswith(("python ", "make ", "benchmarks/"))]
+    assert len(found) > 10
+    for program, *words in found:
+        if program == "make":
+            assert re.search(rf"^{words[0]}:", makefile, re.MULTILINE), words
+        named = [w for w in (program, *words) if "/" in w and w.endswith((".py", ".yaml", ".sh"))]
+        assert [w for w in named if not (REPOSITORY / w).exists()] == []
+
+
+def test_the_loop_with_a_run_has_the_lines_of_the_example() -> None:
+    example = iter((REPOSITORY / "examples/own_loop.py").read_text().splitlines())
+    (block,) = (b for b in blocks("README.md") if b.text.startswith("with Run(config) as run:"))
+    code = [line.partition("#")[0].strip() for line in block.text.splitlines()]
+    lines = (line.partition("#")[0].strip() for line in example)
+    assert [line for line in code if line != "..." and line not in lines] == []  # in this order
+
+
+def run_block(begin: str, **names: Any) -> dict[str, Any]:
+    """What a block defines that uses the package's names, and these."""
+    (block,) = (b for b in blocks(*documents()) if b.text.startswith(begin))
+    namespace = {name: getattr(areal_sc, name) for name in areal_sc.__all__} | names
+    exec(compile(block.text, block.document, "exec"), namespace)
+    return namespace
+
+
+def test_settings_without_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text("{run_dir: r, total_steps: 1, actor: {path: m}}")
+    monkeypatch.setattr(sys, "argv", ["x.py", "--config", "x.yaml"])
+    run_block("load_config({", ActorConfig=ActorConfig)
+
+
+def test_a_tracker_and_a_reward_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = run_block("class Printer(Tracker):")["Printer"]()
+    tracker.on_step(SimpleNamespace(step=3, reward=0.5))
+    assert capsys.readouterr().out == "3 0.5\n"
+    names = {"declare_reward": declare_reward, "import_the_library": print}
+    reward = run_block("@declare_reward(", **names)["solves_it"]
+    assert reward.areal_sc_declaration.late_after_s == 5.0
+
+
+def test_the_guides_make_a_run_that_fails_as_told(tried: tuple[Path, str]) -> None:
+    folder, shown = tried
+    for name in ("count", "two_tries"):
+        assert (folder / "runs" / name / "model" / "model.safetensors").is_file()
+    assert "total_steps: expected an integer at least 1, got 0" in shown
+    assert "exit code 2" in shown
+
+
+def test_the_plan_is_shown_as_it_is(tried: tuple[Path, str]) -> None:
+    (given,) = (b.text for b in blocks("docs/memory.md") if b.text.startswith("worker "))
+    workers = [line for line in given.splitlines() if re.match(r"worker |\w+/0 ", line)]
+    assert len(workers) == 3
+    assert [line for line in given.splitlines()[:3] if line not in tried[1]] == []
+    assert "not counted: activations, and what CUDA and libraries take for themselves" in tried[1]
+
+
+def test_each_metric_of_a_run_is_explained_and_no_other(tried: tuple[Path, str]) -> None:
+    page = (REPOSITORY / "docs/metrics.md").read_text()
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    explained = {
+        name
+        for cell in cells
+        for name in re.findall(r"`(\w+)(?:/<cause>)?`", re.sub(r"\([^)]*\)", "", cell))
+    }
+    lines = (tried[0] / "runs/count/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    written = {item.name for kind in (Summary, Counters, UpdateTimes) for item in fields(kind)}
+    written |= set(re.findall(r'"(\w+)": ', inspect.getsource(ServerEngine.stats)))
+    for record in records:
+        if record["kind"] in ("step", "evaluation"):
+            nested = [record.pop(name, {}) for name in ("workflow", "train", "counters")]
+            written |= record.keys() | {name for values in nested for name in values}
+    elsewhere = set(re.findall(r"`(\w+)`", page)) - explained  # in the text between the tables
+    assert written - explained - elsewhere == set()
+    assert explained - written == set()
+
+
+def test_each_exit_code_is_explained() -> None:
+    page = (REPOSITORY / "docs/troubleshooting.md").read_text()
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.ArealError)}
+    assert len(codes) > 7
+    told = set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
+    assert told == codes | {0, 128 + 1, 128 + 2, 128 + 9, 128 + 15}
+
+
+def test_links_lead_somewhere() -> None:
+    def anchors(path: Path) -> set[str]:
+        headings = re.findall(r"^#+ (.+)", path.read_text(), re.MULTILINE)
+        return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    for name in documents():
+        for target in re.findall(r"\]\(([^)]+)\)", (REPOSITORY / name).read_text()):
+            if target.startswith("http"):
+                continue
+            file, _, anchor = target.partition("#")
+            path = (REPOSITORY / name).parent / file if file else REPOSITORY / name
+            assert path.exists(), (name, target)
+            assert not anchor or anchor in anchors(path), (name, target)
+
+
+def test_the_reference_of_all_public_names_is_built(tmp_path: Path) -> None:
+    """Warnings are errors of it, as is a public name without a docstring."""
+    command = [sys.executable, "-W", "error", "docs/build_api.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "areal_sc.html").read_text()
+    assert [name for name in areal_sc.__all__ if f'id="{name}"' not in page] == []
