@@ -270,7 +270,9 @@ class RolloutConfig(Section):
     device: Device = setting(Device.auto)
     dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     max_running_sequences: int = setting(64, "decode slots a worker", ge=1)
-    max_context_tokens: int = setting(4096, "tokens of prompt and completion together", ge=2)
+    max_context_tokens: int = setting(
+        0, "tokens of prompt and completion; 0: what the model and a micro-batch take", ge=0
+    )
     max_episode_tokens: int = setting(0, "tokens of an episode's rows; 0: max_context_tokens", ge=0)
     max_prefill_tokens: int = setting(8192, "prompt tokens computed between two decode steps", ge=1)
     num_threads: int = setting(1, "CPU threads a worker", ge=1)

@@ -25,6 +25,7 @@ from uuid import uuid4
 import yaml
 
 from areal_sc.config.loader import config_text, typed
+from areal_sc.config.model_context import take_context
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import RolloutController
@@ -81,6 +82,7 @@ class Run:
 
     def __enter__(self) -> Self:
         self.config = typed(self.config)
+        take_context(self.config)
         warnings = check_config(self.config)
         trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails
