@@ -294,7 +294,7 @@ class RolloutConfig(Section):
         0.5, "the run ends if more of rejection_window groups' episodes are rejected", gt=0, le=1
     )
     rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
-    max_lost_s: float = setting(600.0, "the run ends if so long all episodes are rejected", gt=0)
+    max_lost_s: float = setting(300.0, "the run ends if so long all episodes are rejected", gt=0)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
     samples: SamplesConfig = shared("${samples}", SamplesConfig)
