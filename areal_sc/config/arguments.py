@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
         SystemExit: `--help`, after it has been shown.
     """
     parser = _Parser(
-        usage="%(prog)s [--config FILE.yaml] [flags] [key=value ...]",
+        usage="%(prog)s [flags] [key=value ...]",
         allow_abbrev=False,
     )
     parser.schema = schema

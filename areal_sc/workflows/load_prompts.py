@@ -152,7 +152,8 @@ def _offline_if_away(path: str) -> Iterator[None]:
                     constants.ENDPOINT,
                     error,
                 )
-                for module in (constants, datasets.config):
+                modules: tuple[Any, ...] = (constants, datasets.config)
+                for module in modules:
                     stack.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
                     module.HF_HUB_OFFLINE = True
         yield
