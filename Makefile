@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 
 quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
-		run_dir=runs/quickstart task.warm_start.rebuild=true $(ARGS)
+		run_dir=runs/quickstart $(ARGS)
 
 test: lint sglang  ## everything that has to be green
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)

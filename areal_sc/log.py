@@ -8,6 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +34,23 @@ def setup_logging(role: str, path: Path | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+@contextmanager
+def logging_to(role: str, path: Path) -> Iterator[None]:
+    """`setup_logging` for the block; afterwards records go where they went before."""
+    root, shown_by = logging.getLogger(), warnings.showwarning
+    handlers, level = root.handlers[:], root.level
+    setup_logging(role, path)
+    (own,) = root.handlers
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        own.close()
+        if warnings.showwarning is not shown_by:
+            logging.captureWarnings(False)
 
 
 def log_tail(path: Path) -> list[str]:

@@ -61,6 +61,7 @@ def controllers(
         total_steps=1 + size.steps,
         train_batch_groups=size.groups,
         group_size=GROUP_SIZE,
+        max_context_tokens=4096,
         max_staleness=MAX_STALENESS,
         max_concurrent_groups=size.workers,
     )

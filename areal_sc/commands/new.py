@@ -44,7 +44,7 @@ Make it yours, in three places:
   reward   {reward:<15}a number for the answer to a prompt
   model    {model:<15}a folder, or a name of the Hugging Face hub such as
                           Qwen/Qwen2.5-0.5B-Instruct: then leave make_model out,
-                          and set lr, max_new_tokens and max_context_tokens, too
+                          and set lr and max_new_tokens, too
 """
 
 

@@ -19,8 +19,8 @@ _EXAMPLES = """
 examples:
   run it:
     {prog} --config x.yaml
-    {prog} --config x.yaml total_steps=10 rollout.max_staleness=0
-    {prog} run_dir=runs/x total_steps=10 actor.path=Qwen/Qwen2.5-0.5B
+    {prog} --config x.yaml total_steps=10 seed=1
+    {prog} run_dir=x total_steps=9 actor.path=MODEL
   show every setting, or what would be started:
     {prog} --config x.yaml --print-config
     {prog} --config x.yaml --dry-run
@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
         SystemExit: `--help`, after it has been shown.
     """
     parser = _Parser(
-        usage="%(prog)s [--config FILE.yaml] [flags] [key=value ...]",
+        usage="%(prog)s [flags] [key=value ...]",
         allow_abbrev=False,
     )
     parser.schema = schema

@@ -43,7 +43,8 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        return " and ".join(f"{word} {end}" for word, end in bounds.items() if math.isfinite(end))
+        text = " and ".join(f"{word} {end}" for word, end in bounds.items() if math.isfinite(end))
+        return f"{text}, or inf" if self.infinite else text
 
 
 def setting(default: Any, meaning: str = "", **bounds: Any) -> Any:

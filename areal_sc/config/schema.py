@@ -273,7 +273,9 @@ class RolloutConfig(Section):
     device: Device = setting(Device.auto)
     dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     max_running_sequences: int = setting(64, "decode slots a worker", ge=1)
-    max_context_tokens: int = setting(4096, "tokens of prompt and completion together", ge=2)
+    max_context_tokens: int = setting(
+        0, "tokens of prompt and completion; 0: what the model and a micro-batch take", ge=0
+    )
     max_episode_tokens: int = setting(0, "tokens of an episode's rows; 0: max_context_tokens", ge=0)
     max_prefill_tokens: int = setting(8192, "prompt tokens computed between two decode steps", ge=1)
     num_threads: int = setting(1, "CPU threads a worker", ge=1)
@@ -295,7 +297,7 @@ class RolloutConfig(Section):
         0.5, "the run ends if more of rejection_window groups' episodes are rejected", gt=0, le=1
     )
     rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
-    max_lost_s: float = setting(600.0, "the run ends if so long all episodes are rejected", gt=0)
+    max_lost_s: float = setting(300.0, "the run ends if so long all episodes are rejected", gt=0)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
     samples: SamplesConfig = shared("${samples}", SamplesConfig)

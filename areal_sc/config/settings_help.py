@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field
 from inspect import cleandoc
@@ -14,29 +15,37 @@ from areal_sc.config.explain import expected
 from areal_sc.config.fields import MEANING, RANGE, is_choice, is_section, schema_fields
 
 _INDENT = 6
+_UNITS = {"_s": "seconds", "_minutes": "minutes", "_bytes": "bytes"}
+"""What a number is counted in, by the end of its name; other units stand in the meaning."""
 
 
 def settings_help(schema: type[Any], width: int) -> str:
-    """All settings of a schema, those of a section under its meaning.
+    """All settings of a schema: its own first, then those of each section under its meaning.
 
     Args:
         width: characters of a line; longer words are not broken.
     """
-    lines: list[str] = []
+    settings: dict[str, list[str]] = {"": []}  # of each section
     for path, found, annotation in schema_fields(schema):
         meaning = meaning_of(found, annotation)
-        if is_section(annotation):
-            if found.default is NO_DEFAULT:  # those of a shared section are shown where they are
-                lines += ["", *_wrapped(f"{path}: {meaning}".rstrip(": "), width, "")]
-            continue
-        lines.append(f"  {path}={_default(found)}")
-        first, *choices = meaning.splitlines() or [""]
-        bounds = f", {found.metadata[RANGE]}" if RANGE in found.metadata else ""
-        allowed = f"({expected(annotation)}{bounds})"
-        lines += _wrapped(f"{first} {allowed}".lstrip(), width, " " * _INDENT)
-        for choice in filter(None, choices):
-            lines += _wrapped(choice, width, " " * (_INDENT + 2))
-    return "\n".join(lines) + "\n"
+        if not is_section(annotation):
+            settings[path.rpartition(".")[0]] += _setting(path, found, annotation, meaning, width)
+        elif found.default is NO_DEFAULT:  # those of a shared section are shown where they are
+            settings[path] = ["", *_wrapped(f"{path}: {meaning}".rstrip(": "), width, "")]
+    return "\n".join(line for lines in settings.values() for line in lines) + "\n"
+
+
+def _setting(
+    path: str, found: Field[Any], annotation: Any, meaning: str, width: int
+) -> Iterator[str]:
+    yield f"  {path}={_default(found)}"
+    first, *choices = meaning.splitlines() or [""]
+    unit = next((unit for end, unit in _UNITS.items() if path.endswith(end)), None)
+    parts = [expected(annotation), unit and f"in {unit}", found.metadata.get(RANGE)]
+    allowed = ", ".join(str(part) for part in parts if part)
+    yield from _wrapped(f"{first.removesuffix('.')} ({allowed})".lstrip(), width, " " * _INDENT)
+    for choice in filter(None, choices):
+        yield from _wrapped(choice, width, " " * (_INDENT + 2))
 
 
 def meaning_of(found: Field[Any], annotation: Any) -> str:

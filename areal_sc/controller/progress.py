@@ -20,7 +20,7 @@ from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import TooManyRejections
 from areal_sc.workers.calls import EpisodesReport
 
-LOOK_S: Final = 10.0
+LOOK_S: Final = 5.0
 FIRST_NOTICE_S: Final = 40.0
 """Silence that is told. It doubles with each notice, and is twice the longest silence that ended
 with a finished group: a run of slow groups tells it in its first step only."""

@@ -75,6 +75,7 @@ class RolloutController(Controller):
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
     ) -> None:
+        engine = engine.with_context()
         super().__init__(engine, scheduler, ROLLOUT_ROLE, runtime)
         self.config: RolloutConfig = engine.config
         self.measures_free_memory = engine.takes_free_memory

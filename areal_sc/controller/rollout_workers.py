@@ -144,8 +144,8 @@ class RolloutWorkers:
                 "transport.shared_memory: expected room for a batch, that is for "
                 f"rollout.train_batch_groups={wanted} groups "
                 f"({describe_largest_group(self._config)}), but what is free there, and the limits "
-                f"of the stores, leave room for {self._loads.max_groups}; give more room, shorter "
-                "contexts, smaller batches, or another folder"
+                f"of the stores, leave room for {self._loads.max_groups}; give more room, a "
+                "smaller rollout.max_context_tokens, smaller batches, or another folder"
             )
 
     async def take(self, version: int) -> RolloutWorkerState:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from areal_sc.config.machine import Machine
+from areal_sc.config.model_context import model_context
 from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, RolloutConfig
 from areal_sc.config.store_room import live_row_bytes
@@ -97,7 +98,17 @@ class GeneratorHandle:
             name: begins the names of the logs.
         Raises: ModelError: as `with_local_model`.
         """
-        return resolve_name(self.worker_class)(with_local_model(self.config))
+        return resolve_name(self.worker_class)(with_local_model(self.with_context().config))
+
+    def with_context(self) -> Self:
+        """The same engine, whose longest sequence is a number.
+
+        Raises: ConfigError: that is left to the model, which is not there, or does not say.
+        """
+        if self.config.max_context_tokens:
+            return self
+        tokens = model_context(self.config.path, self.config.revision)
+        return replace(self, config=replace(self.config, max_context_tokens=tokens))
 
     @property
     def num_workers(self) -> int:

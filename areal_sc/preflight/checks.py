@@ -20,7 +20,8 @@ from areal_sc.config.machine import (
     resolved_device,
     why_not_listen,
 )
-from areal_sc.config.model_folder import check_model_folder, read_model_shape
+from areal_sc.config.model_context import known_context
+from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import (
     ClipCenter,
     Device,
@@ -35,7 +36,7 @@ from areal_sc.config.sharing import differing_sections
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
-from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
+from areal_sc.hub import fetch_model, is_hub_name, local_model
 
 MIN_HEARTBEATS_TO_ORPHAN = 2
 """Heartbeats that must be missing before a worker gives its controller up."""
@@ -179,8 +180,9 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
     yield (
         "generation.max_new_tokens",
-        config.generation.max_new_tokens < context,
-        f"less than {named}={context}, which is prompt and answer",
+        not context or config.generation.max_new_tokens < context,
+        f"less than {named}={context}, which is prompt and answer (0 takes the model's limit, at "
+        "most actor.max_tokens_per_micro_batch)",
     )
     yield (
         "rollout.max_episode_tokens",
@@ -193,9 +195,7 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         f"at least {named}={context}, the longest row",
     )
     for path, revision in _models(config):
-        folder = cached_model(path, revision)
-        shape = read_model_shape(folder) if folder else None
-        limit = (shape and shape.max_context_tokens) or context
+        limit = known_context(path, revision) or context
         yield named, context <= limit, f"at most {limit} (the context of the model in {path})"
 
 
@@ -250,8 +250,8 @@ def _check_store(config: GRPOConfig) -> None:
             raise ConfigError(
                 f"rollout.{name}: expected at least {least} (room for {count} of the "
                 f"rollout.train_batch_groups={rollout.train_batch_groups} groups of a batch; "
-                f"{describe_largest_group(rollout)}), got {limit}; give more room, or smaller "
-                "batches or shorter contexts"
+                f"{describe_largest_group(rollout)}), got {limit}; give more room, or set smaller "
+                "batches, or a smaller rollout.max_context_tokens"
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 from areal_sc.config.arguments import parse_arguments
 from areal_sc.config.loader import compose_config, config_text
 from areal_sc.config.machine import count_cuda_devices
+from areal_sc.config.model_context import take_context
 from areal_sc.config.schema import GRPOConfig, Resume
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.preflight.checks import check_config, check_models, fetch_models
@@ -105,8 +106,10 @@ def load_config(
         sys.stdout.write(config_text(config))
         raise SystemExit(0)
     if isinstance(config, GRPOConfig):
+        take_context(config)
         warnings = check_config(config, count_devices)
         if not makes_model and fetch_models(config):
+            take_context(config)
             warnings = check_config(config, count_devices)  # by what is known of the model now
         for warning in warnings:
             _logger.warning("%s", warning)
@@ -140,6 +143,8 @@ def _dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
             raise
         yield f"model {config.actor.path}: not there yet, the script makes it"
     yield from plan(config).lines()
+    longest = config.rollout.max_context_tokens or "as many as the model takes"
+    yield f"longest row, prompt and answer: {longest} tokens (rollout.max_context_tokens)"
     yield f"run folder {folder.path}: would {opening.value}"
     if opening is Opening.resume and config.resume is Resume.must:
         yield "  a loop without a `Run` would refuse --resume"

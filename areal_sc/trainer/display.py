@@ -256,7 +256,8 @@ class LiveDisplay(Display):
             for line in self._table.header():
                 self._print(line)
         self._rows_since_header += 1
-        self._print(self._table.row(metrics))
+        for line in self._table.rows(metrics):
+            self._print(line)
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
         """Below the bars, in place of the ones before."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shlex
 import signal
@@ -70,10 +69,11 @@ def run_script(
     except SystemExit:
         raise
     except BaseException as error:  # the boundary of the process
+        run_dir = getattr(error, "run_dir", None)  # a `Run` that it ended
         if arrived == [signal.SIGHUP] and isinstance(error, OSError) and error.errno == errno.EIO:
             error = Terminated(signal.SIGHUP)  # the display wrote to a terminal that is gone
         with interrupts.deferred(are_dropped=True):  # the script is ending already
-            return report_failure(error, console, run_dir=_folder_of_log())
+            return report_failure(error, console, run_dir)
     return 0
 
 
@@ -212,16 +212,6 @@ def _append_to_log(run_dir: Path, level: str, text: str) -> Path | None:
     except OSError:
         return None  # no such folder, or a full disk: the caller shows it instead
     return path
-
-
-def _folder_of_log() -> Path | None:
-    """The run folder whose `logs/controller.log` this process logs to, if it does."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            path = Path(handler.baseFilename)
-            if path.name == "controller.log" and path.parent.name == "logs":
-                return path.parent.parent
-    return None
 
 
 @contextmanager

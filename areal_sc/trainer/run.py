@@ -19,17 +19,19 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
 import yaml
 
 from areal_sc.config.loader import config_text, typed
+from areal_sc.config.model_context import take_context
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
-from areal_sc.log import setup_logging
+from areal_sc.log import logging_to
 from areal_sc.preflight.checks import check_config, check_models
 from areal_sc.run_folder import Opening, RunFolder
 from areal_sc.samples import Sample
@@ -81,6 +83,7 @@ class Run:
 
     def __enter__(self) -> Self:
         self.config = typed(self.config)
+        take_context(self.config)
         warnings = check_config(self.config)
         trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails
@@ -91,7 +94,7 @@ class Run:
                 overwrite=self.config.overwrite,
             )
             stack.callback(self.folder.close)
-            setup_logging("controller", self.folder.logs / "controller.log")
+            stack.enter_context(_log_of_run(self.folder))
             for warning in warnings:
                 logger.warning("%s", warning)
             self.scheduler = make_scheduler(self.config.scheduler, self.folder)
@@ -119,9 +122,14 @@ class Run:
         self._is_open = True
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._is_open = False
-        self._stack.close()
+        self._stack.__exit__(kind, error, trace)
 
     @contextmanager
     def training(
@@ -232,6 +240,17 @@ class Run:
         if advice and not self._has_advised:  # once a run
             self._has_advised = True
             self.display.warning(advice)
+
+
+@contextmanager
+def _log_of_run(folder: RunFolder) -> Iterator[None]:
+    """The script's log is the run's; an error that ends the run tells `run_script` its folder."""
+    with logging_to("controller", folder.logs / "controller.log"):
+        try:
+            yield
+        except BaseException as error:
+            error.run_dir = folder.path  # type: ignore[attr-defined]
+            raise
 
 
 def _process_age_s() -> float:

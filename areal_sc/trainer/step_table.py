@@ -80,11 +80,13 @@ COLUMNS = (
     Column(("bound",), "bound", 5, 5, lambda bound: _BOUNDS[bound].ljust(5)),
 )
 
+_CAUSES = Column(("rejected_episodes",), "", 0, 0, describe_counts)
+
 LOSSES = (
     Column(("masked_share",), "mask", 0, 0, percent),
     Column(("wasted_share",), "waste", 0, 0, percent),
     Column(("num_rejected_episodes",), "rej", 0, 0, str),
-    Column(("rejected_episodes",), "", 0, 0, describe_counts),
+    _CAUSES,
 )
 """Told at the end of a line where they are not zero."""
 
@@ -144,21 +146,25 @@ class StepTable:
             line.truncate(self.width)
         return lines
 
-    def row(self, metrics: StepMetrics) -> Text:
-        """One line for one step."""
+    def rows(self, metrics: StepMetrics) -> list[Text]:
+        """One line for one step, and one for the causes of rejections where they do not fit."""
         line = Text()
         for column in self._columns:
             text = column.text(*column.values(metrics)).rjust(column.width)
             line.append(self._gap if line else "")
             line.append(text, style=column.style)
+        lines = [line]
         for column in LOSSES:
             (value,) = column.values(metrics)
             text = f"{self._gap}{f'{column.title} {column.text(value)}'.lstrip()}"
             if value and line.cell_len + len(text) <= self.width:
                 line.append(text, style="yellow")
-        line.rstrip()
-        line.truncate(self.width)
-        return line
+            elif value and column is _CAUSES:
+                lines.append(Text(f"{' ' * self._columns[0].width}{text}", style="yellow"))
+        for line in lines:
+            line.rstrip()
+            line.truncate(self.width, overflow="ellipsis")
+        return lines
 
     def _headings(self) -> Iterator[str]:
         """The headings, each over its run of adjacent columns, left out where it does not fit."""

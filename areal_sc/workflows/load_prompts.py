@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from string import Formatter
@@ -11,6 +13,8 @@ from typing import Any, Final
 from areal_sc.errors import WorkflowError
 from areal_sc.hub import is_hub_name, why_not_had
 from areal_sc.workflows.prompts import JsonlPrompts
+
+_logger = logging.getLogger(__name__)
 
 _READERS: Final = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Endings of files, and what `datasets` calls their format."""
@@ -120,10 +124,39 @@ def _load(
             f"{where}: there is no such file or folder; expected one ({', '.join(_READERS)}), or a "
             "name of the hub, owner/name"
         )
-    try:
-        return datasets.load_dataset(**source, split=split, revision=revision, streaming=streaming)
-    except Exception as error:  # those of readers, of the hub and of the disk
-        raise WorkflowError(f"{where}: {_why_not_loaded(error, path, revision)}") from error
+    with _offline_if_away(path):
+        try:
+            return datasets.load_dataset(
+                **source, split=split, revision=revision, streaming=streaming
+            )
+        except Exception as error:  # those of readers, of the hub and of the disk
+            failure = error
+    raise WorkflowError(f"{where}: {_why_not_loaded(failure, path, revision)}") from failure
+
+
+@contextmanager
+def _offline_if_away(path: str) -> Iterator[None]:
+    """As with HF_HUB_OFFLINE=1 where the hub cannot be reached; `datasets` tries for 25 s."""
+    import datasets
+    from huggingface_hub import HfApi, constants, errors
+
+    with ExitStack() as stack:
+        if is_hub_name(path) and not constants.HF_HUB_OFFLINE:
+            try:
+                HfApi().dataset_info(path)
+            except errors.HfHubHTTPError:  # it answers
+                pass
+            except Exception as error:  # those of its HTTP library
+                _logger.warning(
+                    "%s gives no answer, so only an earlier download is used: %r",
+                    constants.ENDPOINT,
+                    error,
+                )
+                modules: tuple[Any, ...] = (constants, datasets.config)
+                for module in modules:
+                    stack.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
+                    module.HF_HUB_OFFLINE = True
+        yield
 
 
 def _why_not_loaded(error: Exception, path: str, revision: str | None) -> str:

@@ -54,13 +54,12 @@ def test_a_start_from_nothing_says_so(
     tiny_config: Callable[..., GRPOConfig],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # that would change the logging of this process
-    monkeypatch.setattr("areal_sc.trainer.run.setup_logging", lambda role, path: None)
     config = tiny_config(f"run_dir={tmp_path / 'run'}")
-    with PPOTrainer(config):
+    with PPOTrainer(config) as first:
         assert "from nothing" not in capsys.readouterr().out
+    tiny_config("generation.top_k=5")  # its warning is none of that run
+    assert "top_k" not in (first.folder.logs / "controller.log").read_text()
     with PPOTrainer(config):  # the first one might have been killed
         (line,) = (x for x in capsys.readouterr().out.splitlines() if "from nothing" in x)
         assert "WARNING" in line

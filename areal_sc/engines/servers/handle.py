@@ -70,7 +70,7 @@ class ServersHandle(GeneratorHandle):
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:
-        handle = replace(self, config=with_local_model(self.config))
+        handle = replace(self, config=with_local_model(self.with_context().config))
         return resolve_name(self.worker_class)(handle, log_folder=log_folder, name=name)
 
     def connect(self, url: str, api_key: str, *, is_own: bool) -> ServerClient:

@@ -231,6 +231,11 @@ def test_help_tells_every_setting_and_fits_the_terminal(
     assert "run_dir=(required)\n" in settings
     assert "overwrite=false\n" in settings
     assert "actor.seed=${seed}\n" in settings
+    for unit in ("seconds, above 0", "minutes, at least 0", "bytes, at least 1"):
+        assert f", in {unit})" in " ".join(settings.split())
+    lines = settings.splitlines()
+    assert lines.index("  actor.device=auto") < lines.index("  actor.parallel.data=1")
+    assert lines.index("  trackers=[]") < lines.index("  generation.top_k=0")  # of no section
     assert "\n        finish_running: no new ones start, " in settings  # a choice's own meaning
     assert "actor.ppo: Decoupled PPO (" in settings
     assert "  game.size=3\n      (an integer)\n" in settings  # a field without a meaning

@@ -88,7 +88,7 @@ def watched(reports: list[EpisodesReport | None], told: list[str]) -> ProgressWa
     rejections = Rejections(window=100, max_rate=0.5)
     rejections.on_warning = told.append
     workers: Any = Workers(reports)
-    return ProgressWatch(workers, rejections, 25.0, lambda: 1, lambda: 0)
+    return ProgressWatch(workers, rejections, 2.5 * LOOK_S, lambda: 1, lambda: 0)
 
 
 def test_time_that_only_rejections_end_is_lost() -> None:
@@ -102,7 +102,9 @@ def test_time_that_only_rejections_end_is_lost() -> None:
         EpisodesReport(num_kept=1, num_rejected=4),
         EpisodesReport(num_kept=1, num_rejected=5),
     ]
-    with pytest.raises(TooManyRejections, match=r"for 40 s .*reward_timeout: task\.py:3"):
+    with pytest.raises(
+        TooManyRejections, match=rf"for {4 * LOOK_S:.0f} s .*reward_timeout: task\.py:3"
+    ):
         run_virtual(watched(reports, told).run())
     assert reports == []
     assert sum("the first for this cause: reward_timeout: task.py:3" in text for text in told) == 1

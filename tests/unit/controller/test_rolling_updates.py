@@ -47,6 +47,7 @@ class UpdatingFleet:
 def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
     config = RolloutConfig(
         num_workers=NUM_WORKERS,
+        max_context_tokens=64,
         **{"sglang": SGLangConfig(), "weight_update": WeightUpdateConfig(), **settings},
     )
     fleet: Any = UpdatingFleet()

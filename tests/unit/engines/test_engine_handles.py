@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +85,13 @@ def test_nothing_of_it_imports_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_a_generator_takes_the_longest_sequence_of_its_model(tmp_path: Path) -> None:
+    generator = LocalGenerator(RolloutConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"max_context_tokens: 0 takes the limit of the model in"):
+        generator.with_context()
+    (tmp_path / "config.json").write_text('{"n_positions": 70}')
+    settled = generator.with_context()
+    assert settled.config.max_context_tokens == 70
+    assert settled.with_context() is settled

@@ -27,7 +27,7 @@ Load = Callable[..., GRPOConfig]
         ),
         ("rollout.group_size=0", "rollout.group_size: expected an integer at least 1, got 0"),
         (
-            "rollout.max_episode_tokens=4095",
+            "rollout.max_episode_tokens=4095 rollout.max_context_tokens=4096",
             "rollout.max_episode_tokens: expected 0 or at least rollout.max_context_tokens=4096",
         ),
         ("rollout.train_batch_groups=0", "rollout.train_batch_groups: expected an integer at le"),
@@ -74,11 +74,11 @@ Load = Callable[..., GRPOConfig]
             "scheduler.shutdown_timeout_s: expected more than twice sglang.stop_timeout_s=5",
         ),
         (
-            "generation.max_new_tokens=4096",
+            "generation.max_new_tokens=4096 rollout.max_context_tokens=4096",
             "generation.max_new_tokens: expected less than rollout.max_context_tokens=4096",
         ),
         (
-            "actor.max_tokens_per_micro_batch=4095",
+            "actor.max_tokens_per_micro_batch=4095 rollout.max_context_tokens=4096",
             "actor.max_tokens_per_micro_batch: expected at least rollout.max_context_tokens=4096, "
             "the longest row, got 4095",
         ),
@@ -148,7 +148,8 @@ def test_store_limit_under_one_batch(load: Load, setting: str, num_groups: int) 
         f"rollout.{setting}: expected at least {least} (room for {num_groups} of the "
         f"rollout.train_batch_groups=3 groups of a batch; a group takes up to {GROUP_BYTES} bytes: "
         "rollout.group_size=4 episodes of rollout.max_context_tokens=100 tokens), "
-        f"got {least - 1}; give more room, or smaller batches or shorter contexts"
+        f"got {least - 1}; give more room, or set smaller batches, or a "
+        "smaller rollout.max_context_tokens"
     )
 
 
@@ -160,7 +161,7 @@ def test_a_dry_run_does_not_pass_what_the_run_would_refuse(
     load: Load, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.node_store_bytes: .* got 10;"):
-        load("--dry-run", "rollout.node_store_bytes=10")
+        load("--dry-run", "rollout.node_store_bytes=10", "rollout.max_context_tokens=999")
     assert capsys.readouterr().out == ""
 
 
@@ -194,12 +195,59 @@ def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 4095}))
     with pytest.raises(ConfigError) as caught:
-        load(f"actor.path={model}")
+        load(f"actor.path={model}", "rollout.max_context_tokens=4096")
     assert (
         f"rollout.max_context_tokens: expected at most 4095 (the context of the model in {model}), "
         "got 4096" in str(caught.value)
     )
     load(f"actor.path={model}", "rollout.max_context_tokens=4095")
+
+
+@pytest.mark.parametrize(
+    ("positions", "settings", "tokens"),
+    [
+        (1000, "", 1000),
+        (131072, "", 4096),  # the default of actor.max_tokens_per_micro_batch
+        (131072, "actor.max_tokens_per_micro_batch=200000", 131072),
+        (1000, "rollout.max_context_tokens=300", 300),
+        (None, "", 0),  # the model does not say
+    ],
+)
+def test_the_longest_row_follows_from_the_model(
+    load: Load, tmp_path: Path, positions: int | None, settings: str, tokens: int
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    config = load(f"actor.path={folder}", *settings.split())
+    assert config.rollout.max_context_tokens == tokens
+    assert check_config(config, lambda: 0) == []
+
+
+def test_the_longest_row_is_that_of_the_model_with_the_shorter_ones(
+    load: Load, tmp_path: Path
+) -> None:
+    for name, positions in (("long", 900), ("short", 700)):
+        (tmp_path / name).mkdir()
+        content = json.dumps({"max_position_embeddings": positions})
+        (tmp_path / name / "config.json").write_text(content)
+    paths = (f"actor.path={tmp_path / 'long'}", f"rollout.path={tmp_path / 'short'}")
+    assert load(*paths).rollout.max_context_tokens == 700
+    with pytest.raises(ConfigError, match=r"less than rollout\.max_context_tokens=700, which is p"):
+        load(*paths, "generation.max_new_tokens=700")
+
+
+def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 131072}))
+    with pytest.raises(ConfigError) as caught:
+        load(
+            f"actor.path={tmp_path}",
+            "actor.max_tokens_per_micro_batch=131072",
+            "rollout.store_bytes=500_000_000",
+        )
+    message = str(caught.value)
+    assert "episodes of rollout.max_context_tokens=131072 tokens), got 500000000" in message
+    assert message.endswith("or a smaller rollout.max_context_tokens")
 
 
 @pytest.mark.parametrize(

@@ -213,10 +213,9 @@ def test_run_script_leaves_sys_exit_alone() -> None:
 
 
 SCRIPT = """
-import asyncio, logging, signal, sys, time
+import asyncio, signal, sys, time
 from pathlib import Path
 from areal_sc.errors import ModelError
-from areal_sc.log import setup_logging
 from areal_sc.trainer.failure import run_script
 
 async def wait():
@@ -224,7 +223,6 @@ async def wait():
     await asyncio.sleep(60)
 
 def main(argv):
-    setup_logging("controller", Path(argv[1]) / "logs" / "controller.log")
     try:
         if argv[0] == "fail":
             raise ModelError("no weights")
@@ -234,6 +232,9 @@ def main(argv):
             asyncio.run(wait())
         print("ready", flush=True)
         time.sleep(60)
+    except BaseException as error:
+        error.run_dir = Path(argv[1])  # as a `Run` does
+        raise
     finally:
         print("cleaned up", flush=True)
 

@@ -13,7 +13,7 @@ MakeStep = Callable[..., StepMetrics]
 
 def test_header_and_rows_at_80_columns(make_step: MakeStep) -> None:
     table = StepTable(80, total_steps=80)
-    lines = [*table.header(), table.row(make_step(1)), table.row(make_step(12, wait_s=2.0))]
+    lines = [*table.header(), *table.rows(make_step(1)), *table.rows(make_step(12, wait_s=2.0))]
     assert [line.plain for line in lines] == [
         "                                   kl      staleness",
         " step reward   acc   loss   grad   prox  tokens  groups   time bound",
@@ -34,11 +34,11 @@ def test_as_many_columns_are_shown_as_the_terminal_is_wide(make_step: MakeStep) 
         12: "step  reward",
     }.items():
         assert StepTable(width, total_steps=80).header()[-1].plain == titles
-    assert StepTable(40, 80).row(make_step(7)).plain == "   7  0.250 0.200  0.012  0.50s train"
+    assert StepTable(40, 80).rows(make_step(7))[0].plain == "   7  0.250 0.200  0.012  0.50s train"
 
 
 def test_what_an_engine_does_not_report_is_a_dash(make_step: MakeStep) -> None:
-    row = StepTable(60, total_steps=80).row(make_step(7, train={"loss": math.nan}, workflow={}))
+    (row,) = StepTable(60, total_steps=80).rows(make_step(7, train={"loss": math.nan}, workflow={}))
     assert row.plain == "   7  0.250     -    nan      -      -   0.9/4  0.50s train"
 
 
@@ -94,25 +94,41 @@ def test_no_line_is_longer_than_the_terminal_and_columns_stay_aligned(
         assert max(line.cell_len for line in header) <= width
         titles = header[-1].plain
         for step in steps:
-            row = table.row(step).plain
-            assert len(row) <= width
-            assert "\n" not in row
+            row, *causes = (line.plain for line in table.rows(step))
+            assert len(causes) <= bool(step.rejected_episodes)
+            for line in (row, *causes):
+                assert len(line) <= width
+                assert "\n" not in line
             if "time" in titles:  # right-aligned: a value ends below its title's last letter
                 end = titles.index("time") + len("time")
                 assert row[end - 1] in "sm"
                 assert row[end : end + 1] in ("", " ")
 
 
+def shown(width: int, step: StepMetrics) -> list[str]:
+    return [line.plain for line in StepTable(width, 80).rows(step)]
+
+
 def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
-    table = StepTable(120, total_steps=80)
-    assert table.row(make_step()).plain.endswith("train")
+    assert shown(120, make_step())[0].endswith("train")
     losses = make_step(
         num_masked_tokens=4000, num_wasted_tokens=8000, rejected_episodes={"stale": 2}
     )
-    assert table.row(losses).plain.endswith("train  mask 50%  waste 50%")
-    assert StepTable(140, 80).row(losses).plain.endswith("waste 50%  rej 2  stale x2")
-    assert StepTable(80, 80).row(losses).plain.endswith("train mask 50%")
-    failing = make_step(rejected_episodes={"reward_error: KeyError at task.py:12": 3})
-    shown = "train  rej 3  reward_error: KeyError at task.py:12 x3"
-    assert StepTable(170, 80).row(failing).plain.endswith(shown)
-    assert StepTable(80, 80).row(failing).plain.endswith("train rej 3")
+    assert shown(120, losses)[0].endswith("train  mask 50%  waste 50%")
+    assert shown(140, losses)[0].endswith("waste 50%  rej 2  stale x2")
+    assert shown(80, losses)[0].endswith("train mask 50%")
+
+
+def test_causes_of_rejections_are_told_on_a_line_of_their_own_where_they_do_not_fit(
+    make_step: MakeStep,
+) -> None:
+    failing = make_step(
+        rejected_episodes={"bad_reward: task.py:9": 1, "reward_error: KeyError at task.py:12": 3}
+    )
+    causes = "reward_error: KeyError at task.py:12 x3, bad_reward: task.py:9 x1"
+    (line,) = shown(200, failing)
+    assert line.endswith(f"train  rej 4  {causes}")
+    line, below = shown(80, failing)
+    assert line.endswith("train rej 4")
+    assert below == f"      {causes}"
+    assert shown(40, failing)[1] == "     reward_error: KeyError at task.py:…"

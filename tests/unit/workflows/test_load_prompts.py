@@ -20,11 +20,9 @@ from areal_sc.workflows import load_prompts as module
 from areal_sc.workflows.load_prompts import load_prompts
 
 LOAD = """
-import itertools, json, sys, time
+import itertools, json, sys
 from areal_sc import load_prompts
 from areal_sc.errors import WorkflowError
-
-time.sleep = lambda seconds: None  # between the attempts of the hub's library
 
 for call in json.loads(sys.argv[1]):
     assert "torch" not in sys.modules  # streams alone, of `datasets`, load it

@@ -1,0 +1,41 @@
+"""`rollout.max_context_tokens=0`: the longest sequence that the model takes."""
+
+from __future__ import annotations
+
+from areal_sc.config.model_folder import read_model_shape
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import ConfigError
+from areal_sc.hub import cached_model
+
+
+def known_context(path: str, revision: str = "") -> int | None:
+    """The longest sequence of a model; None: it is not on this machine, or does not say."""
+    folder = cached_model(path, revision)
+    shape = read_model_shape(folder) if folder else None
+    return shape.max_context_tokens if shape else None
+
+
+def model_context(path: str, revision: str = "") -> int:
+    """The longest sequence of a model that has to be there.
+
+    Raises: ConfigError: it is not, or does not say.
+    """
+    tokens = known_context(path, revision)
+    if tokens is None:
+        raise ConfigError(
+            f"rollout.max_context_tokens: 0 takes the limit of the model in {path}, which is not "
+            "there yet or has none in its config.json; give a number, enough for prompt and answer"
+        )
+    return tokens
+
+
+def take_context(config: GRPOConfig) -> None:
+    """Puts a number in place of `rollout.max_context_tokens=0`, if the models are there already.
+
+    A longer row than a micro-batch could be generated, but not trained.
+    """
+    rollout, actor = config.rollout, config.actor
+    models = {(actor.path, actor.revision), (rollout.path, rollout.revision)}
+    known = [tokens for model in models if (tokens := known_context(*model)) is not None]
+    if known and not rollout.max_context_tokens:
+        rollout.max_context_tokens = min(*known, actor.max_tokens_per_micro_batch)
