@@ -1,0 +1,151 @@
+"""The letter-sorting job whose workers keep books of their own; a part of `chaos.py`.
+
+    python chaos_run.py BOOKS --config configs/letter_sort.yaml ...      the user's script
+    python chaos_run.py <run id> <SchedulerConfig as JSON>               an agent, started by it
+
+The books are lines of JSON, appended by whoever did something when it was done, one file a process:
+
+    sealed-<pid>    a rollout worker has sealed a row: its group, attempt, episode, hash, and reward
+    trained-<pid>   a rank has trained a row: the same, and the policy version it began from
+    rewards-<pid>   a reward process has judged an answer
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+BOOKS: Final = "AREAL_SC_CHAOS_BOOKS"
+"""Environment variable: the folder of the books."""
+
+
+def note(book: str, records: list[dict[str, Any]]) -> None:
+    """Appends lines to this process's book, all at once."""
+    now = time.time()
+    lines = [json.dumps({"time": now, "pid": os.getpid(), **record}) + "\n" for record in records]
+    path = Path(os.environ[BOOKS]) / f"{book}-{os.getpid()}.jsonl"
+    with path.open("a") as file:
+        file.write("".join(lines))
+
+
+def row_hash(input_ids: Any, logprobs: Any) -> str:
+    """Of the tokens and the log-probabilities that they were sampled with: [T] each."""
+    digest = hashlib.sha256(bytes(memoryview(input_ids.contiguous().numpy())))
+    digest.update(bytes(memoryview(logprobs.contiguous().numpy())))
+    return digest.hexdigest()[:16]
+
+
+def booked_reward(prompt: Mapping[str, Any], completion: str) -> float:
+    from letter_sort_task import letter_sort_reward
+
+    value = letter_sort_reward(prompt, completion)
+    note("rewards", [{"prompt": prompt["prompt"], "completion": completion, "value": value}])
+    return value
+
+
+def run_worker(spec_dict: dict[str, Any]) -> int:
+    """A worker that keeps books; see `areal_sc.workers.entry`."""
+    import torch
+
+    from areal_sc.workers import entry
+    from areal_sc.workers.rollout_worker import RolloutWorker
+    from areal_sc.workers.train_worker import TrainWorker
+
+    seal, ppo_update = RolloutWorker._seal, TrainWorker.ppo_update
+
+    def booked_seal(self: RolloutWorker, group: Any, episodes: Any) -> Any:
+        batch = seal(self, group, episodes)
+        played = [row for rows in episodes.values() for row in rows]
+        records = []
+        for row, given in zip(batch.rows, played, strict=True):
+            ids = torch.tensor(given.input_ids, dtype=torch.int32)
+            logprobs = torch.tensor(given.behavior_logprobs, dtype=torch.float32)
+            text = "".join(self.engine.tokenizer.convert_ids_to_tokens(ids.tolist()))
+            records.append({**_record(row), "hash": row_hash(ids, logprobs), "text": text})
+        note("sealed", records)
+        return batch
+
+    async def booked_update(self: TrainWorker, args: Any) -> dict[str, float]:
+        if args.operation in self.operations._noted:  # a repeat trains nothing
+            return await ppo_update(self, args)
+        pulled = [await self.plane.puller.pull(batch) for batch in args.minibatches]
+        records = []
+        for batch, rows in zip(args.minibatches, pulled, strict=True):
+            start = 0
+            for row, length in zip(batch.rows, rows.lengths, strict=True):
+                ids, logprobs = (
+                    rows.fields[name][start : start + length]
+                    for name in ("input_ids", "behavior_logprobs")
+                )
+                start += length
+                records.append(
+                    {
+                        **_record(row),
+                        "hash": row_hash(ids, logprobs),
+                        "version": args.operation.version,
+                        "lineage": args.operation.lineage,
+                    }
+                )
+        del pulled
+        metrics = await ppo_update(self, args)
+        note("trained", records)
+        return metrics
+
+    RolloutWorker._seal = booked_seal  # type: ignore[method-assign]
+    TrainWorker.ppo_update = booked_update  # type: ignore[method-assign]
+    return entry.run_worker(spec_dict)
+
+
+def _record(row: Any) -> dict[str, Any]:
+    return {
+        "group": row.group_id,
+        "attempt": row.attempt,
+        "episode": row.episode,
+        "length": row.sequence_length,
+        "reward": row.reward,
+    }
+
+
+def main(argv: list[str]) -> None:
+    from letter_sort import Config, warm_start
+    from letter_sort_task import LetterSortPrompts, letter_sort_reward
+
+    from areal_sc import PPOTrainer, SingleTurnWorkflow, load_config
+    from areal_sc.config.schema import SchedulerConfig
+    from areal_sc.run_folder import RunFolder
+    from areal_sc.schedulers.local import LocalScheduler
+    from areal_sc.trainer import run
+
+    def booked_scheduler(config: SchedulerConfig, folder: RunFolder) -> LocalScheduler:
+        command = (sys.executable, str(Path(__file__).resolve()))
+        return LocalScheduler(config, folder, command=command)
+
+    run.make_scheduler = booked_scheduler  # type: ignore[assignment]
+    config = load_config(argv, Config, makes_model=True)
+    with PPOTrainer(config) as trainer:
+        warm_start(config, trainer)
+        trainer.fit(
+            SingleTurnWorkflow(booked_reward),
+            LetterSortPrompts(config.seed),
+            evaluation_prompts=LetterSortPrompts(config.seed + 1_000_003),
+            evaluation_workflow=SingleTurnWorkflow(letter_sort_reward),
+        )
+
+
+if __name__ == "__main__":
+    if BOOKS in os.environ and not sys.argv[1].startswith("--"):
+        from areal_sc.workers import agent
+
+        sys.exit(agent.main(target="chaos_run:run_worker"))
+    from areal_sc import run_script
+
+    sys.exit(run_script(main))
