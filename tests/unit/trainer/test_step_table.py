@@ -49,8 +49,8 @@ def test_several_rewards_are_shown_where_there_is_room(make_step: MakeStep) -> N
     shared, titles = table.header()
     assert titles.plain.startswith(" step reward  right length_of_th   acc")
     assert shared.plain.split()[0] == "reward/"
-    assert table.row(step).plain.startswith(" 7/80  0.250  0.500       -40.00 0.200")
-    assert StepTable(80, 80, parts).row(step).plain == StepTable(80, 80).row(step).plain
+    assert table.rows(step)[0].plain.startswith(" 7/80  0.250  0.500       -40.00 0.200")
+    assert StepTable(80, 80, parts).rows(step) == StepTable(80, 80).rows(step)
     values = dict(named_values(step))
     assert values["reward/length_of_the_answer"] == -40.0
 
