@@ -253,6 +253,8 @@ class ActorConfig(Section):
     num_threads: int = setting(1, "CPU threads a rank", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)
     seed: int = shared("${seed}", 0, "seed of initial weights and shuffles", ge=0)
+    memory_snapshot_every_steps: int = shared("${checkpoint.memory_every_steps}", 1, ge=0)
+    keep_rows_steps: int = shared("${checkpoint.keep_rows_steps}", 0, ge=0)
     optimizer: OptimizerConfig = setting(OptimizerConfig)
     ppo: PPOConfig = setting(PPOConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
@@ -368,6 +370,12 @@ class CheckpointConfig:
     every_steps: int = setting(10, "training steps between snapshots; 0: none", ge=0)
     every_minutes: float = setting(10.0, "at most between two snapshots; 0: no limit", ge=0)
     keep: int = setting(2, "newest snapshots that stay", ge=1)
+    memory_every_steps: int = setting(
+        1, "training steps between snapshots in memory, for dead train workers; 0: none", ge=0
+    )
+    keep_rows_steps: int = setting(
+        10, "most steps whose rows stay until a snapshot is on the disk; then one is made", ge=0
+    )
     export_every_steps: int = setting(
         0, "training steps between exported models, all kept; 0: only the final one", ge=0
     )

@@ -29,7 +29,7 @@ from areal_sc.controller.supervisor import (
     Supervisor,
     UnitState,
 )
-from areal_sc.errors import ArealError, WorkerError, WorkerLost
+from areal_sc.errors import ArealError, StepsLost, WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +107,14 @@ class Recovery:
                 self._restarts[unit] = asyncio.create_task(self._restart(unit, after_s), name=name)
             case GiveUp(unit, cause):
                 logger.error("unit=%s is given up: %s", unit, cause)
-                self._failure = cause
-                self._on_given_up(cause)
+                self._fail(cause)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _fail(self, cause: WorkerError) -> None:
+        self._failure = cause
+        self._on_given_up(cause)
+        self._changed.set()
 
     async def _restart(self, unit: str, after_s: float) -> None:
         members = self._units[unit]
@@ -123,6 +127,8 @@ class Recovery:
                 if member.failure is not None:  # its news was faster
                     raise member.failure
             await self._bring_up(members)
+        except StepsLost as error:  # no further start would help
+            self._fail(error)
         except WorkerError as error:
             self._tell(StartFailed(unit, error))
         except ArealError as error:
@@ -131,10 +137,9 @@ class Recovery:
             self._tell(StartFailed(unit, lost))
         except Exception as error:  # the task's end: whoever waits for the unit hears of it
             logger.exception("the restart of %s failed", unit)
-            self._failure = WorkerLost(f"{unit} could not be started again: {error!r}")
-            self._failure.__cause__ = error
-            self._on_given_up(self._failure)
-            self._changed.set()
+            lost = WorkerLost(f"{unit} could not be started again: {error!r}")
+            lost.__cause__ = error
+            self._fail(lost)
         else:
             self._tell(Served(unit))
 
