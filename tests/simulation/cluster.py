@@ -93,6 +93,7 @@ class SimulatedCluster:
         self.num_nodes = 1
         self._nodes: list[Node] = []
         self._ids = itertools.count()
+        self._ports = itertools.count(1)
 
     # ------------------------------------------------------------------ Scheduler
 
@@ -114,10 +115,16 @@ class SimulatedCluster:
         """Nothing is left to close."""
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
-        """An agent starts a worker."""
+        """An agent starts a worker; an earlier life of it is killed, and its shards are adopted."""
+        earlier = self.workers.get(order.name)
+        if earlier is not None:
+            earlier.end("signal 9 (SIGKILL)")
         await self.spend(self.rng.random())
         kind = self.rollout_class if order.role == "rollout" else self.train_class
-        worker = self.workers[order.name] = kind(self, order, node)
+        worker = kind(self, order, node)
+        if earlier is not None:
+            worker.store.adopt(earlier.store)
+        self.workers[order.name] = worker
         return worker
 
     # ------------------------------------------------------------------ for workers and tests
@@ -140,6 +147,9 @@ class SimulatedCluster:
     def new_id(self) -> str:
         """Deterministic, of the length of real ids."""
         return f"{next(self._ids):012x}"
+
+    def new_port(self) -> int:
+        return next(self._ports)
 
     def owner(self, node_id: str, address: str) -> SimulatedStore:
         worker = self.workers[node_id]
