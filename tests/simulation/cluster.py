@@ -93,16 +93,15 @@ class SimulatedCluster:
         self.num_nodes = 1
         self._nodes: list[Node] = []
         self._ids = itertools.count()
+        self._ports = itertools.count(1)
+        self._one_renews = asyncio.Lock()
 
     # ------------------------------------------------------------------ Scheduler
 
     async def nodes(self) -> list[Node]:
         if not self._nodes:
             for number in range(self.num_nodes):
-                agent = SimulatedAgent(self, f"node-{number}")
-                self.agents[agent.node] = agent
-                root = self.config.run_dir
-                facts = NodeFacts(agent.node, agent.node, 0, root, agent.address, "")
+                facts = self._start_agent(f"node-{number}")
                 self._nodes.append(Node(facts, self.run_dir / "agent.log"))
         return self._nodes
 
@@ -110,11 +109,25 @@ class SimulatedCluster:
         statuses = {node: self.agents[node.name].exit_status for node in self._nodes}
         return {node: how for node, how in statuses.items() if how is not None}
 
+    async def renew(self, node: Node, incarnation: str) -> None:
+        async with self._one_renews:
+            if node.facts.incarnation == incarnation:
+                self.agents[node.name].end("signal 9 (SIGKILL)")
+                await self.spend(self.behavior.agent_start_s)
+                node.facts = self._start_agent(node.name)
+
+    def _start_agent(self, node: str) -> NodeFacts:
+        agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
+        root = self.config.run_dir
+        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
+
     def close(self) -> None:
         """Nothing is left to close."""
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
-        """An agent starts a worker."""
+        """An agent starts a worker, in place of its earlier life."""
+        if order.name in self.workers:
+            self.workers[order.name].end("signal 9 (SIGKILL)")
         await self.spend(self.rng.random())
         kind = self.rollout_class if order.role == "rollout" else self.train_class
         worker = self.workers[order.name] = kind(self, order, node)
@@ -140,6 +153,9 @@ class SimulatedCluster:
     def new_id(self) -> str:
         """Deterministic, of the length of real ids."""
         return f"{next(self._ids):012x}"
+
+    def new_port(self) -> int:
+        return next(self._ports)
 
     def owner(self, node_id: str, address: str) -> SimulatedStore:
         worker = self.workers[node_id]

@@ -101,7 +101,7 @@ class SimulatedWorker:
         self.name = order.name
         self.incarnation = order.incarnation
         self.node = node
-        self.address = f"sim://{self.name}/{order.incarnation}"
+        self.address = f"sim://{self.name}:{order.port or cluster.new_port()}"
         self.store = SimulatedStore(self.name, order.incarnation, order.store_bytes)
         self.version = 0
         self.exit_status: str | None = None
