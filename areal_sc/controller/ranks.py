@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOSS_NOTICE_S: Final = 2.0
-"""How long after an error of one rank the death of another one, which explains it, may be noticed."""
+"""So long after an error of a rank the death of another one, which explains it, may be noticed."""
 
 
 class RowsNeeded(NamedTuple):
@@ -114,8 +114,8 @@ class Ranks:
         self._announced = -1
         self._renew: Callable[[WeightsReference], None] = lambda _: None
 
-    async def start(self, lineage: int) -> None:
-        """The ranks meet, and build their engines; from then on deaths are recovered from."""
+    async def start(self, lineage: int) -> Recovery:
+        """The ranks meet, and build their engines; returns what restarts them from then on."""
         await self._meet(lineage)
         self.history.begin(lineage, Source(0, SnapshotPlace.initial))
         members = self._fleet.members
@@ -126,22 +126,12 @@ class Ranks:
             self._bring_back,
             self._on_given_up,
         )
+        return self._recovery
 
-    async def close(self) -> None:
-        """Ends what goes on beside calls."""
-        await self.memory.close()
-        if self._recovery is not None:
-            await self._recovery.close()
-            self._recovery = None
-
-    def note_loss(self, member: Member, loss: WorkerError) -> bool:
-        """A rank has died; tells whether it is seen to."""
-        if self._recovery is None:
-            return False
-        self._recovery.note_loss(member, loss)
+    def note_loss(self) -> None:
+        """A rank has died, and will be started again: what goes on ends."""
         for body in self._bodies:
             body.reschedule(asyncio.get_running_loop().time())
-        return True
 
     async def repeated(self, body: Callable[[], Awaitable[T]]) -> T:
         """The result of a body that calls the ranks; it is repeated when some of them die.
@@ -298,7 +288,7 @@ class Ranks:
                 sealed = await self.compute_logprobs(parts)
                 for shard, again in zip(shards, sealed, strict=True):
                     self.history.move(shard.shard_id, again)
-            case Updated():
+            case PPOUpdated() | SFTUpdated():
                 await self._update(call)
             case BegunWrite(change):
                 await self.begin_write(change)

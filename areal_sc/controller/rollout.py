@@ -276,7 +276,7 @@ class RolloutController(Controller):
         """
         self._kept_rows.keep_from(first_step, is_being_covered=is_being_covered)
         self._workers.sweep()
-        self.groups.admit()
+        self._background.notify()
 
     @property
     def has_let_go_of_rows(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -35,24 +35,20 @@ from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.node_workers import Member
 from areal_sc.controller.publication import Publisher
 from areal_sc.controller.rank_layout import with_sealed_field
+from areal_sc.controller.rank_writes import RankWrites
 from areal_sc.controller.ranks import Ranks, RowsNeeded
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train_history import (
-    BegunWrite,
     ComputedLogprobs,
     PPOUpdated,
     SFTUpdated,
     Source,
 )
-from areal_sc.durable import commit_folder
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import (
     ArealError,
-    CheckpointError,
     ConfigError,
-    StaleCall,
-    WorkerError,
     WorkerLost,
 )
 from areal_sc.metadata import BatchMetadata, RowMetadata
@@ -61,11 +57,9 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workers.operations import Operation, digest
+from areal_sc.workers.operations import Operation
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.row_file import PromptSource
-
-_Finish = Callable[[], Coroutine[Any, Any, None]]
 
 LOGPROB_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
@@ -108,6 +102,7 @@ class TrainController(Controller):
         self._ranks = Ranks(
             self.config, self.fleet, self._publisher, self._tell_rows_needed, self._give_up
         )
+        self._writes = RankWrites(self._ranks, self.fleet)
         self._readers: set[RolloutController] = set()  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
@@ -124,11 +119,11 @@ class TrainController(Controller):
         lineage = self._folder.begin_lineage()
         shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
         await self._launch(self.role, [self.config] * self.config.parallel.num_ranks)
-        await self._ranks.start(lineage)
+        self._recovery = await self._ranks.start(lineage)
 
     async def close_async(self) -> None:
         """Ends the workers."""
-        await self._ranks.close()
+        await self._ranks.memory.close()
         await super().close_async()
         with suppress(OSError):  # it is not there, or an export is still being copied from it
             self._exports.rmdir()
@@ -267,11 +262,11 @@ class TrainController(Controller):
         Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
             as it was.
         """
-        await (await self._begin_export(check_replaceable(folder)))()
+        await (await self._writes.export(check_replaceable(folder)))()
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        return self._submit(self._run(self._begin_export(check_replaceable(folder)))())
+        return self._submit(self._run(self._writes.export(check_replaceable(folder)))())
 
     def begin_snapshot(self) -> Future[None]:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -281,7 +276,7 @@ class TrainController(Controller):
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        return self._submit(self._run(self._begin_snapshot())())
+        return self._submit(self._run(self._writes.snapshot())())
 
     async def load_snapshot_async(self, step: int) -> None:
         """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
@@ -305,10 +300,6 @@ class TrainController(Controller):
             self._ranks.note_durable(step)
 
         self._run(note())
-
-    async def worker_stats_async(self) -> list[dict[str, float]]:
-        """As of every controller."""
-        return await self._ranks.repeated(super().worker_stats_async)
 
     @property
     def publication_stats(self) -> dict[str, float]:
@@ -361,55 +352,8 @@ class TrainController(Controller):
             rollout.keep_rows(needed.first_step, is_being_covered=needed.is_being_covered)
 
     def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        if not self._ranks.note_loss(member, loss):
-            super()._note_loss(member, loss)
-
-    def _give_up(self, cause: WorkerError) -> None:
-        self.worker_lost = self.worker_lost or cause
-
-    async def _begin_snapshot(self) -> _Finish:
-        """Returns when every rank has copied its state; the rest is written by what it returns."""
-        change = calls.Snapshot(self._ranks.operation("snapshot"), SnapshotPlace.disk)
-        _, finish = await self._begin_write(change)
-        return finish
-
-    async def _begin_write(self, change: calls.Change) -> tuple[str, _Finish]:
-        write, version = BegunWrite(change), self.version
-        history, ranks = self._ranks.history, self._ranks
-        history.note(write)
-        try:
-            written = await ranks.repeated(lambda: ranks.begin_write(change))
-        except BaseException:
-            history.drop(version, write)
-            raise
-
-        async def finish() -> None:
-            finish_write = calls.Change(change.operation)
-            try:
-                await ranks.repeated(lambda: self.fleet.call_all(calls.FINISH_WRITE, finish_write))
-            except StaleCall as error:
-                raise CheckpointError(
-                    f"{change.operation}: train workers died while it was written, and are at a "
-                    "later version now"
-                ) from error
-            finally:
-                history.drop(version, write)
-
-        return written, finish
-
-    async def _begin_export(self, target: Path) -> _Finish:
-        """As `_begin_snapshot`; replaces `target`, which may be on another file system."""
-        change = calls.Change(self._ranks.operation(f"save_hf/{digest(str(target))}"))
-        exported, finish_write = await self._begin_write(change)
-
-        async def finish() -> None:
-            await finish_write()
-            try:
-                await asyncio.to_thread(commit_folder, Path(exported), target)
-            except OSError as error:
-                raise CheckpointError(f"cannot write {target}: {error}") from error
-
-        return finish
+        super()._note_loss(member, loss)
+        self._ranks.note_loss()
 
     compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
     ppo_update = blocking(ppo_update_async)
@@ -418,7 +362,6 @@ class TrainController(Controller):
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)
     load_snapshot = blocking(load_snapshot_async)
-    worker_stats = blocking(worker_stats_async)
 
 
 def _trained_content(batch: BatchMetadata) -> list[Any]:

@@ -175,7 +175,7 @@ class TrainHistory:
         self._forget()
 
     def make_room_in_memory(self) -> int:
-        """A snapshot will be written in memory: returns the only version that stays there, or -1."""
+        """Before a snapshot is written there; returns the only version that stays, or -1."""
         del self._in_memory[:-1]
         return self._in_memory[-1] if self._in_memory else -1
 

@@ -34,6 +34,7 @@ class SimulatedAgent:
 
     Attributes:
         node: name of its node.
+        incarnation: of this life.
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and answers nobody.
         num_watches: questions for news so far.
@@ -41,11 +42,12 @@ class SimulatedAgent:
 
     is_blocked = False
 
-    def __init__(self, cluster: SimulatedCluster, node: str) -> None:
+    def __init__(self, cluster: SimulatedCluster, node: str, incarnation: str) -> None:
         self.cluster = cluster
         self.name = "agent"
         self.node = node
-        self.address = f"sim-agent://{node}"
+        self.incarnation = incarnation
+        self.address = f"sim-agent://{node}/{incarnation}"
         self.exit_status: str | None = None
         self.is_hung = False
         self.num_watches = 0
@@ -111,6 +113,8 @@ class SimulatedAgent:
 
     def end(self, exit_status: str) -> None:
         """Its process ends, and with it those of its workers."""
+        if self.exit_status is not None:
+            return
         self.exit_status = exit_status
         for worker in self.cluster.workers_on(self.node):
             worker.end("signal 9 (SIGKILL)")

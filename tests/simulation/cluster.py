@@ -94,22 +94,32 @@ class SimulatedCluster:
         self._nodes: list[Node] = []
         self._ids = itertools.count()
         self._ports = itertools.count(1)
+        self._one_renews = asyncio.Lock()
 
     # ------------------------------------------------------------------ Scheduler
 
     async def nodes(self) -> list[Node]:
         if not self._nodes:
             for number in range(self.num_nodes):
-                agent = SimulatedAgent(self, f"node-{number}")
-                self.agents[agent.node] = agent
-                root = self.config.run_dir
-                facts = NodeFacts(agent.node, agent.node, 0, root, agent.address, "")
+                facts = self._start_agent(f"node-{number}")
                 self._nodes.append(Node(facts, self.run_dir / "agent.log"))
         return self._nodes
 
     async def ended_nodes(self) -> dict[Node, str]:
         statuses = {node: self.agents[node.name].exit_status for node in self._nodes}
         return {node: how for node, how in statuses.items() if how is not None}
+
+    async def renew(self, node: Node, incarnation: str) -> None:
+        async with self._one_renews:
+            if node.facts.incarnation == incarnation:
+                self.agents[node.name].end("signal 9 (SIGKILL)")
+                await self.spend(self.behavior.agent_start_s)
+                node.facts = self._start_agent(node.name)
+
+    def _start_agent(self, node: str) -> NodeFacts:
+        agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
+        root = self.config.run_dir
+        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
 
     def close(self) -> None:
         """Nothing is left to close."""
