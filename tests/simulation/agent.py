@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -36,10 +37,12 @@ class SimulatedAgent:
         node: name of its node.
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and answers nobody.
+        inbox: what it takes when it goes on.
         num_watches: questions for news so far.
     """
 
     is_blocked = False
+    incarnation = ""
 
     def __init__(self, cluster: SimulatedCluster, node: str) -> None:
         self.cluster = cluster
@@ -47,7 +50,8 @@ class SimulatedAgent:
         self.node = node
         self.address = f"sim-agent://{node}"
         self.exit_status: str | None = None
-        self.is_hung = False
+        self.inbox: list[Callable[[], None]] = []
+        self._is_hung = False
         self.num_watches = 0
         self.connections: list[SimulatedConnection] = []
         self.served = {
@@ -61,6 +65,18 @@ class SimulatedAgent:
         }
         self._ended: list[EndedWorker] = []
         self._end_noted = asyncio.Event()
+
+    @property
+    def is_hung(self) -> bool:
+        return self._is_hung
+
+    @is_hung.setter
+    def is_hung(self, is_hung: bool) -> None:
+        self._is_hung = is_hung
+        if not is_hung:
+            inbox, self.inbox = self.inbox, []
+            for take in inbox:
+                take()
 
     async def launch(self, launch: Launch) -> Launched:
         starts = [asyncio.create_task(self._start(order)) for order in launch.orders]
@@ -116,3 +132,4 @@ class SimulatedAgent:
             worker.end("signal 9 (SIGKILL)")
         for connection in self.connections:
             connection.lose_peer()
+        self.cluster.on_end(self)

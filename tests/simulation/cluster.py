@@ -74,6 +74,7 @@ class SimulatedCluster:
         trained: what the ranks trained, in order.
         sealed_versions: (time, version) of each rank's publications.
         on_forgotten: is told the id and the group of every shard of rows that a sweep drops.
+        on_end: is told of every life of a worker that ends.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
@@ -89,6 +90,7 @@ class SimulatedCluster:
         self.trained: list[TrainedStep] = []
         self.sealed_versions: list[tuple[float, int]] = []
         self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
+        self.on_end: Callable[[SimulatedWorker | SimulatedAgent], None] = lambda peer: None
         self.agents: dict[str, SimulatedAgent] = {}
         self.num_nodes = 1
         self._nodes: list[Node] = []
@@ -128,6 +130,10 @@ class SimulatedCluster:
         return worker
 
     # ------------------------------------------------------------------ for workers and tests
+
+    def transport(self) -> SimulatedTransport:
+        """What the controllers reach the workers by."""
+        return SimulatedTransport(self)
 
     @property
     def now_s(self) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from simulation.behavior import Behavior
-from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.cluster import SimulatedCluster
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import run_virtual
 
@@ -105,8 +105,9 @@ class TrainingRun:
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
         self.cluster.num_nodes = -(-max(settings.num_rollout_workers, settings.num_ranks) // 2)
-        transport = SimulatedTransport(self.cluster)
-        self.runtime = runtime = Runtime(transport=transport, new_id=self.cluster.new_id)
+        self.runtime = runtime = Runtime(
+            transport=self.cluster.transport(), new_id=self.cluster.new_id
+        )
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)
         self.rollout = RolloutController(

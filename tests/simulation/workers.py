@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,9 @@ from areal_sc.workflows.rejection import Rejection, RejectionKind
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
     from simulation.connection import SimulatedConnection
+
+RowKey = tuple[int, int, int, int]
+"""Group, attempt, episode and length of a row."""
 
 PROMPT_TOKENS = 4
 WEIGHTS_BYTES = 1
@@ -117,6 +121,7 @@ class SimulatedWorker:
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and does nothing, as when it is stopped.
         is_blocked: it beats, and its event loop does not turn.
+        inbox: what it takes when it goes on.
     """
 
     def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
@@ -129,6 +134,8 @@ class SimulatedWorker:
         self.store = SimulatedStore(self.name, order.incarnation, order.store_bytes)
         self.version = 0
         self.exit_status: str | None = None
+        self.inbox: list[Callable[[], None]] = []
+        self._woken = asyncio.Event()
         self._last_beat_s: float | None = None
         self._last_turn_s: float | None = None
         self.connections: list[SimulatedConnection] = []
@@ -150,6 +157,7 @@ class SimulatedWorker:
     @is_hung.setter
     def is_hung(self, is_hung: bool) -> None:
         self._last_beat_s = self.cluster.now_s if is_hung else None
+        self._note_wake_up()
 
     @property
     def is_blocked(self) -> bool:
@@ -158,6 +166,23 @@ class SimulatedWorker:
     @is_blocked.setter
     def is_blocked(self, is_blocked: bool) -> None:
         self._last_turn_s = self.cluster.now_s if is_blocked else None
+        self._note_wake_up()
+
+    def _note_wake_up(self) -> None:
+        """It takes what came while it was stopped, and goes on with what it did."""
+        if not (self.is_hung or self.is_blocked):
+            self._woken.set()
+            inbox, self.inbox = self.inbox, []
+            for take in inbox:
+                take()
+        else:
+            self._woken = asyncio.Event()
+
+    async def spend(self, duration: Number) -> None:
+        """The worker is at work for so long; while it is stopped it gets nowhere."""
+        await self.cluster.spend(duration)
+        while self.is_hung or self.is_blocked:
+            await self._woken.wait()
 
     @property
     def beat(self) -> Beat:
@@ -188,6 +213,7 @@ class SimulatedWorker:
             self.is_hung = True
             for connection in self.connections:
                 connection.lose_peer()
+            self.cluster.on_end(self)
             self.cluster.agents[self.node].note_end(self.name, self.incarnation, exit_status)
 
     async def read_shards(self, batch: BatchMetadata, duration: Number = 0.0) -> None:
@@ -195,7 +221,7 @@ class SimulatedWorker:
         for _ in range(2):
             for shard in batch.shards:
                 self.cluster.owner(shard.node_id, shard.node_addr).require(shard.shard_id)
-            await self.cluster.spend(duration)
+            await self.spend(duration)
 
     def sealed(self, shard_id: str) -> calls.SealedShard:
         shard = ShardReference(self.name, self.address, shard_id)
@@ -234,7 +260,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         ]
 
     async def initialize(self, _: None) -> None:
-        await self.cluster.spend(self.cluster.behavior.publication_s)
+        await self.spend(self.cluster.behavior.publication_s)
 
     async def fall_asleep(self, _: None) -> None:
         self.is_awake.clear()
@@ -253,8 +279,9 @@ class SimulatedRolloutWorker(SimulatedWorker):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.cluster.draw(behavior.generation_s)):
                     await given_up.wait()
+            await self.spend(0.0)
             if given_up.is_set():
-                await self.cluster.spend(behavior.give_up_s)
+                await self.spend(behavior.give_up_s)
                 return calls.GroupReply()
             await self.is_awake.wait()
         finally:
@@ -297,7 +324,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         self.num_evaluations += 1
         try:
             began = self.cluster.now_s
-            await self.cluster.spend(self.cluster.behavior.evaluation_s)
+            await self.spend(self.cluster.behavior.evaluation_s)
         finally:
             self.num_evaluations -= 1
         versions = self._versions(began, 100)
@@ -315,7 +342,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
             for _ in range(2):
                 for node_id, address, shard_id in weights.shards:
                     self.cluster.owner(node_id, address).require(shard_id)
-                await self.cluster.spend(self.cluster.behavior.publication_s)
+                await self.spend(self.cluster.behavior.publication_s)
         finally:
             self.is_updating = False
         self.version = weights.version
@@ -359,14 +386,23 @@ class SimulatedRolloutWorker(SimulatedWorker):
         return BatchMetadata(batch_id, group.admitted_version, (columns,), rows)
 
 
+def row_key(row: RowMetadata) -> RowKey:
+    return row.group_id, row.attempt, row.episode, row.sequence_length
+
+
 class SimulatedTrainWorker(SimulatedWorker):
-    """One rank: checks that it can read what it is given, and notes it."""
+    """One rank: checks that it can read what it is given, and notes it.
+
+    Attributes:
+        past: what made its weights: policy version and rows of each of its updates.
+    """
 
     def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
         super().__init__(cluster, order, node)
         self.operations = Operations(self.name)
         self.data_rank, model_rank = divmod(order.index, self.config["parallel"]["model"])
         self.is_head = model_rank == 0
+        self.past: list[tuple[int, tuple[RowKey, ...]]] = []
 
     def methods(self) -> list[Served]:
         return [
@@ -381,7 +417,7 @@ class SimulatedTrainWorker(SimulatedWorker):
         ]
 
     async def initialize(self, rank: calls.InitializeRank) -> RankPosition:
-        await self.cluster.spend(self.cluster.behavior.publication_s)
+        await self.spend(self.cluster.behavior.publication_s)
         self.operations.lineage = rank.lineage
         return RankPosition(self.data_rank, self.is_head)
 
@@ -402,7 +438,9 @@ class SimulatedTrainWorker(SimulatedWorker):
                 for number, batch in enumerate(args.minibatches):
                     if self.is_head:
                         self.cluster.note_trained(self.version, number, batch)
-                await self.cluster.spend(self.cluster.behavior.training_s)
+                await self.spend(self.cluster.behavior.training_s)
+                rows = [row_key(row) for batch in args.minibatches for row in batch.rows]
+                self.past.append((self.version, tuple(rows)))
                 return {"loss": 0.0}
 
         return await self.operations.join(args.operation, update)
@@ -430,7 +468,12 @@ class SimulatedTrainWorker(SimulatedWorker):
 
         return await self.operations.join(args.operation, save, next_version=args.version)
 
+    def end(self, exit_status: str) -> None:
+        super().end(exit_status)
+        for _, task in self.operations._noted.values():
+            task.cancel()
+
     async def _make_version(self, version: int) -> None:
-        await self.cluster.spend(self.cluster.behavior.sealing_s)
+        await self.spend(self.cluster.behavior.sealing_s)
         self.version = version
         self.cluster.sealed_versions.append((self.cluster.now_s, version))
