@@ -18,6 +18,7 @@ ArealError                    exit code 1
 |- WorkerError                exit code 5   a worker process failed
 |  |- WorkerStartError                      it did not come up
 |  |- WorkerLost                            it died or stopped answering
+|  |- NodeLost                              the agent of its node cannot be started again
 |  `- EngineFailed                          its engine failed
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
@@ -162,6 +163,10 @@ class WorkerStartError(WorkerError):
 
 class WorkerLost(WorkerError):
     """A worker process died or stopped answering."""
+
+
+class NodeLost(WorkerError):
+    """The agent of a node cannot be started again, so no worker can be."""
 
 
 class EngineFailed(WorkerError):

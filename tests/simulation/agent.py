@@ -35,6 +35,7 @@ class SimulatedAgent:
 
     Attributes:
         node: name of its node.
+        incarnation: of this life.
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and answers nobody.
         inbox: what it takes when it goes on.
@@ -42,13 +43,13 @@ class SimulatedAgent:
     """
 
     is_blocked = False
-    incarnation = ""
 
-    def __init__(self, cluster: SimulatedCluster, node: str) -> None:
+    def __init__(self, cluster: SimulatedCluster, node: str, incarnation: str) -> None:
         self.cluster = cluster
         self.name = "agent"
         self.node = node
-        self.address = f"sim-agent://{node}"
+        self.incarnation = incarnation
+        self.address = f"sim-agent://{node}/{incarnation}"
         self.exit_status: str | None = None
         self.inbox: list[Callable[[], None]] = []
         self._is_hung = False
@@ -127,6 +128,8 @@ class SimulatedAgent:
 
     def end(self, exit_status: str) -> None:
         """Its process ends, and with it those of its workers."""
+        if self.exit_status is not None:
+            return
         self.exit_status = exit_status
         for worker in self.cluster.workers_on(self.node):
             worker.end("signal 9 (SIGKILL)")

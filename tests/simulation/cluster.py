@@ -23,7 +23,7 @@ from simulation.workers import (
 )
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.errors import ArealError, PeerLost
+from areal_sc.errors import ArealError, PeerLost, WorkerStartError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.schedulers.base import Node
 from areal_sc.transport.rpc.method import A, Method, R
@@ -96,16 +96,15 @@ class SimulatedCluster:
         self._nodes: list[Node] = []
         self._ids = itertools.count()
         self._ports = itertools.count(1)
+        self._one_renews = asyncio.Lock()
+        self._starting: dict[str, WorkerOrder] = {}  # by the worker's name
 
     # ------------------------------------------------------------------ Scheduler
 
     async def nodes(self) -> list[Node]:
         if not self._nodes:
             for number in range(self.num_nodes):
-                agent = SimulatedAgent(self, f"node-{number}")
-                self.agents[agent.node] = agent
-                root = self.config.run_dir
-                facts = NodeFacts(agent.node, agent.node, 0, root, agent.address, "")
+                facts = self._start_agent(f"node-{number}")
                 self._nodes.append(Node(facts, self.run_dir / "agent.log"))
         return self._nodes
 
@@ -113,15 +112,33 @@ class SimulatedCluster:
         statuses = {node: self.agents[node.name].exit_status for node in self._nodes}
         return {node: how for node, how in statuses.items() if how is not None}
 
+    async def renew(self, node: Node, incarnation: str) -> None:
+        async with self._one_renews:
+            if node.facts.incarnation == incarnation:
+                self.agents[node.name].end("signal 9 (SIGKILL)")
+                await self.spend(self.behavior.agent_start_s)
+                node.facts = self._start_agent(node.name)
+
+    def _start_agent(self, node: str) -> NodeFacts:
+        agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
+        root = self.config.run_dir
+        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
+
     def close(self) -> None:
         """Nothing is left to close."""
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
-        """An agent starts a worker; an earlier life of it is killed, and its shards are adopted."""
+        """An agent starts a worker; an earlier life of it is killed, and its shards are adopted.
+
+        Raises: WorkerStartError: a later start has killed it.
+        """
         earlier = self.workers.get(order.name)
         if earlier is not None:
             earlier.end("signal 9 (SIGKILL)")
+        self._starting[order.name] = order
         await self.spend(self.rng.random())
+        if self._starting[order.name] is not order:
+            raise WorkerStartError(f"worker {order.name} was killed before it served")
         kind = self.rollout_class if order.role == "rollout" else self.train_class
         worker = kind(self, order, node)
         if earlier is not None:
