@@ -204,6 +204,11 @@ class NodeWorkers:
         except TransportError as error:
             logger.warning("node=%s its agent killed no workers: %s", self._node.name, error)
 
+    def lose(self, member: Member, cause: str) -> None:
+        """As if the worker's process had ended; nothing happens if it is lost already."""
+        path = self._folder.log_path(member.name)
+        self._lose(member, cause, path, log_tail(path))
+
     async def _start(self, orders: Sequence[WorkerOrder]) -> list[WorkerReport]:
         launch = Launch(list(orders), self._config.startup_timeout_s)
         try:
