@@ -125,12 +125,16 @@ class SimulatedCluster:
         """Nothing is left to close."""
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
-        """An agent starts a worker, in place of its earlier life."""
-        if order.name in self.workers:
-            self.workers[order.name].end("signal 9 (SIGKILL)")
+        """An agent starts a worker; an earlier life of it is killed, and its shards are adopted."""
+        earlier = self.workers.get(order.name)
+        if earlier is not None:
+            earlier.end("signal 9 (SIGKILL)")
         await self.spend(self.rng.random())
         kind = self.rollout_class if order.role == "rollout" else self.train_class
-        worker = self.workers[order.name] = kind(self, order, node)
+        worker = kind(self, order, node)
+        if earlier is not None:
+            worker.store.adopt(earlier.store)
+        self.workers[order.name] = worker
         return worker
 
     # ------------------------------------------------------------------ for workers and tests

@@ -208,7 +208,7 @@ class TrainingRun:
         assert num_counted // settings.batch_groups <= version + settings.max_staleness
         num_unconsumed = len(self.admitted) - len(self.rejected) - len(self.trained_at)
         taken = sum(
-            len(worker.running) + len(worker.store.group_of)
+            len(worker.running) + len(worker.store.groups)
             for worker in self.cluster.rollout_workers
         )
         assert max(num_unconsumed, taken) < settings.store_groups * settings.num_rollout_workers
@@ -270,11 +270,9 @@ class TrainingRun:
         for group in self.rollout.groups.ledger.unconsumed():
             if group.batch is not None:
                 needed |= {shard.shard_id for shard in group.batch.shards}
-        held = {
-            f"{worker.incarnation}.{sequence}": group_id
-            for worker in self.cluster.rollout_workers
-            for sequence, group_id in worker.store.group_of.items()
-        }
+        held: dict[str, int] = {}
+        for worker in self.cluster.rollout_workers:
+            held |= worker.store.groups
         assert needed <= held.keys()
         if self.settings.behavior.sweep_delay_s:
             return
@@ -336,7 +334,7 @@ class TrainingRun:
         """Nothing is needed any more, so nothing is left, whatever was given up."""
         await asyncio.sleep(SLOWEST_MESSAGES_S)
         for worker in self.cluster.rollout_workers:
-            assert not worker.store.sizes, f"{worker.name} still holds {worker.store.group_of}"
+            assert not worker.store.num_bytes, f"{worker.name} still holds {worker.store.groups}"
 
     async def _check_prompts(self) -> None:
         """Every prompt taken from the stream was admitted; a stale group's prompt comes again."""

@@ -47,6 +47,7 @@ class SimulatedStore:
 
     Attributes:
         group_of: sequence number -> the group whose rows the shard holds; weights have none.
+        adopted: of shards that earlier lives of the worker have sealed: size, and group if any.
     """
 
     def __init__(self, node_id: str, incarnation: str, max_bytes: int) -> None:
@@ -56,11 +57,28 @@ class SimulatedStore:
         self.last_sequence = 0
         self.sizes: dict[int, int] = {}
         self.group_of: dict[int, int] = {}
+        self.adopted: dict[str, tuple[int, int | None]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes.values()) + sum(size for size, _ in self.adopted.values())
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """Shard id -> the group whose rows it holds."""
+        own = {make_shard_id(self.incarnation, n): group for n, group in self.group_of.items()}
+        return own | {i: group for i, (_, group) in self.adopted.items() if group is not None}
+
+    def adopt(self, dead: SimulatedStore) -> None:
+        """Takes over what an earlier life has sealed."""
+        self.adopted.update(dead.adopted)
+        for n, size in dead.sizes.items():
+            self.adopted[make_shard_id(dead.incarnation, n)] = size, dead.group_of.get(n)
 
     def put(self, num_bytes: int, group_id: int | None = None) -> str:
-        if sum(self.sizes.values()) + num_bytes > self.max_bytes:
+        if self.num_bytes + num_bytes > self.max_bytes:
             raise StoreFull(
-                f"{self.node_id}: {num_bytes} bytes beside {sum(self.sizes.values())}, "
+                f"{self.node_id}: {num_bytes} bytes beside {self.num_bytes}, "
                 f"the limit is {self.max_bytes}"
             )
         self.last_sequence += 1
@@ -71,7 +89,8 @@ class SimulatedStore:
 
     def require(self, shard_id: str) -> None:
         incarnation, sequence = parse_shard_id(shard_id)
-        if incarnation != self.incarnation or sequence not in self.sizes:
+        is_own = incarnation == self.incarnation and sequence in self.sizes
+        if not is_own and shard_id not in self.adopted:
             raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
 
     def sweep(self, sweep: calls.Sweep) -> dict[str, int]:
@@ -83,6 +102,11 @@ class SimulatedStore:
                 del self.sizes[n]
                 if n in self.group_of:
                     dropped[make_shard_id(self.incarnation, n)] = self.group_of.pop(n)
+        if sweep.adopted_live is not None:
+            for shard_id in self.adopted.keys() - set(sweep.adopted_live):
+                _, group_id = self.adopted.pop(shard_id)
+                if group_id is not None:
+                    dropped[shard_id] = group_id
         return dropped
 
 
@@ -155,7 +179,7 @@ class SimulatedWorker:
         return self.store.last_sequence
 
     async def stats(self, _: None) -> calls.WorkerStats:
-        return calls.WorkerStats(PlaneStats(store_bytes=sum(self.store.sizes.values())))
+        return calls.WorkerStats(PlaneStats(store_bytes=self.store.num_bytes))
 
     def end(self, exit_status: str) -> None:
         """The process ends: nothing that it still did is ever answered."""
@@ -254,7 +278,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
 
     def check_room(self) -> None:
         """Whatever runs here may fill its rows, and one more group is about to begin."""
-        config, num_groups = self.config, len(self.running) + len(self.store.group_of) + 1
+        config, num_groups = self.config, len(self.running) + len(self.store.groups) + 1
         episode_tokens = config["max_episode_tokens"] or config["max_context_tokens"]
         group_bytes = trajectory_bytes(config["group_size"] * episode_tokens)
         if num_groups * group_bytes > self.store.max_bytes:
