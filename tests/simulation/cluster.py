@@ -23,7 +23,7 @@ from simulation.workers import (
 )
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.errors import ArealError, PeerLost, WorkerStartError
+from areal_sc.errors import ArealError, ShardGone, WorkerStartError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.schedulers.base import Node
 from areal_sc.transport.rpc.method import A, Method, R
@@ -177,8 +177,12 @@ class SimulatedCluster:
     def owner(self, node_id: str, address: str) -> SimulatedStore:
         worker = self.workers[node_id]
         if worker.exit_status is not None or worker.address != address:
-            raise PeerLost(f"{node_id} at {address} is lost")
+            raise ShardGone(f"a shard is gone with its owner {node_id} at {address}")
         return worker.store
+
+    async def reach(self, node_id: str, address: str) -> SimulatedStore:
+        """The owner of a shard, by somebody who reads from it."""
+        return self.owner(node_id, address)
 
     def draw(self, number: Number) -> float:
         return number(self.rng) if callable(number) else number

@@ -51,15 +51,23 @@ class FaultyCluster(SimulatedCluster):
         self.config.startup_timeout_s = 30.0
         self.config.max_deaths = 1000
         self.config.transport.call_timeout_s = 100.0
+        self.config.transport.stalled_peer_timeout_s = 8.0
 
     def transport(self) -> NetworkTransport:
         return NetworkTransport(self.network)
 
-    def owner(self, node_id: str, address: str) -> SimulatedStore:
-        worker = self.workers[node_id]
-        if self.data_cuts.get(worker.node, 0.0) > self.now_s or worker.is_hung:
-            raise PeerSilent(f"{node_id} at {address} gives no sign of life")
-        return super().owner(node_id, address)
+    async def reach(self, node_id: str, address: str) -> SimulatedStore:
+        """An owner that is stopped or cut off is waited for, and then given up."""
+        give_up_s = self.now_s + self.config.transport.stalled_peer_timeout_s
+        while self._is_silent(self.workers[node_id]):
+            if self.now_s >= give_up_s:
+                raise PeerSilent(f"{node_id} at {address} gives no sign of life")
+            await asyncio.sleep(0.5)
+        return self.owner(node_id, address)
+
+    def _is_silent(self, worker: SimulatedWorker) -> bool:
+        is_cut = self.data_cuts.get(worker.node, 0.0) > self.now_s
+        return worker.exit_status is None and (worker.is_hung or is_cut)
 
     def lose_memory(self, node: str) -> None:
         """The shards of a node are gone, those included that a life would adopt."""

@@ -220,7 +220,8 @@ class SimulatedWorker:
         """Reads all rows of a batch from their owners; every shard must last until the end."""
         for _ in range(2):
             for shard in batch.shards:
-                self.cluster.owner(shard.node_id, shard.node_addr).require(shard.shard_id)
+                owner = await self.cluster.reach(shard.node_id, shard.node_addr)
+                owner.require(shard.shard_id)
             await self.spend(duration)
 
     def sealed(self, shard_id: str) -> calls.SealedShard:
@@ -341,7 +342,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         try:
             for _ in range(2):
                 for node_id, address, shard_id in weights.shards:
-                    self.cluster.owner(node_id, address).require(shard_id)
+                    (await self.cluster.reach(node_id, address)).require(shard_id)
                 await self.spend(self.cluster.behavior.publication_s)
         finally:
             self.is_updating = False
