@@ -18,6 +18,7 @@ ArealError                    exit code 1
 |- WorkerError                exit code 5   a worker process failed
 |  |- WorkerStartError                      it did not come up
 |  |- WorkerLost                            it died or stopped answering
+|  |- StepsLost                             what it had done cannot be repeated
 |  |- NodeLost                              the agent of its node cannot be started again
 |  `- EngineFailed                          its engine failed
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
@@ -163,6 +164,10 @@ class WorkerStartError(WorkerError):
 
 class WorkerLost(WorkerError):
     """A worker process died or stopped answering."""
+
+
+class StepsLost(WorkerError):
+    """Workers were started again, and what was done since their newest snapshot is lost."""
 
 
 class NodeLost(WorkerError):

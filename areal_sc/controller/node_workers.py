@@ -191,6 +191,11 @@ class NodeWorkers:
             member.failure = WorkerLost(f"worker {member.name} {cause}")
             member.connection.fail_pending(member.failure)
 
+    def lose(self, member: Member, cause: str) -> None:
+        """As if the worker's process had ended; nothing happens if it is lost already."""
+        path = self._folder.log_path(member.name)
+        self._lose(member, cause, path, log_tail(path))
+
     async def kill(self, members: Sequence[Member]) -> None:
         """Ends what is left of these lives at once.
 
@@ -203,11 +208,6 @@ class NodeWorkers:
             await self.agent.connection.call(STOP, stop, timeout_s=KILL_LIMIT_S)
         except TransportError as error:
             logger.warning("node=%s its agent killed no workers: %s", self._node.name, error)
-
-    def lose(self, member: Member, cause: str) -> None:
-        """As if the worker's process had ended; nothing happens if it is lost already."""
-        path = self._folder.log_path(member.name)
-        self._lose(member, cause, path, log_tail(path))
 
     async def _start(self, orders: Sequence[WorkerOrder]) -> list[WorkerReport]:
         launch = Launch(list(orders), self._config.startup_timeout_s)

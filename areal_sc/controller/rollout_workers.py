@@ -271,6 +271,11 @@ class RolloutWorkers:
         state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
         return True
 
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a store is about to have more room."""
+        return any(_goes_on(state.sweep) or state.store.has_dead for state in self._states)
+
     async def _sweep(self, state: RolloutWorkerState) -> None:
         while state.store.has_dead:
             incarnation = state.member.worker.incarnation
@@ -295,6 +300,11 @@ class RolloutWorkers:
         self._weights = weights
         self._are_updates_held = False
         self._begin_updates()
+
+    def renew_weights(self, weights: WeightsReference) -> None:
+        """The weights that workers update to are to be had elsewhere."""
+        if self._weights is not None and self._weights.version == weights.version:
+            self._weights = weights
 
     async def hold_updates(self) -> int:
         """Waits until no worker updates its weights; none begins before `receive_weights`.

@@ -414,6 +414,8 @@ class SimulatedTrainWorker(SimulatedWorker):
             calls.PPO_UPDATE.served_by(self.ppo_update),
             calls.SEAL_WEIGHTS.served_by(self.seal_weights),
             calls.SAVE_WEIGHTS.served_by(self.save_weights),
+            calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
+            calls.FINISH_WRITE.served_by(self.finish_write),
             calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
         ]
 
@@ -446,11 +448,20 @@ class SimulatedTrainWorker(SimulatedWorker):
 
         return await self.operations.join(args.operation, update)
 
-    async def load_snapshot(self, change: calls.Change) -> None:
+    async def begin_snapshot(self, snapshot: calls.Snapshot) -> None:
+        async def take() -> None:
+            await self.cluster.spend(self.cluster.behavior.sealing_s)
+
+        await self.operations.join(snapshot.operation, take)
+
+    async def finish_write(self, _: calls.Change) -> None:
+        await self.cluster.spend(self.cluster.behavior.sealing_s)
+
+    async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
         async def load() -> None:
             self.version = operation.version
 
-        operation = change.operation
+        operation = snapshot.operation
         await self.operations.join(
             operation, load, next_version=operation.version, begins_lineage=True
         )
