@@ -16,10 +16,12 @@ from simulation.agent import SimulatedAgent
 from simulation.behavior import Behavior, Number
 from simulation.connection import SimulatedConnection
 from simulation.workers import (
+    RowKey,
     SimulatedRolloutWorker,
     SimulatedStore,
     SimulatedTrainWorker,
     SimulatedWorker,
+    SnapshotKey,
 )
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
@@ -74,6 +76,7 @@ class SimulatedCluster:
         trained: what the ranks trained, in order.
         sealed_versions: (time, version) of each rank's publications.
         on_forgotten: is told the id and the group of every shard of rows that a sweep drops.
+        snapshots: what ranks have written: the `past` of each.
         on_end: is told of every life of a worker that ends.
     """
 
@@ -91,6 +94,7 @@ class SimulatedCluster:
         self.sealed_versions: list[tuple[float, int]] = []
         self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
         self.on_end: Callable[[SimulatedWorker | SimulatedAgent], None] = lambda peer: None
+        self.snapshots: dict[SnapshotKey, list[tuple[int, tuple[RowKey, ...]]]] = {}
         self.agents: dict[str, SimulatedAgent] = {}
         self.num_nodes = 1
         self._nodes: list[Node] = []
@@ -170,6 +174,12 @@ class SimulatedCluster:
     def new_id(self) -> str:
         """Deterministic, of the length of real ids."""
         return f"{next(self._ids):012x}"
+
+    def keep_in_memory(self, node: str, lineage: int, kept: int) -> None:
+        """Of a node's snapshots of this lineage those of one version stay."""
+        for key in list(self.snapshots):
+            if key[:2] == (node, lineage) and key.version != kept:
+                del self.snapshots[key]
 
     def new_port(self) -> int:
         return next(self._ports)

@@ -7,6 +7,7 @@ made them. The ledger is compared with them, and never asked what is true.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 from collections import Counter
@@ -18,12 +19,18 @@ from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
 from simulation.faults import Fault, FaultInjector, FaultKind, draw_faults
 from simulation.network import Network, NetworkTransport
-from simulation.training_run import Settings, TrainingRun
+from simulation.training_run import SLOWEST_MESSAGES_S, Settings, TrainingRun
 from simulation.virtual_loop import run_virtual
-from simulation.workers import SimulatedRolloutWorker, SimulatedStore, SimulatedWorker, row_key
+from simulation.workers import (
+    RowKey,
+    SimulatedRolloutWorker,
+    SimulatedStore,
+    SimulatedWorker,
+    row_key,
+)
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
-from areal_sc.errors import PeerSilent
+from areal_sc.errors import CheckpointError, PeerSilent
 from areal_sc.metadata import BatchMetadata
 from areal_sc.workers.spec import WorkerOrder
 
@@ -73,6 +80,8 @@ class FaultyCluster(SimulatedCluster):
         """The shards of a node are gone, those included that a life would adopt."""
         for worker in self.workers_on(node):
             worker.store = SimulatedStore(worker.name, worker.incarnation, worker.store.max_bytes)
+        for key in [key for key in self.snapshots if key.node == node]:
+            del self.snapshots[key]
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
         worker = await super().start(order, node)
@@ -100,12 +109,14 @@ class Scenario:
     faults: list[Fault]
     duplication: float
     jitter_s: float
+    snapshot_every: int
 
 
 def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenario:
     """Small settings, and some faults."""
     rng = random.Random(seed)
     num_workers, batch_groups = rng.randint(1, 3), rng.randint(1, 3)
+    memory_every = rng.choice((0, 1, 1, 2))
     least_store = -(-batch_groups // num_workers)
     generation_s, training_s = rng.choice((0.5, 2.0, 6.0)), rng.choice((0.5, 2.0, 4.0))
     behavior = Behavior(
@@ -134,6 +145,8 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         evaluate_every=rng.choice((0, 0, 2)),
         group_timeout_s=60.0,
         weight_update=rng.choice((WeightUpdateMethod.pull, WeightUpdateMethod.disk)),
+        memory_every=memory_every,
+        keep_rows_steps=rng.choice((0, 2, 10)) if memory_every else 10,
         seed=rng.randrange(2**32),
         behavior=behavior,
     )
@@ -143,6 +156,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         faults=draw_faults(rng, kinds, horizon_s),
         duplication=rng.choice((0.0, 0.2)),
         jitter_s=rng.choice((0.0, 0.5, 2.0)),
+        snapshot_every=rng.choice((0, 1, 2)),
     )
 
 
@@ -159,6 +173,8 @@ class FaultRun(TrainingRun):
         super().__init__(scenario.settings, FaultyCluster)
         self.phase = "start"
         self.broken_callbacks: list[str] = []
+        self.snapshot_every = scenario.snapshot_every
+        self._snapshot: asyncio.Task[None] | None = None
         network = self.cluster.network
         network.duplication, network.jitter_s = scenario.duplication, scenario.jitter_s
         self.faults = FaultInjector(self.cluster, network, scenario.faults, lambda: self.state)
@@ -182,6 +198,8 @@ class FaultRun(TrainingRun):
             self.duration_s = self.cluster.now_s
             self.phase = "end"
             await self._collect_evaluation()
+            if self._snapshot is not None:
+                await self._snapshot
             self.faults.is_over = True
             await self.check_end()
             self.phase = "close"
@@ -205,7 +223,39 @@ class FaultRun(TrainingRun):
         await actor.ppo_update_async(batch)
         self.phase = "publishing"
         await actor.publish_weights_async(rollout)
+        if self.snapshot_every and self.actor.version % self.snapshot_every == 0:
+            await self._begin_snapshot()
         return batch
+
+    async def _begin_snapshot(self) -> None:
+        """One on the disk; written beside training, as `Checkpoints` does."""
+        if self._snapshot is not None:
+            await self._snapshot
+        self.phase, step = "beginning a snapshot", self.actor.version
+        finish = await self.actor._writes.snapshot()
+
+        async def complete() -> None:
+            with contextlib.suppress(CheckpointError):
+                await finish()
+                self.actor._ranks.note_durable(step)
+
+        self._snapshot = asyncio.create_task(complete(), name=f"snapshot of step {step}")
+
+    async def _check_stores_drain(self) -> None:
+        """What is left are rows that a repeated step would read: no snapshot covers them."""
+        await asyncio.sleep(SLOWEST_MESSAGES_S)
+        ranks = {worker.name for worker in self.cluster.train_workers}
+        parts = Counter(
+            key[:3] if not key.node else ("", *key[1:3]) for key in self.cluster.snapshots
+        )
+        covered = max((v for (_, v), n in parts.items() if n == len(ranks)), default=0)
+        for worker in self.cluster.rollout_workers:
+            left = {
+                shard_id: group
+                for shard_id, group in worker.store.groups.items()
+                if self.trained_at.get(group, -1) < covered
+            }
+            assert not left, f"{worker.name} still holds {left}, snapshots cover {covered}"
 
     async def check_end(self) -> None:
         await super().check_end()
@@ -217,13 +267,16 @@ class FaultRun(TrainingRun):
 
     def check_history(self) -> None:
         """Every rank has made each step once, in order, of exactly the rows of its batch."""
-        ranks = self.cluster.train_workers
-        for rank in ranks:
-            assert [version for version, _ in rank.past] == list(range(self.settings.num_steps))
-        heads = [rank for rank in ranks if rank.is_head]
-        for number, batch in enumerate(self.batches):
-            trained = Counter(row for rank in heads for row in rank.past[number][1])
-            assert trained == Counter(map(row_key, batch.rows)), f"step {number}"
+        heads = [rank for rank in self.cluster.train_workers if rank.is_head]
+        for rank in heads:
+            versions = [version for version, _ in rank.past]
+            assert versions == sorted(versions), f"{rank.name}: {versions}"
+        for batch in self.batches:
+            trained: Counter[RowKey] = Counter()
+            for rank in heads:
+                for version, rows in rank.past:
+                    trained.update(rows if version == batch.global_step else ())
+            assert trained == Counter(map(row_key, batch.rows)), f"step {batch.global_step}"
 
 
 def play(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> FaultRun:

@@ -152,9 +152,9 @@ class FaultInjector:
     def _strike(self, fault: Fault, peer: Peer | None) -> None:
         if self.is_over:
             return
-        has_struck = self._do(fault, peer)
-        if has_struck:
-            self.struck[fault.kind.value, self._state()] += 1
+        state = self._state()
+        if self._do(fault, peer):
+            self.struck[fault.kind.value, state] += 1
             self._cluster.trace("fault", fault.kind.value, fault.target)
             self.last_s = max(self.last_s, self._cluster.now_s + fault.duration_s)
 

@@ -71,6 +71,8 @@ class Settings:
     evaluate_every: int = 0
     weight_update: WeightUpdateMethod = WeightUpdateMethod.pull
     num_prompts: int = 1000
+    memory_every: int = 1
+    keep_rows_steps: int = 0
     seed: int = 0
     behavior: Behavior = field(default_factory=Behavior)
 
@@ -385,6 +387,8 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
         ppo=PPOConfig(num_minibatches=settings.num_minibatches),
+        memory_snapshot_every_steps=settings.memory_every,
+        keep_rows_steps=settings.keep_rows_steps,
         weight_update=WeightUpdateConfig(settings.weight_update, folder="weights"),
     )
     rollout = RolloutConfig(

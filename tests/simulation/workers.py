@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from simulation.behavior import Number
 
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.train import LOGPROB_FIELDS
 from areal_sc.engines.base import RankPosition
-from areal_sc.errors import ShardGone, StoreFull
+from areal_sc.errors import CheckpointError, ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -31,7 +31,8 @@ from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
-from areal_sc.workers.operations import Operations
+from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.operations import Operation, Operations
 from areal_sc.workers.spec import Beat, WorkerOrder
 from areal_sc.workflows.rejection import Rejection, RejectionKind
 
@@ -41,6 +42,16 @@ if TYPE_CHECKING:
 
 RowKey = tuple[int, int, int, int]
 """Group, attempt, episode and length of a row."""
+
+
+class SnapshotKey(NamedTuple):
+    """A rank's part of a snapshot; on the disk it has no node and no lineage."""
+
+    node: str
+    lineage: int
+    version: int
+    rank: str
+
 
 PROMPT_TOKENS = 4
 WEIGHTS_BYTES = 1
@@ -395,7 +406,7 @@ class SimulatedTrainWorker(SimulatedWorker):
     """One rank: checks that it can read what it is given, and notes it.
 
     Attributes:
-        past: what made its weights: policy version and rows of each of its updates.
+        past: what made its weights: policy version and rows of each minibatch.
     """
 
     def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
@@ -404,6 +415,7 @@ class SimulatedTrainWorker(SimulatedWorker):
         self.data_rank, model_rank = divmod(order.index, self.config["parallel"]["model"])
         self.is_head = model_rank == 0
         self.past: list[tuple[int, tuple[RowKey, ...]]] = []
+        self._writes: dict[Operation, tuple[SnapshotKey, list[tuple[int, tuple[RowKey, ...]]]]] = {}
 
     def methods(self) -> list[Served]:
         return [
@@ -441,30 +453,50 @@ class SimulatedTrainWorker(SimulatedWorker):
                 for number, batch in enumerate(args.minibatches):
                     if self.is_head:
                         self.cluster.note_trained(self.version, number, batch)
+                    self.past.append((self.version, tuple(map(row_key, batch.rows))))
                 await self.spend(self.cluster.behavior.training_s)
-                rows = [row_key(row) for batch in args.minibatches for row in batch.rows]
-                self.past.append((self.version, tuple(rows)))
                 return {"loss": 0.0}
 
         return await self.operations.join(args.operation, update)
 
     async def begin_snapshot(self, snapshot: calls.Snapshot) -> None:
         async def take() -> None:
-            await self.cluster.spend(self.cluster.behavior.sealing_s)
+            await self.spend(self.cluster.behavior.sealing_s)
+            if snapshot.place is SnapshotPlace.memory:
+                self.cluster.keep_in_memory(self.node, operation.lineage, snapshot.kept)
+            self._writes[operation] = self._snapshot_key(snapshot), list(self.past)
 
-        await self.operations.join(snapshot.operation, take)
+        operation = snapshot.operation
+        await self.operations.join(operation, take)
 
-    async def finish_write(self, _: calls.Change) -> None:
-        await self.cluster.spend(self.cluster.behavior.sealing_s)
+    async def finish_write(self, change: calls.Change) -> None:
+        if change.operation not in self._writes:
+            raise CheckpointError(f"{self.name} writes no {change.operation}")
+        key, past = self._writes[change.operation]
+        await self.spend(self.cluster.behavior.sealing_s)
+        self.cluster.snapshots[key] = past
 
     async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
         async def load() -> None:
+            await self.spend(self.cluster.behavior.sealing_s)
+            if snapshot.place is SnapshotPlace.initial:
+                assert not self.past, "the engine is not as it was built"
+            else:
+                key = self._snapshot_key(snapshot)
+                if key not in self.cluster.snapshots:
+                    raise CheckpointError(f"{self.name} has no snapshot {key}")
+                self.past = list(self.cluster.snapshots[key])
             self.version = operation.version
 
         operation = snapshot.operation
         await self.operations.join(
             operation, load, next_version=operation.version, begins_lineage=True
         )
+
+    def _snapshot_key(self, snapshot: calls.Snapshot) -> SnapshotKey:
+        operation, is_on_node = snapshot.operation, snapshot.place is SnapshotPlace.memory
+        lineage, node = (operation.lineage, self.node) if is_on_node else (-1, "")
+        return SnapshotKey(node, lineage, operation.version, self.name)
 
     async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
         async def seal() -> calls.SealedShard:
