@@ -93,6 +93,7 @@ class SimulatedCluster:
         self.num_nodes = 1
         self._nodes: list[Node] = []
         self._ids = itertools.count()
+        self._ports = itertools.count(1024)
 
     # ------------------------------------------------------------------ Scheduler
 
@@ -115,9 +116,14 @@ class SimulatedCluster:
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
         """An agent starts a worker."""
+        earlier = self.workers.get(order.name)
+        if earlier is not None:
+            earlier.end("signal 9 (SIGKILL)")
         await self.spend(self.rng.random())
         kind = self.rollout_class if order.role == "rollout" else self.train_class
         worker = self.workers[order.name] = kind(self, order, node)
+        if earlier is not None and earlier.node == node:
+            worker.store.adopt(earlier.store)
         return worker
 
     # ------------------------------------------------------------------ for workers and tests
@@ -137,15 +143,22 @@ class SimulatedCluster:
     def workers_on(self, node: str) -> list[SimulatedWorker]:
         return [worker for worker in self.workers.values() if worker.node == node]
 
+    def new_port(self) -> int:
+        return next(self._ports)
+
     def new_id(self) -> str:
         """Deterministic, of the length of real ids."""
         return f"{next(self._ids):012x}"
 
-    def owner(self, node_id: str, address: str) -> SimulatedStore:
-        worker = self.workers[node_id]
-        if worker.exit_status is not None or worker.address != address:
-            raise PeerLost(f"{node_id} at {address} is lost")
-        return worker.store
+    async def reach(self, node_id: str, address: str) -> SimulatedStore:
+        """The store of whoever serves there; one that is being started again is waited for."""
+        give_up_s = self.now_s + self.config.transport.stalled_peer_timeout_s
+        while self.workers[node_id].exit_status is not None:
+            if self.now_s >= give_up_s:
+                raise PeerLost(f"{node_id} at {address} is lost")
+            await asyncio.sleep(0.1)
+        assert self.workers[node_id].address == address
+        return self.workers[node_id].store
 
     def draw(self, number: Number) -> float:
         return number(self.rng) if callable(number) else number

@@ -71,6 +71,7 @@ class Settings:
     evaluate_every: int = 0
     weight_update: WeightUpdateMethod = WeightUpdateMethod.pull
     num_prompts: int = 1000
+    max_deaths: int = 5
     seed: int = 0
     behavior: Behavior = field(default_factory=Behavior)
 
@@ -104,6 +105,7 @@ class TrainingRun:
         self.settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
+        self.cluster.config.max_deaths = settings.max_deaths
         self.cluster.num_nodes = -(-max(settings.num_rollout_workers, settings.num_ranks) // 2)
         transport = SimulatedTransport(self.cluster)
         self.runtime = runtime = Runtime(transport=transport, new_id=self.cluster.new_id)
@@ -271,12 +273,12 @@ class TrainingRun:
             if group.batch is not None:
                 needed |= {shard.shard_id for shard in group.batch.shards}
         held = {
-            f"{worker.incarnation}.{sequence}": group_id
+            shard_id: group_id
             for worker in self.cluster.rollout_workers
-            for sequence, group_id in worker.store.group_of.items()
+            for shard_id, group_id in worker.store.group_of.items()
         }
         assert needed <= held.keys()
-        if self.settings.behavior.sweep_delay_s:
+        if self.settings.behavior.sweep_delay_s or self.rollout.num_restarts:
             return
         for shard_id in held.keys() - needed:
             trained_at = self.trained_at.get(held[shard_id], batch.global_step)

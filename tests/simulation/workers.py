@@ -43,10 +43,11 @@ WEIGHTS_BYTES = 1
 
 
 class SimulatedStore:
-    """Names and sizes of sealed shards.
+    """Names and sizes of sealed shards, those of earlier lives of the worker among them.
 
     Attributes:
-        group_of: sequence number -> the group whose rows the shard holds; weights have none.
+        sizes: shard id -> bytes.
+        group_of: shard id -> the group whose rows the shard holds; weights have none.
     """
 
     def __init__(self, node_id: str, incarnation: str, max_bytes: int) -> None:
@@ -54,8 +55,22 @@ class SimulatedStore:
         self.incarnation = incarnation
         self.max_bytes = max_bytes
         self.last_sequence = 0
-        self.sizes: dict[int, int] = {}
-        self.group_of: dict[int, int] = {}
+        self.sizes: dict[str, int] = {}
+        self.group_of: dict[str, int] = {}
+
+    def adopt(self, earlier: SimulatedStore) -> None:
+        """Takes over all that an earlier life has sealed."""
+        self.sizes.update(earlier.sizes)
+        self.group_of.update(earlier.group_of)
+
+    def lose(self) -> None:
+        """The memory that the shards lay in is gone."""
+        self.sizes.clear()
+        self.group_of.clear()
+
+    @property
+    def adopted_ids(self) -> tuple[str, ...]:
+        return tuple(i for i in self.sizes if parse_shard_id(i)[0] != self.incarnation)
 
     def put(self, num_bytes: int, group_id: int | None = None) -> str:
         if sum(self.sizes.values()) + num_bytes > self.max_bytes:
@@ -64,25 +79,31 @@ class SimulatedStore:
                 f"the limit is {self.max_bytes}"
             )
         self.last_sequence += 1
-        self.sizes[self.last_sequence] = num_bytes
+        shard_id = make_shard_id(self.incarnation, self.last_sequence)
+        self.sizes[shard_id] = num_bytes
         if group_id is not None:
-            self.group_of[self.last_sequence] = group_id
-        return make_shard_id(self.incarnation, self.last_sequence)
+            self.group_of[shard_id] = group_id
+        return shard_id
 
     def require(self, shard_id: str) -> None:
-        incarnation, sequence = parse_shard_id(shard_id)
-        if incarnation != self.incarnation or sequence not in self.sizes:
+        if shard_id not in self.sizes:
             raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
 
     def sweep(self, sweep: calls.Sweep) -> dict[str, int]:
         """Drops what the call names; returns the groups whose shards went, by their ids."""
-        live, dead = set(sweep.live), set(sweep.dead)
         dropped: dict[str, int] = {}
-        for n in list(self.sizes):
-            if n in dead or (n <= sweep.acknowledged and n not in live):
-                del self.sizes[n]
-                if n in self.group_of:
-                    dropped[make_shard_id(self.incarnation, n)] = self.group_of.pop(n)
+        for shard_id in list(self.sizes):
+            incarnation, n = parse_shard_id(shard_id)
+            if incarnation != self.incarnation:
+                kept = sweep.adopted_live
+                is_dropped = kept is not None and shard_id not in kept
+            else:
+                is_old = n <= sweep.acknowledged and n not in sweep.live
+                is_dropped = n in sweep.dead or is_old
+            if is_dropped:
+                del self.sizes[shard_id]
+                if shard_id in self.group_of:
+                    dropped[shard_id] = self.group_of.pop(shard_id)
         return dropped
 
 
@@ -101,7 +122,7 @@ class SimulatedWorker:
         self.name = order.name
         self.incarnation = order.incarnation
         self.node = node
-        self.address = f"sim://{self.name}/{order.incarnation}"
+        self.address = f"sim://{self.name}:{order.port or cluster.new_port()}"
         self.store = SimulatedStore(self.name, order.incarnation, order.store_bytes)
         self.version = 0
         self.exit_status: str | None = None
@@ -116,6 +137,7 @@ class SimulatedWorker:
             calls.PING.served_by(self.ping),
             calls.SHUTDOWN.served_by(self.shutdown),
             calls.SWEEP.served_by(self.sweep),
+            calls.ADOPTED_SHARDS.served_by(self.adopted_shards),
             calls.STATS.served_by(self.stats),
         ]
 
@@ -154,14 +176,23 @@ class SimulatedWorker:
             self.cluster.on_forgotten(shard_id, group_id)
         return self.store.last_sequence
 
+    async def adopted_shards(self, _: None) -> tuple[str, ...]:
+        return self.store.adopted_ids
+
     async def stats(self, _: None) -> calls.WorkerStats:
         return calls.WorkerStats(PlaneStats(store_bytes=sum(self.store.sizes.values())))
 
-    def end(self, exit_status: str) -> None:
-        """The process ends: nothing that it still did is ever answered."""
+    def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
+        """The process ends: nothing that it still did is ever answered.
+
+        Args:
+            keeps_memory: its shards outlive it, and its next life adopts them.
+        """
         if self.exit_status is None:
             self.exit_status = exit_status
             self.is_hung = True
+            if not keeps_memory:
+                self.store.lose()
             for connection in self.connections:
                 connection.lose_peer()
             self.cluster.agents[self.node].note_end(self.name, self.incarnation, exit_status)
@@ -170,7 +201,8 @@ class SimulatedWorker:
         """Reads all rows of a batch from their owners; every shard must last until the end."""
         for _ in range(2):
             for shard in batch.shards:
-                self.cluster.owner(shard.node_id, shard.node_addr).require(shard.shard_id)
+                store = await self.cluster.reach(shard.node_id, shard.node_addr)
+                store.require(shard.shard_id)
             await self.cluster.spend(duration)
 
     def sealed(self, shard_id: str) -> calls.SealedShard:
@@ -221,6 +253,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         behavior, rng = self.cluster.behavior, self.cluster.rng
         self.cluster.note_start(self, group)
+        run = calls.GroupAttempt(group.group_id, group.attempt)
         key = (group.group_id, group.attempt)
         self.check_room()
         given_up = self.running[key] = asyncio.Event()
@@ -231,7 +264,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
                     await given_up.wait()
             if given_up.is_set():
                 await self.cluster.spend(behavior.give_up_s)
-                return calls.GroupReply()
+                return calls.GroupReply(run)
             await self.is_awake.wait()
         finally:
             del self.running[key]
@@ -242,7 +275,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         rejection = Rejection(RejectionKind.reward_error, "it raised")
         rejected = (calls.RejectedEpisodes(num_rejected, rejection),) if num_rejected else ()
         if not kept:
-            return calls.GroupReply(rejected=rejected)
+            return calls.GroupReply(run, rejected=rejected)
         rows = tuple(
             self._row(group, began, episode)
             for episode in kept
@@ -250,7 +283,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         )
         accuracy = fmean(row.reward for row in rows)
         metrics = {"accuracy": (accuracy * len(kept), len(kept))}
-        return calls.GroupReply(self._seal(group, rows), rejected, metrics)
+        return calls.GroupReply(run, self._seal(group, rows), rejected, metrics)
 
     def check_room(self) -> None:
         """Whatever runs here may fill its rows, and one more group is about to begin."""
@@ -290,7 +323,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         try:
             for _ in range(2):
                 for node_id, address, shard_id in weights.shards:
-                    self.cluster.owner(node_id, address).require(shard_id)
+                    (await self.cluster.reach(node_id, address)).require(shard_id)
                 await self.cluster.spend(self.cluster.behavior.publication_s)
         finally:
             self.is_updating = False
