@@ -56,7 +56,6 @@ class FaultyCluster(SimulatedCluster):
         self.config.heartbeat_interval_s = 2.0
         self.config.hung_after_s = 20.0
         self.config.startup_timeout_s = 30.0
-        self.config.max_deaths = 1000
         self.config.transport.call_timeout_s = 100.0
         self.config.transport.stalled_peer_timeout_s = 8.0
 
@@ -79,7 +78,7 @@ class FaultyCluster(SimulatedCluster):
     def lose_memory(self, node: str) -> None:
         """The shards of a node are gone, those included that a life would adopt."""
         for worker in self.workers_on(node):
-            worker.store = SimulatedStore(worker.name, worker.incarnation, worker.store.max_bytes)
+            worker.store.lose()
         for key in [key for key in self.snapshots if key.node == node]:
             del self.snapshots[key]
 
@@ -145,6 +144,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         evaluate_every=rng.choice((0, 0, 2)),
         group_timeout_s=60.0,
         weight_update=rng.choice((WeightUpdateMethod.pull, WeightUpdateMethod.disk)),
+        max_deaths=1000,
         memory_every=memory_every,
         keep_rows_steps=rng.choice((0, 2, 10)) if memory_every else 10,
         seed=rng.randrange(2**32),
@@ -245,14 +245,12 @@ class FaultRun(TrainingRun):
         """What is left are rows that a repeated step would read: no snapshot covers them."""
         await asyncio.sleep(SLOWEST_MESSAGES_S)
         ranks = {worker.name for worker in self.cluster.train_workers}
-        parts = Counter(
-            key[:3] if not key.node else ("", *key[1:3]) for key in self.cluster.snapshots
-        )
+        parts = Counter((key.lineage, key.version) for key in self.cluster.snapshots)
         covered = max((v for (_, v), n in parts.items() if n == len(ranks)), default=0)
         for worker in self.cluster.rollout_workers:
             left = {
                 shard_id: group
-                for shard_id, group in worker.store.groups.items()
+                for shard_id, group in worker.store.group_of.items()
                 if self.trained_at.get(group, -1) < covered
             }
             assert not left, f"{worker.name} still holds {left}, snapshots cover {covered}"

@@ -58,11 +58,11 @@ WEIGHTS_BYTES = 1
 
 
 class SimulatedStore:
-    """Names and sizes of sealed shards.
+    """Names and sizes of sealed shards, those of earlier lives of the worker among them.
 
     Attributes:
-        group_of: sequence number -> the group whose rows the shard holds; weights have none.
-        adopted: of shards that earlier lives of the worker have sealed: size, and group if any.
+        sizes: shard id -> bytes.
+        group_of: shard id -> the group whose rows the shard holds; weights have none.
     """
 
     def __init__(self, node_id: str, incarnation: str, max_bytes: int) -> None:
@@ -70,58 +70,55 @@ class SimulatedStore:
         self.incarnation = incarnation
         self.max_bytes = max_bytes
         self.last_sequence = 0
-        self.sizes: dict[int, int] = {}
-        self.group_of: dict[int, int] = {}
-        self.adopted: dict[str, tuple[int, int | None]] = {}
+        self.sizes: dict[str, int] = {}
+        self.group_of: dict[str, int] = {}
+
+    def adopt(self, earlier: SimulatedStore) -> None:
+        """Takes over all that an earlier life has sealed."""
+        self.sizes.update(earlier.sizes)
+        self.group_of.update(earlier.group_of)
+
+    def lose(self) -> None:
+        """The memory that the shards lay in is gone."""
+        self.sizes.clear()
+        self.group_of.clear()
 
     @property
-    def num_bytes(self) -> int:
-        return sum(self.sizes.values()) + sum(size for size, _ in self.adopted.values())
-
-    @property
-    def groups(self) -> dict[str, int]:
-        """Shard id -> the group whose rows it holds."""
-        own = {make_shard_id(self.incarnation, n): group for n, group in self.group_of.items()}
-        return own | {i: group for i, (_, group) in self.adopted.items() if group is not None}
-
-    def adopt(self, dead: SimulatedStore) -> None:
-        """Takes over what an earlier life has sealed."""
-        self.adopted.update(dead.adopted)
-        for n, size in dead.sizes.items():
-            self.adopted[make_shard_id(dead.incarnation, n)] = size, dead.group_of.get(n)
+    def adopted_ids(self) -> tuple[str, ...]:
+        return tuple(i for i in self.sizes if parse_shard_id(i)[0] != self.incarnation)
 
     def put(self, num_bytes: int, group_id: int | None = None) -> str:
-        if self.num_bytes + num_bytes > self.max_bytes:
+        if sum(self.sizes.values()) + num_bytes > self.max_bytes:
             raise StoreFull(
-                f"{self.node_id}: {num_bytes} bytes beside {self.num_bytes}, "
+                f"{self.node_id}: {num_bytes} bytes beside {sum(self.sizes.values())}, "
                 f"the limit is {self.max_bytes}"
             )
         self.last_sequence += 1
-        self.sizes[self.last_sequence] = num_bytes
+        shard_id = make_shard_id(self.incarnation, self.last_sequence)
+        self.sizes[shard_id] = num_bytes
         if group_id is not None:
-            self.group_of[self.last_sequence] = group_id
-        return make_shard_id(self.incarnation, self.last_sequence)
+            self.group_of[shard_id] = group_id
+        return shard_id
 
     def require(self, shard_id: str) -> None:
-        incarnation, sequence = parse_shard_id(shard_id)
-        is_own = incarnation == self.incarnation and sequence in self.sizes
-        if not is_own and shard_id not in self.adopted:
+        if shard_id not in self.sizes:
             raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
 
     def sweep(self, sweep: calls.Sweep) -> dict[str, int]:
         """Drops what the call names; returns the groups whose shards went, by their ids."""
-        live, dead = set(sweep.live), set(sweep.dead)
         dropped: dict[str, int] = {}
-        for n in list(self.sizes):
-            if n in dead or (n <= sweep.acknowledged and n not in live):
-                del self.sizes[n]
-                if n in self.group_of:
-                    dropped[make_shard_id(self.incarnation, n)] = self.group_of.pop(n)
-        if sweep.adopted_live is not None:
-            for shard_id in self.adopted.keys() - set(sweep.adopted_live):
-                _, group_id = self.adopted.pop(shard_id)
-                if group_id is not None:
-                    dropped[shard_id] = group_id
+        for shard_id in list(self.sizes):
+            incarnation, n = parse_shard_id(shard_id)
+            if incarnation != self.incarnation:
+                kept = sweep.adopted_live
+                is_dropped = kept is not None and shard_id not in kept
+            else:
+                is_old = n <= sweep.acknowledged and n not in sweep.live
+                is_dropped = n in sweep.dead or is_old
+            if is_dropped:
+                del self.sizes[shard_id]
+                if shard_id in self.group_of:
+                    dropped[shard_id] = self.group_of.pop(shard_id)
         return dropped
 
 
@@ -158,6 +155,7 @@ class SimulatedWorker:
             calls.PING.served_by(self.ping),
             calls.SHUTDOWN.served_by(self.shutdown),
             calls.SWEEP.served_by(self.sweep),
+            calls.ADOPTED_SHARDS.served_by(self.adopted_shards),
             calls.STATS.served_by(self.stats),
         ]
 
@@ -214,14 +212,23 @@ class SimulatedWorker:
             self.cluster.on_forgotten(shard_id, group_id)
         return self.store.last_sequence
 
-    async def stats(self, _: None) -> calls.WorkerStats:
-        return calls.WorkerStats(PlaneStats(store_bytes=self.store.num_bytes))
+    async def adopted_shards(self, _: None) -> tuple[str, ...]:
+        return self.store.adopted_ids
 
-    def end(self, exit_status: str) -> None:
-        """The process ends: nothing that it still did is ever answered."""
+    async def stats(self, _: None) -> calls.WorkerStats:
+        return calls.WorkerStats(PlaneStats(store_bytes=sum(self.store.sizes.values())))
+
+    def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
+        """The process ends: nothing that it still did is ever answered.
+
+        Args:
+            keeps_memory: its shards outlive it, and its next life adopts them.
+        """
         if self.exit_status is None:
             self.exit_status = exit_status
             self.is_hung = True
+            if not keeps_memory:
+                self.store.lose()
             for connection in self.connections:
                 connection.lose_peer()
             self.cluster.on_end(self)
@@ -283,6 +290,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         behavior, rng = self.cluster.behavior, self.cluster.rng
         self.cluster.note_start(self, group)
+        run = calls.GroupAttempt(group.group_id, group.attempt)
         key = (group.group_id, group.attempt)
         self.check_room()
         given_up = self.running[key] = asyncio.Event()
@@ -294,7 +302,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
             await self.spend(0.0)
             if given_up.is_set():
                 await self.spend(behavior.give_up_s)
-                return calls.GroupReply()
+                return calls.GroupReply(run)
             await self.is_awake.wait()
         finally:
             del self.running[key]
@@ -305,7 +313,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         rejection = Rejection(RejectionKind.reward_error, "it raised")
         rejected = (calls.RejectedEpisodes(num_rejected, rejection),) if num_rejected else ()
         if not kept:
-            return calls.GroupReply(rejected=rejected)
+            return calls.GroupReply(run, rejected=rejected)
         rows = tuple(
             self._row(group, began, episode)
             for episode in kept
@@ -313,11 +321,11 @@ class SimulatedRolloutWorker(SimulatedWorker):
         )
         accuracy = fmean(row.reward for row in rows)
         metrics = {"accuracy": (accuracy * len(kept), len(kept))}
-        return calls.GroupReply(self._seal(group, rows), rejected, metrics)
+        return calls.GroupReply(run, self._seal(group, rows), rejected, metrics)
 
     def check_room(self) -> None:
         """Whatever runs here may fill its rows, and one more group is about to begin."""
-        config, num_groups = self.config, len(self.running) + len(self.store.groups) + 1
+        config, num_groups = self.config, len(self.running) + len(self.store.group_of) + 1
         episode_tokens = config["max_episode_tokens"] or config["max_context_tokens"]
         group_bytes = trajectory_bytes(config["group_size"] * episode_tokens)
         if num_groups * group_bytes > self.store.max_bytes:
@@ -512,8 +520,8 @@ class SimulatedTrainWorker(SimulatedWorker):
 
         return await self.operations.join(args.operation, save, next_version=args.version)
 
-    def end(self, exit_status: str) -> None:
-        super().end(exit_status)
+    def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
+        super().end(exit_status, keeps_memory=keeps_memory)
         for _, task in self.operations._noted.values():
             task.cancel()
 
