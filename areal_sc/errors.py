@@ -14,6 +14,7 @@ ArealError                    exit code 1
 |  |- RemoteError                           the worker's method raised; carries the remote traceback
 |  |- StaleCall                             the call expected another policy version
 |  |- ShardGone                             the tensor store no longer holds the shard
+|  |- BatchLost                             rows of the batch that is being trained are gone
 |  `- StoreFull                             the tensor store has reached its byte limit
 |- WorkerError                exit code 5   a worker process failed
 |  |- WorkerStartError                      it did not come up
@@ -128,6 +129,10 @@ class StaleCall(TransportError):
 
 class ShardGone(TransportError):
     """The tensor store no longer holds the shard."""
+
+
+class BatchLost(TransportError):
+    """Rows of the batch that is being trained are gone with their worker and its memory."""
 
 
 class StoreFull(TransportError):

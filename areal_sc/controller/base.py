@@ -116,6 +116,11 @@ class Controller(ABC):
             await self._runtime.transport.close()
 
     @property
+    def num_restarts(self) -> int:
+        """Of its workers, so far."""
+        return 0 if self._recovery is None else self._recovery.num_restarts
+
+    @property
     def num_bytes(self) -> int:
         """Bytes on this controller's sockets so far."""
         return self.fleet.num_bytes

@@ -122,18 +122,25 @@ class Fleet:
         return await self.call_each(method, [args] * len(self.members), timeout_s=timeout_s)
 
     async def call_each(
-        self, method: Method[A, R], args: Sequence[A], *, timeout_s: float | None = None
+        self,
+        method: Method[A, R],
+        args: Sequence[A],
+        *,
+        members: Sequence[Member] | None = None,
+        timeout_s: float | None = None,
     ) -> list[R]:
         """Replies of all workers, in order of their index; the first error cancels the others.
 
         Args:
             args: of each worker's call, in the same order.
+            members: None: all workers.
         Raises: as `call`.
         """
-        for member in self.members:
+        members = self.members if members is None else members
+        for member in members:
             if member.failure:
                 raise member.failure
-        connections = [member.connection for member in self.members]
+        connections = [member.connection for member in members]
         outcomes = await self._runtime.transport.call_all(
             list(zip(connections, args, strict=True)),
             method,

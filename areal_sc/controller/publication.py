@@ -14,15 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.rollout import RolloutController
-from areal_sc.errors import ArealError, EngineFailed, TransportError
+from areal_sc.errors import ArealError, EngineFailed, TransportError, WorkerError
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
@@ -138,6 +139,9 @@ class Publisher:
         rollout: RolloutController,
         announce: Callable[[WeightsReference], None],
     ) -> None:
+        if not rollout.current_members:
+            announce(await self._seal(operation, version))
+            return
         started = time.perf_counter()
         await self._ensure_group(rollout)
         self.times.publish_meet_s += time.perf_counter() - started
@@ -179,15 +183,16 @@ class Publisher:
         if not self._layouts:
             self._layouts = await self._call_root(calls.WEIGHT_LAYOUTS, None)
         for attempt in range(MAX_MEETINGS):
-            ranks = await rollout.fleet.call_all(calls.WEIGHT_RANKS, self._group)
-            if self._group and all(worker.is_member for worker in ranks):
+            workers = rollout.current_members
+            ranks = await rollout.fleet.call_living(calls.WEIGHT_RANKS, self._group, workers)
+            if self._group and all(worker.is_member for worker in ranks.values()):
                 return
             if self._group:
-                await rollout.fleet.call_all(calls.LEAVE_WEIGHT_GROUP, self._group)
+                await rollout.fleet.call_living(calls.LEAVE_WEIGHT_GROUP, self._group, workers)
             try:
                 self._group = await self._form_group(rollout, ranks)
                 return
-            except (EngineFailed, TransportError) as error:
+            except (WorkerError, TransportError) as error:
                 self._group = ""
                 if attempt == MAX_MEETINGS - 1:
                     raise EngineFailed(
@@ -197,8 +202,9 @@ class Publisher:
                 logger.warning("weight group not formed, attempt %d: %s", attempt + 1, error)
 
     async def _form_group(
-        self, rollout: RolloutController, ranks: Sequence[calls.WeightRanks]
+        self, rollout: RolloutController, workers: Mapping[Member, calls.WeightRanks]
     ) -> str:
+        ranks = list(workers.values())
         *first_ranks, world_size = accumulate((worker.num_ranks for worker in ranks), initial=1)
         name = f"weights-{self._new_id()}"
         group = await self._call_root(
@@ -215,6 +221,7 @@ class Publisher:
             rollout.fleet.call_each(
                 calls.JOIN_WEIGHT_GROUP,
                 [calls.JoinWeightGroup(group, rank) for rank in first_ranks],
+                members=list(workers),
                 timeout_s=self._config.weight_update.step_timeout_s + JOIN_MARGIN_S,
             ),
             return_exceptions=True,

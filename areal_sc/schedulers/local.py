@@ -108,7 +108,11 @@ class LocalScheduler:
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
         self.keys.write(self._folder.keys_path)  # an agent that nobody needs has deleted them
-        config = replace(self.config, run_dir=str(self._folder.path))
+        transport = self.config.transport
+        if self._node is not None and transport.shared_memory == "auto":
+            # what an earlier agent chose, however much room is left there now
+            transport = replace(transport, shared_memory=self._node.facts.memory_root)
+        config = replace(self.config, run_dir=str(self._folder.path), transport=transport)
         defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with self._log_path.open("ab") as log:
             return subprocess.Popen(

@@ -77,6 +77,8 @@ class WorkerStats(Struct, frozen=True):
 PING = Method("ping", NoneType, NoneType)
 SWEEP = Method("sweep", Sweep, int)
 """Its reply is the number of the newest shard in the store."""
+ADOPTED_SHARDS = Method("adopted_shards", NoneType, tuple[str, ...])
+"""Ids of the shards of earlier lives of the worker that it has taken over, and still holds."""
 STATS = Method("stats", NoneType, WorkerStats)
 SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
 
@@ -232,27 +234,29 @@ class RejectedEpisodes(Struct, frozen=True, array_like=True):
     first: Rejection
 
 
+class GroupAttempt(Struct, frozen=True, array_like=True):
+    """One run of a group."""
+
+    group_id: int
+    attempt: int
+
+
 class GroupReply(Struct, frozen=True, array_like=True):
     """What became of a group.
 
     Attributes:
+        run: of which this is the end.
         batch: its rows; None if all were rejected, or the group was given up meanwhile.
         rejected: one for each cause.
         metrics: metric of the workflow -> (sum, number of episodes).
         warning: what the user should know of the prompt; "" if there is nothing.
     """
 
+    run: GroupAttempt
     batch: BatchMetadata | None = None
     rejected: tuple[RejectedEpisodes, ...] = ()
     metrics: dict[str, tuple[float, int]] = {}
     warning: str = ""
-
-
-class GroupAttempt(Struct, frozen=True, array_like=True):
-    """One run of a group."""
-
-    group_id: int
-    attempt: int
 
 
 class RunEvaluation(Struct, frozen=True, array_like=True):
