@@ -11,7 +11,7 @@ groups are generated again.
 
 Train workers that die begin from snapshots in memory, which the controller writes by itself, or
 from these. The rows of the steps since the newest of these stay in the stores, in case that no
-snapshot in memory can be read: so one is written when they are as many as may stay, or have no room.
+snapshot in memory can be read. So one is written when as many stay as may, or they have no room.
 """
 
 from __future__ import annotations
