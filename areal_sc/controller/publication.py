@@ -140,7 +140,7 @@ class Publisher:
         announce: Callable[[WeightsReference], None],
     ) -> None:
         if not rollout.current_members:
-            announce(await self._seal(operation, version))
+            announce(await self.seal(operation, version))
             return
         started = time.perf_counter()
         await self._ensure_group(rollout)

@@ -274,7 +274,7 @@ class Ranks:
                 return source
             except CheckpointError as error:
                 tried += 1
-                logger.error("the snapshot in %s cannot be read: %s", source.place, error)
+                logger.error("a snapshot (%s) cannot be read: %s", source.place, error)
                 self.history.note_unreadable(source)
         raise StepsLost(
             f"train workers died at version {self.history.version}, and no state is left that "
