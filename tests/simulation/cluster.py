@@ -108,7 +108,7 @@ class SimulatedCluster:
     async def nodes(self) -> list[Node]:
         if not self._nodes:
             for number in range(self.num_nodes):
-                facts = self._start_agent(f"node-{number}")
+                facts = self.start_agent(f"node-{number}")
                 self._nodes.append(Node(facts, self.run_dir / "agent.log"))
         return self._nodes
 
@@ -121,15 +121,16 @@ class SimulatedCluster:
             if node.facts.incarnation == incarnation:
                 self.agents[node.name].end("signal 9 (SIGKILL)")
                 await self.spend(self.behavior.agent_start_s)
-                node.facts = self._start_agent(node.name)
-
-    def _start_agent(self, node: str) -> NodeFacts:
-        agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
-        root = self.config.run_dir
-        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
+                node.facts = self.start_agent(node.name)
 
     def close(self) -> None:
         """Nothing is left to close."""
+
+    def start_agent(self, node: str) -> NodeFacts:
+        """The first one of a node, or one in place of it."""
+        agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
+        root = self.config.run_dir
+        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
         """An agent starts a worker; an earlier life of it is killed, and its shards are adopted.
