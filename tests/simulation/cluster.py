@@ -71,6 +71,7 @@ class SimulatedCluster:
         num_nodes: that it lends.
         agents: by name of their node.
         workers: by name, e.g. `rollout/0`.
+        attempt_of: shard id -> the attempt of its group that sealed it.
         starts: groups that workers were asked to run, in order.
         sealed_rows: (group id, attempt) -> the rows that a worker sealed.
         trained: what the ranks trained, in order.
@@ -88,6 +89,7 @@ class SimulatedCluster:
         self.behavior = behavior
         self.rng = random.Random(seed)
         self.workers: dict[str, SimulatedWorker] = {}
+        self.attempt_of: dict[str, int] = {}
         self.starts: list[GroupStart] = []
         self.sealed_rows: dict[tuple[int, int], tuple[RowMetadata, ...]] = {}
         self.trained: list[TrainedStep] = []
