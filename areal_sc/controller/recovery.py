@@ -178,7 +178,7 @@ def _incarnations(members: Sequence[Member]) -> frozenset[str]:
 
 def _last_death(end: GiveUp) -> WorkerError:
     """Why the run ends, with the last lines of the log."""
-    if end.num_deaths == 1 or isinstance(end.cause, StepsLost):
+    if end.num_deaths == 1 or isinstance(end.cause, StepsLost | NodeLost):
         return end.cause
     last = WorkerLost(
         f"{end.unit} died {end.num_deaths} times in a row without finishing anything; the last "

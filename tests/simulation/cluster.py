@@ -71,6 +71,7 @@ class SimulatedCluster:
         num_nodes: that it lends.
         agents: by name of their node.
         workers: by name, e.g. `rollout/0`.
+        attempt_of: shard id -> the attempt of its group that sealed it.
         starts: groups that workers were asked to run, in order.
         sealed_rows: (group id, attempt) -> the rows that a worker sealed.
         trained: what the ranks trained, in order.
@@ -88,6 +89,7 @@ class SimulatedCluster:
         self.behavior = behavior
         self.rng = random.Random(seed)
         self.workers: dict[str, SimulatedWorker] = {}
+        self.attempt_of: dict[str, int] = {}
         self.starts: list[GroupStart] = []
         self.sealed_rows: dict[tuple[int, int], tuple[RowMetadata, ...]] = {}
         self.trained: list[TrainedStep] = []
@@ -108,7 +110,7 @@ class SimulatedCluster:
     async def nodes(self) -> list[Node]:
         if not self._nodes:
             for number in range(self.num_nodes):
-                facts = self._start_agent(f"node-{number}")
+                facts = self.start_agent(f"node-{number}")
                 self._nodes.append(Node(facts, self.run_dir / "agent.log"))
         return self._nodes
 
@@ -121,15 +123,16 @@ class SimulatedCluster:
             if node.facts.incarnation == incarnation:
                 self.agents[node.name].end("signal 9 (SIGKILL)")
                 await self.spend(self.behavior.agent_start_s)
-                node.facts = self._start_agent(node.name)
-
-    def _start_agent(self, node: str) -> NodeFacts:
-        agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
-        root = self.config.run_dir
-        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
+                node.facts = self.start_agent(node.name)
 
     def close(self) -> None:
         """Nothing is left to close."""
+
+    def start_agent(self, node: str) -> NodeFacts:
+        """The first one of a node, or one in place of it."""
+        agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
+        root = self.config.run_dir
+        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
         """An agent starts a worker; an earlier life of it is killed, and its shards are adopted.

@@ -35,6 +35,9 @@ from areal_sc.metadata import BatchMetadata
 from areal_sc.workers.spec import WorkerOrder
 
 MAX_VIRTUAL_S = 3000.0
+MAX_RECOVERY_S = 300.0
+NOTICE_S = 30.0
+"""After this time a death or a hang has been noticed, also over a slow network."""
 MAX_TURNS = 150_000
 
 
@@ -140,7 +143,9 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         num_ranks=rng.randint(1, 2),
         num_minibatches=rng.randint(1, 2),
         max_concurrent_groups=rng.choice((2, 40)),
-        store_groups=rng.choice((least_store, least_store + 1, 1000)),
+        store_groups=rng.choice((least_store, least_store + 1, 1000))
+        if memory_every == 1
+        else 1000,
         evaluate_every=rng.choice((0, 0, 2)),
         group_timeout_s=60.0,
         weight_update=rng.choice((WeightUpdateMethod.pull, WeightUpdateMethod.disk)),
@@ -155,7 +160,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         settings=settings,
         faults=draw_faults(rng, kinds, horizon_s),
         duplication=rng.choice((0.0, 0.2)),
-        jitter_s=rng.choice((0.0, 0.5, 2.0)),
+        jitter_s=rng.choice((0.0, 0.5, 1.0)),
         snapshot_every=rng.choice((0, 1, 2)),
     )
 
@@ -201,6 +206,7 @@ class FaultRun(TrainingRun):
             if self._snapshot is not None:
                 await self._snapshot
             self.faults.is_over = True
+            await self._until_recovered()
             await self.check_end()
             self.phase = "close"
         assert not self.broken_callbacks, self.broken_callbacks
@@ -208,6 +214,16 @@ class FaultRun(TrainingRun):
 
     def _note_broken_callback(self, _: Any, context: dict[str, Any]) -> None:
         self.broken_callbacks.append(repr(context.get("exception") or context["message"]))
+
+    async def _until_recovered(self) -> None:
+        """Workers that died at the end come back, too."""
+        async with asyncio.timeout(MAX_RECOVERY_S):
+            if any(w.exit_status or w.is_hung for w in self.cluster.workers.values()):
+                await asyncio.sleep(NOTICE_S)
+            for controller in (self.actor, self.rollout):
+                assert controller._recovery is not None
+                for member in controller.fleet.members:
+                    await controller._recovery.wait_until_ready(member)
 
     async def step(self, *, checks_business: bool = True) -> BatchMetadata:
         rollout, actor = self.rollout, self.actor
@@ -244,9 +260,7 @@ class FaultRun(TrainingRun):
     async def _check_stores_drain(self) -> None:
         """What is left are rows that a repeated step would read: no snapshot covers them."""
         await asyncio.sleep(SLOWEST_MESSAGES_S)
-        ranks = {worker.name for worker in self.cluster.train_workers}
-        parts = Counter((key.lineage, key.version) for key in self.cluster.snapshots)
-        covered = max((v for (_, v), n in parts.items() if n == len(ranks)), default=0)
+        covered = self._covered_steps()
         for worker in self.cluster.rollout_workers:
             left = {
                 shard_id: group
@@ -254,6 +268,16 @@ class FaultRun(TrainingRun):
                 if self.trained_at.get(group, -1) < covered
             }
             assert not left, f"{worker.name} still holds {left}, snapshots cover {covered}"
+
+    def _covered_steps(self) -> int:
+        """Rows of so many steps are not needed any more, whatever dies."""
+        num_ranks = self.settings.num_ranks
+        parts = Counter((key.lineage, key.version) for key in self.cluster.snapshots)
+        whole = [key for key, num_parts in parts.items() if num_parts == num_ranks]
+        durable = max((version for lineage, version in whole if lineage == -1), default=0)
+        if self.actor.version - durable <= self.settings.keep_rows_steps:
+            return durable
+        return max((version for _, version in whole), default=0)
 
     async def check_end(self) -> None:
         await super().check_end()
@@ -274,7 +298,10 @@ class FaultRun(TrainingRun):
             for rank in heads:
                 for version, rows in rank.past:
                     trained.update(rows if version == batch.global_step else ())
-            assert trained == Counter(map(row_key, batch.rows)), f"step {batch.global_step}"
+            expected = Counter(map(row_key, batch.rows))
+            assert trained == expected, (
+                f"step {batch.global_step}: {trained - expected} too much, {expected - trained} missing"
+            )
 
 
 def play(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> FaultRun:

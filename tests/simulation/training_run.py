@@ -151,7 +151,7 @@ class TrainingRun:
             for _ in range(self.settings.num_steps):
                 await self.step()
             self.duration_s = self.cluster.now_s
-            await self._collect_evaluation()
+            await self.collect_evaluation()
             await self.check_end()
         return self
 
@@ -233,10 +233,17 @@ class TrainingRun:
         assert num_promised is None or loads._promised.sum() == num_promised
 
     def before_forgotten(self, shard_id: str, group_id: int) -> None:
-        """Its group is rejected, or was trained in a step that is over."""
+        """Its group is rejected, or was trained in a step that is over, or runs once more."""
         version = self.rollout.version
         is_over = group_id in self.rejected or self.trained_at.get(group_id, version) < version
-        assert group_id < 0 or is_over, f"group {group_id} is needed, and swept: {shard_id}"
+        newest = max(attempt for group, attempt in self.cluster.sealed_rows if group == group_id)
+        is_lost = self.cluster.attempt_of[shard_id] < max(newest, self._attempt(group_id))
+        assert group_id < 0 or is_over or is_lost, f"group {group_id} is needed: {shard_id}"
+
+    def _attempt(self, group_id: int) -> int:
+        """The current one of a group that is not consumed yet."""
+        groups = self.rollout.groups.ledger.unconsumed()
+        return next((group.attempt for group in groups if group.group_id == group_id), 0)
 
     def check_batch(self, batch: BatchMetadata) -> None:
         settings, version = self.settings, len(self.batches) - 1
@@ -273,7 +280,7 @@ class TrainingRun:
         """
         needed = {shard.shard_id for shard in batch.shards}
         for group in self.rollout.groups.ledger.unconsumed():
-            if group.batch is not None:
+            if group.batch is not None and self.rollout._workers.are_rows_known(group.worker):
                 needed |= {shard.shard_id for shard in group.batch.shards}
         held: dict[str, int] = {}
         for worker in self.cluster.rollout_workers:
@@ -358,12 +365,12 @@ class TrainingRun:
     async def _evaluate_when_due(self) -> None:
         every = self.settings.evaluate_every
         if every and len(self.batches) % every == 0:
-            await self._collect_evaluation()
+            await self.collect_evaluation()
             self._evaluation = asyncio.create_task(
                 self.rollout.evaluate_async(self.prompts, self.workflow, num_prompts=7)
             )
 
-    async def _collect_evaluation(self) -> None:
+    async def collect_evaluation(self) -> None:
         if self._evaluation is not None:
             outcome = await self._evaluation
             self.evaluations.append((len(self.batches), outcome))

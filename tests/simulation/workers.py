@@ -401,6 +401,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
             shard_id=self.store.put(trajectory_bytes(num_tokens), group.group_id),
             runs=(Run(0, 0, len(rows)),),
         )
+        self.cluster.attempt_of[shard.shard_id] = group.attempt
         columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
         batch_id = f"g{group.group_id}.{group.attempt}"
         return BatchMetadata(batch_id, group.admitted_version, (columns,), rows)
