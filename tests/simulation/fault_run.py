@@ -30,7 +30,7 @@ from simulation.workers import (
 )
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
-from areal_sc.errors import CheckpointError, PeerSilent
+from areal_sc.errors import CheckpointError, PeerSilent, ShardGone
 from areal_sc.metadata import BatchMetadata
 from areal_sc.workers.spec import WorkerOrder
 
@@ -60,15 +60,17 @@ class FaultyCluster(SimulatedCluster):
         self.config.hung_after_s = 20.0
         self.config.startup_timeout_s = 30.0
         self.config.transport.call_timeout_s = 100.0
-        self.config.transport.stalled_peer_timeout_s = 8.0
+        self.config.transport.stalled_peer_timeout_s = 30.0
 
     def transport(self) -> NetworkTransport:
         return NetworkTransport(self.network)
 
     async def reach(self, node_id: str, address: str) -> SimulatedStore:
-        """An owner that is stopped or cut off is waited for, and then given up."""
+        """An owner that is dead, stopped or cut off is waited for, and then given up."""
         give_up_s = self.now_s + self.config.transport.stalled_peer_timeout_s
         while self._is_silent(self.workers[node_id]):
+            if self.now_s >= give_up_s and self.workers[node_id].exit_status is not None:
+                raise ShardGone(f"a shard is gone with its owner {node_id} at {address}")
             if self.now_s >= give_up_s:
                 raise PeerSilent(f"{node_id} at {address} gives no sign of life")
             await asyncio.sleep(0.5)
@@ -76,7 +78,7 @@ class FaultyCluster(SimulatedCluster):
 
     def _is_silent(self, worker: SimulatedWorker) -> bool:
         is_cut = self.data_cuts.get(worker.node, 0.0) > self.now_s
-        return worker.exit_status is None and (worker.is_hung or is_cut)
+        return worker.exit_status is not None or worker.is_hung or is_cut
 
     def lose_memory(self, node: str) -> None:
         """The shards of a node are gone, those included that a life would adopt."""
@@ -99,8 +101,7 @@ class FaultyCluster(SimulatedCluster):
         return self._trace.hexdigest()
 
 
-ROLLOUT_KINDS = (FaultKind.kill_rollout, FaultKind.hang_rollout, FaultKind.reset)
-ALL_KINDS = ROLLOUT_KINDS
+ALL_KINDS = tuple(FaultKind)
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class FaultRun(TrainingRun):
                 await self.step()
             self.duration_s = self.cluster.now_s
             self.phase = "end"
-            await self._collect_evaluation()
+            await self.collect_evaluation()
             if self._snapshot is not None:
                 await self._snapshot
             self.faults.is_over = True
@@ -300,7 +301,8 @@ class FaultRun(TrainingRun):
                     trained.update(rows if version == batch.global_step else ())
             expected = Counter(map(row_key, batch.rows))
             assert trained == expected, (
-                f"step {batch.global_step}: {trained - expected} too much, {expected - trained} missing"
+                f"step {batch.global_step}: too much: {trained - expected}, missing: "
+                f"{expected - trained}"
             )
 
 
