@@ -18,7 +18,7 @@ class CheckpointConfig:
         1, "training steps between snapshots in memory, for dead train workers; 0: none", ge=0
     )
     keep_rows_steps: int = setting(
-        10, "most steps whose rows stay until a snapshot is on the disk; then one is made", ge=0
+        10, "most steps whose rows stay, room permitting, until a snapshot is on the disk", ge=0
     )
     export_every_steps: int = setting(
         0, "training steps between exported models, all kept; 0: only the final one", ge=0

@@ -254,8 +254,12 @@ class ActorConfig(Section):
     num_threads: int = setting(1, "CPU threads a rank", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)
     seed: int = shared("${seed}", 0, "seed of initial weights and shuffles", ge=0)
-    memory_snapshot_every_steps: int = shared("${checkpoint.memory_every_steps}", 1, ge=0)
-    keep_rows_steps: int = shared("${checkpoint.keep_rows_steps}", 0, ge=0)
+    memory_every_steps: int = shared(
+        "${checkpoint.memory_every_steps}", 1, "steps between snapshots in memory; 0: none", ge=0
+    )
+    keep_rows_steps: int = shared(
+        "${checkpoint.keep_rows_steps}", 0, "most steps whose rows stay for a repeat", ge=0
+    )
     optimizer: OptimizerConfig = setting(OptimizerConfig)
     ppo: PPOConfig = setting(PPOConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)

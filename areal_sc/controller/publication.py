@@ -165,6 +165,7 @@ class Publisher:
                 await self._call_root(calls.CANCEL_BROADCAST, self._group)
             result = (await sending)[0]
         finally:
+            sending.cancel()  # if the ranks have died meanwhile
             received.cancel()
             with suppress(ArealError, asyncio.CancelledError):
                 await received  # what went wrong there is the rollout's own

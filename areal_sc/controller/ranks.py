@@ -98,7 +98,7 @@ class Ranks:
         on_rows_needed: Callable[[RowsNeeded], None],
         on_given_up: Callable[[WorkerError], None],
     ) -> None:
-        every_steps = config.memory_snapshot_every_steps
+        every_steps = config.memory_every_steps
         self.history = TrainHistory(
             has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
         )

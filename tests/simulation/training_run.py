@@ -396,7 +396,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
         ppo=PPOConfig(num_minibatches=settings.num_minibatches),
-        memory_snapshot_every_steps=settings.memory_every,
+        memory_every_steps=settings.memory_every,
         keep_rows_steps=settings.keep_rows_steps,
         weight_update=WeightUpdateConfig(settings.weight_update, folder="weights"),
     )
