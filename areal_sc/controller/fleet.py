@@ -20,7 +20,7 @@ from typing import Any
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost, OnSilence
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError
+from areal_sc.errors import ArealError, WorkerLost
 from areal_sc.schedulers.base import Scheduler, placed
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import SHUTDOWN
@@ -122,18 +122,25 @@ class Fleet:
         return await self.call_each(method, [args] * len(self.members), timeout_s=timeout_s)
 
     async def call_each(
-        self, method: Method[A, R], args: Sequence[A], *, timeout_s: float | None = None
+        self,
+        method: Method[A, R],
+        args: Sequence[A],
+        *,
+        members: Sequence[Member] | None = None,
+        timeout_s: float | None = None,
     ) -> list[R]:
         """Replies of all workers, in order of their index; the first error cancels the others.
 
         Args:
             args: of each worker's call, in the same order.
+            members: None: all workers.
         Raises: as `call`.
         """
-        for member in self.members:
+        members = self.members if members is None else members
+        for member in members:
             if member.failure:
                 raise member.failure
-        connections = [member.connection for member in self.members]
+        connections = [member.connection for member in members]
         outcomes = await self._runtime.transport.call_all(
             list(zip(connections, args, strict=True)),
             method,
@@ -146,6 +153,41 @@ class Fleet:
                 raise outcome
             replies.append(outcome)
         return replies
+
+    async def call_living(
+        self, method: Method[A, R], args: A, members: Sequence[Member]
+    ) -> dict[Member, R]:
+        """Replies of those of `members` that live; who is, or gets, lost is left out.
+
+        Raises: as `call`, but for losses.
+        """
+        living = [member for member in members if member.failure is None]
+        outcomes = await self._runtime.transport.call_all(
+            [(member.connection, args) for member in living],
+            method,
+            timeout_s=self._deadline_s(method),
+        )
+        replies = {}
+        for member, outcome in zip(living, outcomes, strict=True):
+            if isinstance(outcome, WorkerLost):
+                continue
+            if isinstance(outcome, ArealError):
+                raise outcome
+            replies[member] = outcome
+        return replies
+
+    def lose(self, member: Member, incarnation: str, cause: str) -> WorkerLost:
+        """A life of a worker is of no use any more, whether it goes on or not: it is lost.
+
+        Args:
+            cause: why, in words that follow the worker's name.
+        Returns: that loss, which may have been noticed before.
+        """
+        if member.worker.incarnation == incarnation:
+            for node in self._nodes:
+                if member in node.members:
+                    node.lose(member, cause)
+        return member.failure or WorkerLost(f"worker {member.name} {cause}")
 
     def _deadline_s(self, method: Method[Any, Any]) -> float:
         declared_s = method.deadline_s

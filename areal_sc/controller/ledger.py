@@ -124,6 +124,22 @@ class Ledger:
             group.worker = None
             group.batch = None
 
+    def requeue(self, group_id: int, cause: str) -> int:
+        """running | finished -> queued: its worker, or its rows, are gone; returns the new attempt.
+
+        Id and admission version stay, and so do its deadline, and "trained once".
+
+        Args:
+            cause: why, for whoever reads the account.
+        """
+        group = self._expect(
+            group_id, "requeue", GroupState.queued, GroupState.running, GroupState.finished
+        )
+        self._move(group, GroupState.queued)
+        group.attempt += 1
+        group.worker, group.batch = None, None
+        return group.attempt
+
     def reject(self, group_id: int, reason: str) -> None:
         """queued | running | finished -> rejected, and refunded.
 

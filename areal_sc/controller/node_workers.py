@@ -191,6 +191,11 @@ class NodeWorkers:
             member.failure = WorkerLost(f"worker {member.name} {cause}")
             member.connection.fail_pending(member.failure)
 
+    def lose(self, member: Member, cause: str) -> None:
+        """As if the worker's process had ended; nothing happens if it is lost already."""
+        path = self._folder.log_path(member.name)
+        self._lose(member, cause, path, log_tail(path))
+
     async def kill(self, members: Sequence[Member]) -> None:
         """Ends what is left of these lives at once.
 

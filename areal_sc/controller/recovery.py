@@ -34,7 +34,7 @@ from areal_sc.controller.supervisor import (
     Supervisor,
     UnitState,
 )
-from areal_sc.errors import ArealError, NodeLost, WorkerError, WorkerLost
+from areal_sc.errors import ArealError, NodeLost, StepsLost, WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,8 @@ class Recovery:
                     raise member.failure
             await self._bring_up(members)
         except WorkerError as error:
-            self._tell(StartFailed(unit, error, is_final=isinstance(error, NodeLost)))
+            is_final = isinstance(error, NodeLost | StepsLost)
+            self._tell(StartFailed(unit, error, is_final=is_final))
         except ArealError as error:
             lost = WorkerLost(f"{unit} could not be started again: {error}")
             lost.__cause__ = error
@@ -177,7 +178,7 @@ def _incarnations(members: Sequence[Member]) -> frozenset[str]:
 
 def _last_death(end: GiveUp) -> WorkerError:
     """Why the run ends, with the last lines of the log."""
-    if end.num_deaths == 1 or isinstance(end.cause, NodeLost):
+    if end.num_deaths == 1 or isinstance(end.cause, StepsLost | NodeLost):
         return end.cause
     last = WorkerLost(
         f"{end.unit} died {end.num_deaths} times in a row without finishing anything; the last "

@@ -3,8 +3,9 @@
     prompts (references)
          |
     admission ---> queued ---> running on a worker
-      eq. 3            |            |  reply: metadata
-         ^             '------------'
+      eq. 3          ^ |            |  reply: metadata
+         ^           | '------------'
+         |           '-- the worker, or the rows, are lost
          | refunds                  v
          '--- rejected <-------- finished ---> batch of the current version
 
@@ -32,7 +33,7 @@ from areal_sc.controller.ledger import Ledger, LedgerState
 from areal_sc.controller.rejections import STALE, Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
-from areal_sc.errors import ConfigError
+from areal_sc.errors import BatchLost, ConfigError, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workflows.prompts import prompt_at
@@ -53,6 +54,7 @@ class TrainingGroups:
     Args:
         make_readable: returns when workers can read a row of a dataset.
         new_id: names batches.
+        make_room: is called when admission lacks room in the stores.
 
     Attributes:
         version: the policy version that admission and batch forming count from.
@@ -71,6 +73,7 @@ class TrainingGroups:
         background: Background,
         make_readable: MakeReadable,
         new_id: Callable[[], str],
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.ledger = Ledger()
         self.version = 0
@@ -84,6 +87,7 @@ class TrainingGroups:
         self._background = background
         self._make_readable = make_readable
         self._new_id = new_id
+        self._make_room = make_room
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
@@ -92,7 +96,7 @@ class TrainingGroups:
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
         self._batch_attempts: dict[int, int] = {}  # of its groups
         self._returned_prompts: deque[PromptReference] = deque()
-        self._restored: dict[int, Group] = {}  # queued groups without a task, oldest first
+        self._restored: dict[int, Group] = {}  # queued groups without a task
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
         self._group_metrics: dict[int, MetricSums] = {}
         workers.on_room = self.admit
@@ -134,7 +138,11 @@ class TrainingGroups:
                 self._reject_stale(decision.stale)
                 self._workers.sweep()
             if decision.groups is not None:
-                return self._consume(decision.groups)
+                unknown = [g for g in decision.groups if not self._workers.are_rows_known(g.worker)]
+                if not unknown:
+                    return self._consume(decision.groups)
+                await self._background.wait(f"{unknown[0].worker} to tell what it still holds")
+                continue
             self.admit()
             await self._background.wait(
                 f"{decision.num_missing} more groups for the batch of version {self.version}"
@@ -154,6 +162,26 @@ class TrainingGroups:
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweep()
 
+    def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
+        """The rows of these runs went with their worker: groups that wait to be trained run again.
+
+        Those of the current batch cannot be generated again as they were.
+        """
+        for run in runs:
+            if self._batch_attempts.get(run.group_id) == run.attempt:
+                self._background.fail(
+                    BatchLost(
+                        f"rows of group {run.group_id}, in the batch of version {self.version}, "
+                        "are gone with the worker that held them, and with its node's memory"
+                    )
+                )
+            elif self.ledger.is_finished(run.group_id, run.attempt):
+                group = next(g for g in self.ledger.unconsumed() if g.group_id == run.group_id)
+                self._group_metrics.pop(run.group_id, None)
+                self.ledger.requeue(run.group_id, "its rows are gone with their worker")
+                self._restored[run.group_id] = group
+        self.admit()
+
     def end(self) -> None:
         """Nothing more is admitted, whatever room comes back, until the next batch is asked for."""
         self._source = None
@@ -168,7 +196,7 @@ class TrainingGroups:
         self.admit()
 
     def admit(self) -> None:
-        """Admits groups while eq. 3, concurrency and store bytes allow; restored ones go first."""
+        """Admits groups while eq. 3, concurrency and store bytes allow; requeued ones go first."""
         if self._source is None or self._is_paused or self._background.has_failed:
             return
         while self._restored and self._has_slot:
@@ -181,7 +209,10 @@ class TrainingGroups:
             num_admissible = min(num_admissible, needed - num_counted)
         for _ in range(num_admissible):
             num_queued = self.ledger.num(GroupState.queued)
-            if not self._has_slot or not self._workers.has_room(num_queued):
+            if not self._has_slot:
+                return
+            if not self._workers.has_room(num_queued):
+                self._make_room()
                 return
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._start(group, self._source)
@@ -229,9 +260,14 @@ class TrainingGroups:
     async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
         await self._make_readable(group.prompt.dataset, group.prompt.index)
-        worker = await self._workers.take(group.admitted_version)
-        attempt = self.ledger.start(group.group_id, worker.name)
-        reply = await self._workers.run_group(worker, group, source)
+        while True:
+            worker = await self._workers.take(group.admitted_version)
+            attempt = self.ledger.start(group.group_id, worker.name)
+            try:
+                reply = await self._workers.run_group(worker, group, source)
+                break
+            except WorkerLost as loss:  # says nothing of the group
+                self.ledger.requeue(group.group_id, str(loss))
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, _main_cause(reply))

@@ -8,6 +8,10 @@
 The ranks' files have checksums of their own. A snapshot gets its name once everything is on disk,
 so one that has its name is whole. Rows that were generated but not trained are not kept: their
 groups are generated again.
+
+Train workers that die begin from snapshots in memory, which the controller writes by itself, or
+from these. The rows of the steps since the newest of these stay in the stores, in case that no
+snapshot in memory can be read. So one is written when as many stay as may, or they have no room.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ class Checkpoints:
         self._actor = actor
         self._rollout = rollout
         self._snapshot_began_s = time.monotonic()
+        self._snapshot_step = max(map(_step_of, run.folder.snapshots()), default=0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._running: dict[_Kind, tuple[int, Future[None]]] = {}
         for leftover in run.folder.checkpoints.glob("*.partial"):
@@ -94,10 +99,12 @@ class Checkpoints:
                 self._run.tell_model(step, self._model_folder(step))
 
     def _due(self, step: int) -> list[_Kind]:
-        """A snapshot after so many steps, or so many minutes if those come first."""
+        """A snapshot after so many steps, or so many minutes or kept rows if those come first."""
         settings, due = self._run.config.checkpoint, list[_Kind]()
         limit_s = 60 * settings.every_minutes
         is_late = 0 < limit_s <= time.monotonic() - self._snapshot_began_s
+        is_late |= 0 < settings.keep_rows_steps <= step - self._snapshot_step
+        is_late |= self._rollout.has_let_go_of_rows
         if settings.every_steps and (is_late or step % settings.every_steps == 0):
             due.append("snapshot")
         if settings.export_every_steps and step % settings.export_every_steps == 0:
@@ -109,7 +116,7 @@ class Checkpoints:
         if kind == "model":
             return self._actor.begin_save_hf(self._model_folder(step))
         folder = self._unfinished(step)
-        self._snapshot_began_s = time.monotonic()
+        self._snapshot_began_s, self._snapshot_step = time.monotonic(), step
         folder.mkdir(parents=True, exist_ok=True)
         self._run.folder.write_atomic(folder / CONTROLLERS, _sealed(self._rollout.state()))
         return self._actor.begin_snapshot()
@@ -120,6 +127,7 @@ class Checkpoints:
             written.result()
             if kind == "snapshot":
                 commit_folder(self._unfinished(step), self._run.folder.snapshot_path(step))
+                self._actor.note_snapshot(step)
                 self._delete_outdated(step)
         except _FAILURES as error:
             if kind == "snapshot":

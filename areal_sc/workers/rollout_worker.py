@@ -146,7 +146,7 @@ class RolloutWorker(Worker):
         batch = self._seal(group, kept) if kept else None
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
-        return calls.GroupReply(batch, causes, sums, self._warning(group.prompt, kept))
+        return calls.GroupReply(key, batch, causes, sums, self._warning(group.prompt, kept))
 
     async def give_up_group(self, group: calls.GroupAttempt) -> None:
         if group in self._group_episodes:
@@ -203,7 +203,7 @@ class RolloutWorker(Worker):
         )
 
     def engine_stats(self) -> dict[str, float]:
-        return dict(self.engine.stats())
+        return dict(self._engine.stats()) if self._engine else {}
 
     async def _cancel_broadcast(self, sent: WeightBroadcast) -> None:
         """Tells the worker that broadcasts that some ranks will not take part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class SimulatedAgent:
         incarnation: of this life.
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and answers nobody.
+        inbox: what it takes when it goes on.
         num_watches: questions for news so far.
     """
 
@@ -49,7 +51,8 @@ class SimulatedAgent:
         self.incarnation = incarnation
         self.address = f"sim-agent://{node}/{incarnation}"
         self.exit_status: str | None = None
-        self.is_hung = False
+        self.inbox: list[Callable[[], None]] = []
+        self._is_hung = False
         self.num_watches = 0
         self.connections: list[SimulatedConnection] = []
         self.served = {
@@ -63,6 +66,18 @@ class SimulatedAgent:
         }
         self._ended: list[EndedWorker] = []
         self._end_noted = asyncio.Event()
+
+    @property
+    def is_hung(self) -> bool:
+        return self._is_hung
+
+    @is_hung.setter
+    def is_hung(self, is_hung: bool) -> None:
+        self._is_hung = is_hung
+        if not is_hung:
+            inbox, self.inbox = self.inbox, []
+            for take in inbox:
+                take()
 
     async def launch(self, launch: Launch) -> Launched:
         starts = [asyncio.create_task(self._start(order)) for order in launch.orders]
@@ -120,3 +135,4 @@ class SimulatedAgent:
             worker.end("signal 9 (SIGKILL)")
         for connection in self.connections:
             connection.lose_peer()
+        self.cluster.on_end(self)

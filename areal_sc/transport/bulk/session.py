@@ -6,17 +6,21 @@ its keys.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta, Struct
 
 from areal_sc.config.schema import TransportConfig
-from areal_sc.errors import PeerSilent, ProtocolError, RpcTimeout
+from areal_sc.errors import PeerLost, PeerSilent, ProtocolError, RpcTimeout
 from areal_sc.transport.bulk.messages import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Transport
+
+RESTART_LOOK_S: Final = 0.25
+"""Between two looks for a worker that is being started again."""
 
 
 class Owner(NamedTuple):
@@ -95,18 +99,27 @@ async def call_owner(
     """Calls whoever serves at the owner's address.
 
     That may be a later life of the worker, which has adopted the shards of the one before; it says
-    itself which shards it holds.
+    itself which shards it holds. It is waited for, like an owner that is only slow.
 
-    Raises: PeerLost: nobody serves there any more. PeerSilent: no answer in time. ArealError: as
+    Raises: PeerLost: nobody has served there in time. PeerSilent: no answer in time. ArealError: as
         `RpcClient.call`.
     """
-    control = transport.connect(owner.node_addr, owner.node_id, ANY_INCARNATION)
-    try:
-        return await control.call(method, argument, timeout_s=timeout_s)
-    except RpcTimeout as error:
-        raise PeerSilent(
-            f"{owner.node_id} at {owner.node_addr} gives no sign of life: its control socket did "
-            f"not answer within {timeout_s:g} s; it is stopped, cut off, or its event loop is stuck"
-        ) from error
-    finally:
-        await control.close()
+    loop = asyncio.get_running_loop()
+    give_up_s = loop.time() + timeout_s
+    while True:
+        control = transport.connect(owner.node_addr, owner.node_id, ANY_INCARNATION)
+        try:
+            left_s = max(0.0, give_up_s - loop.time())
+            return await control.call(method, argument, timeout_s=left_s)
+        except RpcTimeout as error:
+            raise PeerSilent(
+                f"{owner.node_id} at {owner.node_addr} gives no sign of life: its control socket "
+                f"did not answer within {timeout_s:g} s; it is stopped, cut off, or its event loop "
+                "is stuck"
+            ) from error
+        except PeerLost:
+            if loop.time() + RESTART_LOOK_S > give_up_s:
+                raise
+        finally:
+            await control.close()
+        await asyncio.sleep(RESTART_LOOK_S)
