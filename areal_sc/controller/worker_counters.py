@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-OF_NOW: Final = frozenset(
-    "store_bytes store_shards mapped_retired_bytes running_requests waiting_requests "
-    "occupied_places serving_servers".split()
+OF_NOW: Final = (
+    *("store_bytes", "store_shards", "mapped_retired_bytes"),
+    *("running_requests", "waiting_requests", "occupied_places", "serving_servers"),
 )
 """What a worker has now, and loses with its life; all else are counts."""
 
