@@ -19,6 +19,8 @@ ArealError                    exit code 1
 |- WorkerError                exit code 5   a worker process failed
 |  |- WorkerStartError                      it did not come up
 |  |- WorkerLost                            it died or stopped answering
+|  |- StepsLost                             what it had done cannot be repeated
+|  |- NodeLost                              the agent of its node cannot be started again
 |  `- EngineFailed                          its engine failed
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
@@ -167,6 +169,14 @@ class WorkerStartError(WorkerError):
 
 class WorkerLost(WorkerError):
     """A worker process died or stopped answering."""
+
+
+class StepsLost(WorkerError):
+    """Workers were started again, and what was done since their newest snapshot is lost."""
+
+
+class NodeLost(WorkerError):
+    """The agent of a node cannot be started again, so no worker can be."""
 
 
 class EngineFailed(WorkerError):

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost
+from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost, OnSilence
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ArealError, WorkerLost
 from areal_sc.schedulers.base import Scheduler, placed
@@ -28,7 +28,12 @@ from areal_sc.workers.spec import WorkerOrder
 
 
 class Fleet:
-    """Launches, watches and calls the workers of one role."""
+    """Launches, watches and calls the workers of one role.
+
+    Attributes:
+        members: all workers, in order of their index.
+        on_silence: see `OnSilence`; `Recovery` sets it.
+    """
 
     def __init__(self, scheduler: Scheduler, runtime: Runtime, on_lost: OnLost) -> None:
         self._scheduler = scheduler
@@ -36,6 +41,7 @@ class Fleet:
         self._on_lost = on_lost
         self._nodes: dict[NodeWorkers, asyncio.Task[None]] = {}
         self.members: list[Member] = []
+        self.on_silence: OnSilence = lambda member: None
 
     @property
     def config(self) -> SchedulerConfig:
@@ -44,9 +50,7 @@ class Fleet:
     @property
     def num_bytes(self) -> int:
         """Bytes sent and received on all control sockets of the fleet, those of agents included."""
-        connections = [member.connection for member in self.members]
-        connections += [node.agent for node in self._nodes]
-        return sum(c.bytes_sent + c.bytes_received for c in connections)
+        return sum(node.num_bytes for node in self._nodes)
 
     async def launch(self, orders: Sequence[WorkerOrder]) -> None:
         """Starts all workers, those of a node by one call, and watches each from then on.
@@ -59,7 +63,10 @@ class Fleet:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             used = [
-                NodeWorkers(node, part, self._scheduler, self._runtime, self._on_lost)
+                NodeWorkers(
+                    *(node, part, self._scheduler, self._runtime, self._on_lost),
+                    on_silence=lambda member: self.on_silence(member),
+                )
                 for node, part in placed(orders, nodes).items()
                 if part
             ]
@@ -73,22 +80,26 @@ class Fleet:
         launched = [member for node in used for member in node.members]
         self.members = sorted(launched, key=lambda member: member.index)
 
+    async def kill(self, members: Sequence[Member]) -> None:
+        """Ends what is left of the present lives; nothing that they still do counts."""
+        await asyncio.gather(*(node.kill(part) for node, part in self._by_node(members)))
+
     async def restart(self, members: Sequence[Member]) -> None:
         """Starts a new life of each of the workers, lost or not, in place of the one before.
 
         Their members stay the same objects. Calls to the life before fail at once.
 
         Raises: WorkerStartError: one did not come up. None of a node's is left then; all may be
-            started again.
+            started again. NodeLost: the agent of a node cannot be started again.
         """
-        restarts = []
-        for node in self._nodes:
-            if its_members := [member for member in node.members if member in members]:
-                restarts.append(node.restart(its_members))
-        outcomes = await asyncio.gather(*restarts, return_exceptions=True)
-        for outcome in outcomes:
+        restarts = [node.restart(part) for node, part in self._by_node(members)]
+        for outcome in await asyncio.gather(*restarts, return_exceptions=True):
             if outcome is not None:
                 raise outcome
+
+    def _by_node(self, members: Sequence[Member]) -> list[tuple[NodeWorkers, list[Member]]]:
+        parts = [(node, [m for m in node.members if m in members]) for node in self._nodes]
+        return [(node, part) for node, part in parts if part]
 
     async def call(
         self, member: Member, method: Method[A, R], args: A, *, timeout_s: float | None = None

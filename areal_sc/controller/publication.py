@@ -93,26 +93,38 @@ class Publisher:
             case WeightUpdateMethod.disk:
                 announce(await self._save(operation, version, oldest))
             case WeightUpdateMethod.pull:
-                announce(await self._seal(operation, version))
+                announce(await self.seal(operation, version))
             case WeightUpdateMethod.collective:
                 await self._broadcast(operation, version, rollout, announce)
+
+    def forget_group(self) -> None:
+        """The ranks are new processes, which are in no weight group."""
+        self._group = ""
 
     async def _save(self, operation: Operation, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
         replies = await self._fleet.call_all(
             calls.SAVE_WEIGHTS, calls.SaveWeights(operation, version, oldest)
         )
-        await self._sweep([calls.Sweep(reply.last_sequence) for reply in replies])
+        await self._sweep([calls.Sweep(r.last_sequence, adopted_live=()) for r in replies])
         self.times.publish_seal_s += time.perf_counter() - started
         return WeightsReference(version, folder=replies[0].folder)
 
-    async def _seal(self, operation: Operation, version: int) -> WeightsReference:
+    async def seal(
+        self, operation: Operation, version: int, *, keeps_adopted: bool = False
+    ) -> WeightsReference:
+        """The weights of the ranks, which forget all else that they have sealed.
+
+        Args:
+            keeps_adopted: but for what earlier lives have sealed, which may still be read.
+        """
         started = time.perf_counter()
         replies = await self._fleet.call_all(
             calls.SEAL_WEIGHTS, calls.SealWeights(operation, version)
         )
         newest = [reply.last_sequence for reply in replies]
-        await self._sweep([calls.Sweep(sequence, live=(sequence,)) for sequence in newest])
+        adopted_live = None if keeps_adopted else ()
+        await self._sweep([calls.Sweep(n, live=(n,), adopted_live=adopted_live) for n in newest])
         self.times.publish_seal_s += time.perf_counter() - started
         return WeightsReference(version, tuple(reply.shard for reply in replies))
 
@@ -128,12 +140,12 @@ class Publisher:
         announce: Callable[[WeightsReference], None],
     ) -> None:
         if not rollout.current_members:
-            announce(await self._seal(operation, version))
+            announce(await self.seal(operation, version))
             return
         started = time.perf_counter()
         await self._ensure_group(rollout)
         self.times.publish_meet_s += time.perf_counter() - started
-        sealed = await self._seal(operation, version)
+        sealed = await self.seal(operation, version)
         started = time.perf_counter()
         sending = asyncio.create_task(
             self._fleet.call_all(
@@ -153,6 +165,7 @@ class Publisher:
                 await self._call_root(calls.CANCEL_BROADCAST, self._group)
             result = (await sending)[0]
         finally:
+            sending.cancel()  # if the ranks have died meanwhile
             received.cancel()
             with suppress(ArealError, asyncio.CancelledError):
                 await received  # what went wrong there is the rollout's own

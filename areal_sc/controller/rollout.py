@@ -26,6 +26,7 @@ from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.batch_samples import BatchSamples
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import RolloutSource
+from areal_sc.controller.kept_rows import KeptRows
 from areal_sc.controller.node_workers import Member
 from areal_sc.controller.outside_groups import OutsideGroups
 from areal_sc.controller.progress import ProgressWatch
@@ -79,6 +80,7 @@ class RolloutController(Controller):
             lambda: f"groups: {self.groups.ledger.account()}",
         )
         self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
+        self._kept_rows = KeptRows()
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         new_id = self._runtime.new_id
         self.groups = TrainingGroups(
@@ -88,6 +90,7 @@ class RolloutController(Controller):
             self._background,
             self._sources.make_readable,
             new_id,
+            self._make_room,
         )
         self._samples = BatchSamples(
             self.config.samples,
@@ -266,10 +269,33 @@ class RolloutController(Controller):
         Args:
             trained_rows: the rows whose training made it.
         """
+        trained_rows = list(trained_rows)
+        self._kept_rows.keep(weights.version - 1, trained_rows)
         self.groups.begin_version(weights.version, trained_rows)
         self._workers.updates.receive(weights)
         self.groups.admit()
         self._background.notify()
+
+    def renew_weights(self, weights: WeightsReference) -> None:
+        """The weights of the current version are to be had elsewhere from now on."""
+        self._workers.updates.renew(weights)
+
+    def keep_rows(self, first_step: int, *, is_being_covered: bool) -> None:
+        """Trained rows stay, in case that their step has to be repeated.
+
+        Args:
+            first_step: those of this step and later ones, as far as the stores have room.
+            is_being_covered: a snapshot is being written. Admission waits for its end rather than
+                that rows go which it will cover.
+        """
+        self._kept_rows.keep_from(first_step, is_being_covered=is_being_covered)
+        self._workers.sweep()
+        self._background.notify()
+
+    @property
+    def has_let_go_of_rows(self) -> bool:
+        """Whether rows that no snapshot on the disk covers had to go, for lack of room."""
+        return self._kept_rows.has_let_go
 
     async def hold_updates_async(self) -> int:
         """Waits until no worker updates its weights; none begins before `receive_weights`.
@@ -308,7 +334,12 @@ class RolloutController(Controller):
 
     def _needs(self, run: calls.GroupAttempt) -> bool:
         owner = self._outside if run.group_id < 0 else self.groups
-        return owner.needs(run)
+        return owner.needs(run) or self._kept_rows.has(run)
+
+    def _make_room(self) -> None:
+        """Admission has no room: the oldest rows go that are kept only for a repeat of a step."""
+        if not self._workers.is_sweeping and self._kept_rows.let_go():
+            self._workers.sweep()
 
     def register(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         """Names both for the workers; to be called beforehand only to see what is wrong early.

@@ -332,6 +332,11 @@ class RolloutWorkers:
         state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
         return True
 
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a store is about to have more room."""
+        return any(goes_on(state.sweep) or state.store.has_dead for state in self._states)
+
     async def _sweep(self, state: RolloutWorkerState) -> None:
         while state.store.has_dead:
             incarnation = state.member.worker.incarnation

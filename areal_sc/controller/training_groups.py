@@ -54,6 +54,7 @@ class TrainingGroups:
     Args:
         make_readable: returns when workers can read a row of a dataset.
         new_id: names batches.
+        make_room: is called when admission lacks room in the stores.
 
     Attributes:
         version: the policy version that admission and batch forming count from.
@@ -72,6 +73,7 @@ class TrainingGroups:
         background: Background,
         make_readable: MakeReadable,
         new_id: Callable[[], str],
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.ledger = Ledger()
         self.version = 0
@@ -85,6 +87,7 @@ class TrainingGroups:
         self._background = background
         self._make_readable = make_readable
         self._new_id = new_id
+        self._make_room = make_room
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
@@ -206,7 +209,10 @@ class TrainingGroups:
             num_admissible = min(num_admissible, needed - num_counted)
         for _ in range(num_admissible):
             num_queued = self.ledger.num(GroupState.queued)
-            if not self._has_slot or not self._workers.has_room(num_queued):
+            if not self._has_slot:
+                return
+            if not self._workers.has_room(num_queued):
+                self._make_room()
                 return
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._start(group, self._source)

@@ -118,6 +118,11 @@ class WeightUpdates:
         self._are_held = False
         self.begin_all()
 
+    def renew(self, weights: WeightsReference) -> None:
+        """The weights that workers update to are to be had elsewhere."""
+        if self._weights is not None and self._weights.version == weights.version:
+            self._weights = weights
+
     async def hold(self) -> int:
         """Waits until no worker updates its weights; none begins before `receive`.
 

@@ -117,6 +117,10 @@ class Worker:
             await beats.close()
             self._run_memory.close()
 
+    def memory_folder(self, name: str) -> Path:
+        """A folder in the run's shared memory on this node: it outlives the worker, not the run."""
+        return self._run_memory.path / name
+
     async def close(self) -> None:
         """Ends the engine."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from simulation.behavior import Behavior
-from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.cluster import SimulatedCluster
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import run_virtual
 
@@ -71,6 +71,8 @@ class Settings:
     evaluate_every: int = 0
     weight_update: WeightUpdateMethod = WeightUpdateMethod.pull
     num_prompts: int = 1000
+    memory_every: int = 1
+    keep_rows_steps: int = 0
     max_deaths: int = 5
     seed: int = 0
     behavior: Behavior = field(default_factory=Behavior)
@@ -107,8 +109,9 @@ class TrainingRun:
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
         self.cluster.config.max_deaths = settings.max_deaths
         self.cluster.num_nodes = -(-max(settings.num_rollout_workers, settings.num_ranks) // 2)
-        transport = SimulatedTransport(self.cluster)
-        self.runtime = runtime = Runtime(transport=transport, new_id=self.cluster.new_id)
+        self.runtime = runtime = Runtime(
+            transport=self.cluster.transport(), new_id=self.cluster.new_id
+        )
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)
         self.rollout = RolloutController(
@@ -279,11 +282,9 @@ class TrainingRun:
         for group in self.rollout.groups.ledger.unconsumed():
             if group.batch is not None and self.rollout._workers.are_rows_known(group.worker):
                 needed |= {shard.shard_id for shard in group.batch.shards}
-        held = {
-            shard_id: group_id
-            for worker in self.cluster.rollout_workers
-            for shard_id, group_id in worker.store.group_of.items()
-        }
+        held: dict[str, int] = {}
+        for worker in self.cluster.rollout_workers:
+            held |= worker.store.group_of
         assert needed <= held.keys()
         if self.settings.behavior.sweep_delay_s or self.rollout.num_restarts:
             return
@@ -395,6 +396,8 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
         ppo=PPOConfig(num_minibatches=settings.num_minibatches),
+        memory_every_steps=settings.memory_every,
+        keep_rows_steps=settings.keep_rows_steps,
         weight_update=WeightUpdateConfig(settings.weight_update, folder="weights"),
     )
     rollout = RolloutConfig(
