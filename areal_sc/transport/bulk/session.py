@@ -19,8 +19,9 @@ from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Transport
 
-RESTART_LOOK_S: Final = 0.25
-"""Between two looks for a worker that is being started again."""
+
+RETRY_S: Final = 0.2
+"""Between two calls of an owner that is being started again."""
 
 
 class Owner(NamedTuple):
@@ -79,12 +80,16 @@ DESCRIBE: Final = Method("bulk.describe", str, list[FieldDescription])
 
 
 async def request_session(
-    transport: Transport, owner: Owner, puller: str, config: TransportConfig
+    transport: Transport,
+    owner: Owner,
+    puller: str,
+    config: TransportConfig,
+    absence_s: float = 0.0,
 ) -> SessionGrant:
     """Raises: ProtocolError: it encrypts and this side does not, or the other way round. Else as
     `call_owner`."""
     timeout_s = config.stalled_peer_timeout_s
-    grant = await call_owner(transport, owner, OPEN_SESSION, puller, timeout_s)
+    grant = await call_owner(transport, owner, OPEN_SESSION, puller, timeout_s, absence_s)
     if grant.is_encrypted != config.encrypt:
         raise ProtocolError(
             f"transport.encrypt is {config.encrypt} here and {grant.is_encrypted} on "
@@ -94,23 +99,29 @@ async def request_session(
 
 
 async def call_owner(
-    transport: Transport, owner: Owner, method: Method[A, R], argument: A, timeout_s: float
+    transport: Transport,
+    owner: Owner,
+    method: Method[A, R],
+    argument: A,
+    timeout_s: float,
+    absence_s: float = 0.0,
 ) -> R:
     """Calls whoever serves at the owner's address.
 
     That may be a later life of the worker, which has adopted the shards of the one before; it says
-    itself which shards it holds. It is waited for, like an owner that is only slow.
+    itself which shards it holds.
 
-    Raises: PeerLost: nobody has served there in time. PeerSilent: no answer in time. ArealError: as
+    Args:
+        absence_s: nobody may serve there for so long, while the worker is started again.
+    Raises: PeerLost: nobody serves there any more. PeerSilent: no answer in time. ArealError: as
         `RpcClient.call`.
     """
     loop = asyncio.get_running_loop()
-    give_up_s = loop.time() + timeout_s
+    give_up_s = loop.time() + absence_s
     while True:
         control = transport.connect(owner.node_addr, owner.node_id, ANY_INCARNATION)
         try:
-            left_s = max(0.0, give_up_s - loop.time())
-            return await control.call(method, argument, timeout_s=left_s)
+            return await control.call(method, argument, timeout_s=timeout_s)
         except RpcTimeout as error:
             raise PeerSilent(
                 f"{owner.node_id} at {owner.node_addr} gives no sign of life: its control socket "
@@ -118,8 +129,8 @@ async def call_owner(
                 "is stuck"
             ) from error
         except PeerLost:
-            if loop.time() + RESTART_LOOK_S > give_up_s:
+            if loop.time() >= give_up_s:
                 raise
         finally:
             await control.close()
-        await asyncio.sleep(RESTART_LOOK_S)
+        await asyncio.sleep(RETRY_S)
