@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import random
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from simulation.workers import (
 )
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
-from areal_sc.errors import CheckpointError, PeerSilent, ShardGone
+from areal_sc.errors import BatchLost, CheckpointError, PeerSilent, ShardGone, StepsLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.workers.spec import WorkerOrder
 
@@ -46,12 +47,14 @@ class FaultyCluster(SimulatedCluster):
 
     Attributes:
         lives: of all workers, in the order of their starts.
+        num_lost_memories: of nodes.
         data_cuts: node -> loop time until which nothing is read from it.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
         super().__init__(run_dir, behavior, seed)
         self.network = Network(self)
+        self.num_lost_memories = 0
         self.lives: list[SimulatedWorker] = []
         self.data_cuts: dict[str, float] = {}
         self.on_end = self.network.end
@@ -82,6 +85,7 @@ class FaultyCluster(SimulatedCluster):
 
     def lose_memory(self, node: str) -> None:
         """The shards of a node are gone, those included that a life would adopt."""
+        self.num_lost_memories += 1
         for worker in self.workers_on(node):
             worker.store.lose()
         for key in [key for key in self.snapshots if key.node == node]:
@@ -119,7 +123,9 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
     """Small settings, and some faults."""
     rng = random.Random(seed)
     num_workers, batch_groups = rng.randint(1, 3), rng.randint(1, 3)
-    memory_every = rng.choice((0, 1, 1, 2))
+    num_ranks = rng.randint(1, 2)
+    is_on_one_node = num_ranks == 1 or num_workers < 3
+    memory_every = rng.choice((0, 1, 1, 2)) if is_on_one_node else 0
     least_store = -(-batch_groups // num_workers)
     generation_s, training_s = rng.choice((0.5, 2.0, 6.0)), rng.choice((0.5, 2.0, 4.0))
     behavior = Behavior(
@@ -141,7 +147,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         batch_groups=batch_groups,
         group_size=rng.randint(1, 2),
         num_rollout_workers=num_workers,
-        num_ranks=rng.randint(1, 2),
+        num_ranks=num_ranks,
         num_minibatches=rng.randint(1, 2),
         max_concurrent_groups=rng.choice((2, 40)),
         store_groups=rng.choice((least_store, least_store + 1, 1000))
@@ -171,6 +177,7 @@ class FaultRun(TrainingRun):
 
     Attributes:
         phase: what the loop is at.
+        has_lost_steps: it has ended early, since rows went with a node's memory.
     """
 
     cluster: FaultyCluster
@@ -179,11 +186,17 @@ class FaultRun(TrainingRun):
         super().__init__(scenario.settings, FaultyCluster)
         self.phase = "start"
         self.broken_callbacks: list[str] = []
+        self.has_lost_steps = False
         self.snapshot_every = scenario.snapshot_every
         self._snapshot: asyncio.Task[None] | None = None
         network = self.cluster.network
         network.duplication, network.jitter_s = scenario.duplication, scenario.jitter_s
         self.faults = FaultInjector(self.cluster, network, scenario.faults, lambda: self.state)
+
+    @property
+    def num_repeated_steps(self) -> int:
+        """Steps that ranks made again after a death."""
+        return sum(len(step.minibatches) > 0 for step in self.cluster.trained) - len(self.batches)
 
     @property
     def state(self) -> str:
@@ -197,10 +210,21 @@ class FaultRun(TrainingRun):
 
     async def play(self) -> FaultRun:
         asyncio.get_running_loop().set_exception_handler(self._note_broken_callback)
+        try:
+            await self._play()
+        except (StepsLost, BatchLost):
+            # rows of a step went with their node: the run ends, to go on from a snapshot
+            if not self.cluster.num_lost_memories:
+                raise
+            self.has_lost_steps = True
+        assert not self.broken_callbacks, self.broken_callbacks
+        return self
+
+    async def _play(self) -> None:
         async with self.started():
             self.faults.begin()
             while self.actor.version < self.settings.num_steps:
-                await self.step()
+                await self._unless_given_up(self.step())
             self.duration_s = self.cluster.now_s
             self.phase = "end"
             await self.collect_evaluation()
@@ -210,11 +234,23 @@ class FaultRun(TrainingRun):
             await self._until_recovered()
             await self.check_end()
             self.phase = "close"
-        assert not self.broken_callbacks, self.broken_callbacks
-        return self
 
     def _note_broken_callback(self, _: Any, context: dict[str, Any]) -> None:
         self.broken_callbacks.append(repr(context.get("exception") or context["message"]))
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, Any]) -> None:
+        """As `ControlLoop.run`: a worker that is given up ends every call."""
+        task = asyncio.create_task(work, name="the script")
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=5.0)
+                for controller in (self.actor, self.rollout):
+                    if controller.worker_lost is not None and not task.done():
+                        raise controller.worker_lost
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        task.result()
 
     async def _until_recovered(self) -> None:
         """Workers that died at the end come back, too."""

@@ -19,7 +19,6 @@ from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Transport
 
-
 RETRY_S: Final = 0.2
 """Between two calls of an owner that is being started again."""
 
