@@ -19,6 +19,7 @@ from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.node_workers import Member
 from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.runtime import Runtime
+from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import WorkerError, WorkerLost
 from areal_sc.schedulers.base import Scheduler
@@ -83,6 +84,7 @@ class Controller(ABC):
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys)
         self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
+        self._counters: dict[str, WorkerCounters] = {}
         self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
 
     @abstractmethod
@@ -126,9 +128,13 @@ class Controller(ABC):
         return self.fleet.num_bytes
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
-        """Counters of the engine, store and data plane of each worker that lives."""
+        """Counters of each worker's engine, store and data plane, over all its lives."""
         stats = await self.fleet.call_living(STATS, None, self.fleet.members)
-        return [its.as_metrics() for its in stats.values()]
+        for member, its in stats.items():
+            counters = self._counters.setdefault(member.name, WorkerCounters())
+            counters.add(member.worker.incarnation, its.as_metrics())
+        alive = {member.name for member in stats}
+        return [c.total(is_alive=name in alive) for name, c in self._counters.items()]
 
     def begin_worker_stats(self) -> Future[list[dict[str, float]]]:
         """`worker_stats` beside what comes next."""

@@ -66,7 +66,7 @@ class RowsNeeded(NamedTuple):
 
     Attributes:
         first_step: they are those of this step and later ones.
-        is_being_covered: a snapshot is being written, so that fewer will be needed soon.
+        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
     """
 
     first_step: int
@@ -127,6 +127,7 @@ class Ranks:
             self._fleet.config.max_deaths,
             self._bring_back,
             self._on_given_up,
+            self._tell_rows,
         )
         return self._recovery
 
@@ -204,7 +205,10 @@ class Ranks:
         return (await self._fleet.call_all(calls.BEGIN_SAVE_HF, change))[0]
 
     def _tell_rows(self) -> None:
-        self._on_rows_needed(RowsNeeded(self.history.rows_from, self.memory.is_writing))
+        """Those of steps that are being repeated stay, however short room is."""
+        is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
+        is_covered_soon = self.memory.is_writing or is_being_repeated
+        self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
 
     @property
     def _num_restarts(self) -> int:
@@ -249,6 +253,9 @@ class Ranks:
                     await self._repeat(call)
                 weights = await self._advance_again(version)
             await self._announce_again(weights)
+            if source.version < history.version:
+                self.memory.begin_when_due()
+                await self.memory.wait_until_taken()
             for call in history.calls_at(history.version):
                 await self._repeat(call)
         except ShardGone as error:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec import msgpack
 
@@ -35,6 +35,10 @@ from areal_sc.workflows.sources import SourceReader
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+OWNER_ABSENCE_S: Final = 30.0
+"""A worker on another node that is started again is waited for so long by those who pull from it.
+Rows on the same node are read without it."""
 
 
 class Worker:
@@ -68,6 +72,7 @@ class Worker:
             transport=self.transport,
             interface=self._interface,
             arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
+            absence_s=OWNER_ABSENCE_S if spec.run.max_deaths else 0.0,
         )
         self._control_guard = CurveAuthenticator(self.keys, spec.name)
         self._server: RpcServer | None = None

@@ -148,6 +148,7 @@ def test_finished_groups_whose_rows_went_with_their_worker_run_again() -> None:
             lost = set(worker_of(run, 0).store.group_of.values()) - run.trained_at.keys()
             assert lost
             worker_of(run, 0).end(KILLED, keeps_memory=False)
+            await asyncio.sleep(0.1)
             for _ in range(5):
                 await run.step()
             assert lost <= {s.group_id for s in run.cluster.starts if s.attempt == 1}
