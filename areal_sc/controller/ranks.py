@@ -149,6 +149,8 @@ class Ranks:
             try:
                 async with scope:
                     self._bodies.add(scope)
+                    # what follows must come after it on every rank, writes among them
+                    await self.memory.wait_until_taken()
                     return await body()
             except TimeoutError:
                 if not scope.expired():
@@ -193,7 +195,6 @@ class Ranks:
 
     async def update(self, update: Updated) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be."""
-        await self.memory.wait_until_taken()
         self.history.note_update(update)
         return await self._update(update)
 
