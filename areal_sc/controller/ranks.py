@@ -117,6 +117,8 @@ class Ranks:
     async def start(self, lineage: int) -> Recovery:
         """The ranks meet, and build their engines; returns what restarts them from then on."""
         await self._meet(lineage)
+        if len({member.worker.node for member in self._fleet.members}) > 1:
+            self.memory.turn_off()
         self.history.begin(lineage, Source(0, SnapshotPlace.initial))
         members = self._fleet.members
         self._recovery = Recovery(
