@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.run_process import tiny_run
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.controller.fleet import Fleet
@@ -46,9 +47,22 @@ def processes(run_dir: Path) -> dict[int, str]:
     return found
 
 
-def pid_of(run_dir: Path, name: str) -> int:
-    (pid,) = [pid for pid, its_name in processes(run_dir).items() if its_name == f"areal:{name}"]
-    return pid
+def pid_of(run_dir: Path, name: str) -> int | None:
+    """Of the agent, or of its own fork server; None while there is none."""
+    named = [pid for pid, its_name in processes(run_dir).items() if its_name == f"areal:{name}"]
+    if name == "forks":  # a rollout worker has one, too
+        agent = pid_of(run_dir, "agent")
+        named = [pid for pid in named if parent_of(pid) == agent]
+    return named[0] if named else None
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def kill(pid: int | None) -> None:
+    assert pid
+    os.kill(pid, signal.SIGKILL)
 
 
 async def until(is_so: Callable[[], Any]) -> None:
@@ -139,7 +153,7 @@ async def test_a_node_that_is_lost_is_lent_anew(tmp_path: Path, killed: list[str
             if name == "memory":  # another run has cleaned up at a bad moment
                 shutil.rmtree(user_folder(tmp_path / "memory"))
             else:
-                os.kill(pid_of(tmp_path, name), signal.SIGKILL)
+                kill(pid_of(tmp_path, name))
         await until(lambda: not guarded.recovery.is_ready(guarded.fleet.members[0]))
         await guarded.wait_until_ready()
         after = [member.worker for member in guarded.fleet.members]
@@ -207,3 +221,25 @@ async def test_a_scheduler_that_is_closed_while_it_lends_anew_leaves_nothing(
     outcomes = await asyncio.gather(renewing, again, return_exceptions=True)
     assert all(outcome is None or isinstance(outcome, WorkerStartError) for outcome in outcomes)
     assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_goes_on_without_its_fork_server_and_may_end_while_it_lends_anew(
+    tmp_path: Path, tiny_model_folder: Path, signum: signal.Signals
+) -> None:
+    memory = tmp_path / "memory"
+    settings = ("total_steps=100000", f"transport.shared_memory={memory}")
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
+        run.wait_for_step(2)
+        if signum == signal.SIGINT:
+            kill(pid_of(run.run_dir, "forks"))
+            step = run.steps()[-1]
+            run.wait_until(lambda: run.steps()[-1] >= step + 5, "further steps")
+        agent = pid_of(run.run_dir, "agent")
+        kill(agent)
+        run.wait_until(lambda: pid_of(run.run_dir, "agent") not in (agent, None), "a new agent")
+        run.send(signum)
+        assert run.wait() == (130 if signum == signal.SIGINT else -signal.SIGKILL), run.story()
+        run.wait_until_gone()
+        assert list(memory.iterdir()) == []
+        assert not RunFolder(run.run_dir).keys_path.exists()
