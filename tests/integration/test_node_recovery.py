@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -223,23 +223,27 @@ async def test_a_scheduler_that_is_closed_while_it_lends_anew_leaves_nothing(
     assert_nothing_is_left(tmp_path)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_goes_on_without_its_fork_server_and_may_end_while_it_lends_anew(
-    tmp_path: Path, tiny_model_folder: Path, signum: signal.Signals
+def test_runs_that_end_while_their_node_is_lent_anew_leave_nothing(
+    tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    memory = tmp_path / "memory"
-    settings = ("total_steps=100000", f"transport.shared_memory={memory}")
-    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
-        run.wait_for_step(2)
-        if signum == signal.SIGINT:
-            kill(pid_of(run.run_dir, "forks"))
-            step = run.steps()[-1]
-            run.wait_until(lambda: run.steps()[-1] >= step + 5, "further steps")
-        agent = pid_of(run.run_dir, "agent")
-        kill(agent)
-        run.wait_until(lambda: pid_of(run.run_dir, "agent") not in (agent, None), "a new agent")
-        run.send(signum)
-        assert run.wait() == (130 if signum == signal.SIGINT else -signal.SIGKILL), run.story()
-        run.wait_until_gone()
-        assert list(memory.iterdir()) == []
-        assert not RunFolder(run.run_dir).keys_path.exists()
+    ends = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+    with ExitStack() as stack:
+        runs = {}
+        for signum in ends:
+            settings = ("total_steps=100000", f"transport.shared_memory={tmp_path / signum.name}")
+            run = tiny_run(tmp_path / f"run-{signum.name}", tiny_model_folder, *settings)
+            runs[signum] = stack.enter_context(run)
+        for signum, run in runs.items():
+            run.wait_for_step(1)
+            agent = pid_of(run.run_dir, "agent")
+            kill(agent)
+            run.wait_until(
+                lambda run=run, agent=agent: pid_of(run.run_dir, "agent") not in (agent, None),
+                "a new agent",
+            )
+            run.send(signum)
+        for signum, run in runs.items():
+            assert run.wait() == ends[signum], run.story()
+            run.wait_until_gone()
+            assert list((tmp_path / signum.name).iterdir()) == []
+            assert not RunFolder(run.run_dir).keys_path.exists()
