@@ -134,7 +134,8 @@ class Ranks:
     def note_loss(self) -> None:
         """A rank has died, and will be started again: what goes on ends."""
         for body in self._bodies:
-            body.reschedule(asyncio.get_running_loop().time())
+            if not body.expired():  # by the loss of another rank, just before
+                body.reschedule(asyncio.get_running_loop().time())
 
     async def repeated(self, body: Callable[[], Awaitable[T]]) -> T:
         """The result of a body that calls the ranks; it is repeated when some of them die.

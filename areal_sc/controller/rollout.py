@@ -147,7 +147,9 @@ class RolloutController(Controller):
             self.fleet.config.max_deaths,
             self._workers.bring_up,
             self._give_up,
+            self._workers.recount_soon,
         )
+        self._workers.is_ready = self._recovery.is_ready
         self._background.start(self._watch.run(), "progress")
 
     async def close_async(self) -> None:

@@ -59,6 +59,7 @@ class RolloutWorkers:
         updates: the weights of the workers.
         on_room: called whenever room in a store is free again.
         on_progress: called with each worker that has given rows, or an evaluated episode.
+        is_ready: whether a worker gives signs of life; one that does not gets no new groups.
         on_rows_lost: called with the runs whose shards are gone with a worker.
     """
 
@@ -67,6 +68,7 @@ class RolloutWorkers:
     ) -> None:
         self.on_room: Callable[[], None] = lambda: None
         self.on_progress: Callable[[Member], None] = lambda member: None
+        self.is_ready: Callable[[Member], bool] = lambda member: True
         self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
         self._engine = engine
         self._config = config = engine.config
@@ -78,6 +80,7 @@ class RolloutWorkers:
         self._queue = WorkerQueue(self._loads, background)
         self.updates = WeightUpdates(engine, fleet, background, self._recount)
         self._is_paused = False
+        self._is_recount_due = False
         self._has_warned = False
         self._group_bytes = max_group_bytes(config)
 
@@ -304,11 +307,23 @@ class RolloutWorkers:
         if batch is None:
             self._background.notify()
 
+    def recount_soon(self) -> None:
+        """Some workers give signs of life again, or none any more; of many that is told at once."""
+        if not self._is_recount_due:
+            self._is_recount_due = True
+            asyncio.get_running_loop().call_soon(self._recount_all)
+
+    def _recount_all(self) -> None:
+        self._is_recount_due = False
+        for state in self._states:
+            self._recount(state)
+        self._background.notify()
+
     def _recount(self, state: RolloutWorkerState) -> None:
         """The worker's version, or a number of its groups, has changed."""
         self._loads.note(
             state.number,
-            version=state.version,
+            version=state.version if self.is_ready(state.member) else NO_VERSION,
             num_running=state.store.num_running,
             num_held=state.store.num_held,
         )

@@ -95,6 +95,7 @@ class TrainingGroups:
         self._is_paused = False
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
         self._batch_attempts: dict[int, int] = {}  # of its groups
+        self._batch_loss: BatchLost | None = None
         self._returned_prompts: deque[PromptReference] = deque()
         self._restored: dict[int, Group] = {}  # queued groups without a task
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
@@ -120,7 +121,8 @@ class TrainingGroups:
         """As `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
-            a group. WaitTimeout: nothing changed for too long.
+            a group. WaitTimeout: nothing changed for too long. BatchLost: it was given before, and
+            its rows are gone.
         """
         if self.total_steps is not None and self.version >= self.total_steps:
             raise ConfigError(
@@ -131,6 +133,8 @@ class TrainingGroups:
         self.admit()
         while True:
             self._background.raise_failure()
+            if self._batch_loss is not None:
+                raise self._batch_loss
             if self._batch is not None:
                 return self._batch
             decision = self._policy.form_batch(self.ledger.unconsumed(), self.version)
@@ -157,7 +161,7 @@ class TrainingGroups:
         """
         self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
         if version != self.version:
-            self._batch, self._batch_attempts = None, {}
+            self._batch, self._batch_attempts, self._batch_loss = None, {}, None
         self.version = version
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweep()
@@ -165,15 +169,14 @@ class TrainingGroups:
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
         """The rows of these runs went with their worker: groups that wait to be trained run again.
 
-        Those of the current batch cannot be generated again as they were.
+        Those of the current batch cannot be generated again as they were. That matters if they were
+        not read yet: then whoever needs them fails, and so does who asks for the batch again.
         """
         for run in runs:
             if self._batch_attempts.get(run.group_id) == run.attempt:
-                self._background.fail(
-                    BatchLost(
-                        f"rows of group {run.group_id}, in the batch of version {self.version}, "
-                        "are gone with the worker that held them, and with its node's memory"
-                    )
+                self._batch_loss = BatchLost(
+                    f"rows of group {run.group_id}, in the batch of version {self.version}, are "
+                    "gone with the worker that held them, and with its node's memory"
                 )
             elif self.ledger.is_finished(run.group_id, run.attempt):
                 group = next(g for g in self.ledger.unconsumed() if g.group_id == run.group_id)

@@ -13,12 +13,13 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import msgpack
 
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.run_folder import RunFolder
+from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.server import RpcServer
@@ -35,10 +36,6 @@ from areal_sc.workflows.sources import SourceReader
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-OWNER_ABSENCE_S: Final = 30.0
-"""A worker on another node that is started again is waited for so long by those who pull from it.
-Rows on the same node are read without it."""
 
 
 class Worker:

@@ -28,6 +28,7 @@ from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.errors import ArealError, ShardGone, WorkerStartError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.schedulers.base import Node
+from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.spec import NodeFacts, WorkerOrder
@@ -194,8 +195,12 @@ class SimulatedCluster:
         return worker.store
 
     async def reach(self, node_id: str, address: str) -> SimulatedStore:
-        """The owner of a shard, by somebody who reads from it."""
-        return self.owner(node_id, address)
+        """The owner of a shard, by somebody who reads from it; a dead one is waited for."""
+        give_up_s = self.now_s + (OWNER_ABSENCE_S if self.config.max_deaths else 0.0)
+        while True:
+            if self.workers[node_id].exit_status is None or self.now_s >= give_up_s:
+                return self.owner(node_id, address)
+            await asyncio.sleep(0.2)
 
     def draw(self, number: Number) -> float:
         return number(self.rng) if callable(number) else number

@@ -212,7 +212,7 @@ class FaultRun(TrainingRun):
         asyncio.get_running_loop().set_exception_handler(self._note_broken_callback)
         try:
             await self._play()
-        except (StepsLost, BatchLost):
+        except (StepsLost, BatchLost, ShardGone):
             # rows of a step went with their node: the run ends, to go on from a snapshot
             if not self.cluster.num_lost_memories:
                 raise

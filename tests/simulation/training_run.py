@@ -41,6 +41,7 @@ from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.rollout import RolloutController, RolloutState
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train import TrainController
+from areal_sc.controller.weight_updates import NO_VERSION
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.metadata import BatchMetadata, PromptReference
 
@@ -223,9 +224,10 @@ class TrainingRun:
     def check_loads(self, num_promised: int | None = None) -> None:
         """What workers are chosen by is the sum of their stores' books, and within all limits."""
         workers, loads = self.rollout._workers, self.rollout._workers._loads
-        books = [(s.version, s.store.num_running, s.store.num_held) for s in workers._states]
-        assert list(zip(loads._version, loads._running, loads._held, strict=True)) == books
-        assert loads.num_stored == sum(running + held for _, running, held in books)
+        books = [(s.store.num_running, s.store.num_held) for s in workers._states]
+        assert list(zip(loads._running, loads._held, strict=True)) == books
+        assert loads.num_stored == sum(running + held for running, held in books)
+        assert all(loads._version[s.number] in (s.version, NO_VERSION) for s in workers._states)
         taken = loads._running + loads._held + loads._promised
         assert loads._on_node.tolist() == np.bincount(loads._node, taken).tolist()
         assert (taken <= loads._max_on_worker).all()

@@ -19,6 +19,10 @@ from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Transport
 
+OWNER_ABSENCE_S: Final = 30.0
+"""Those who pull from a worker wait for so long while it is started again. On the same node they
+read its rows without it."""
+
 RETRY_S: Final = 0.2
 """Between two calls of an owner that is being started again."""
 

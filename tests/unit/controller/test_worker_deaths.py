@@ -14,7 +14,7 @@ from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
 from areal_sc.errors import BatchLost, EngineFailed, WorkerLost
-from areal_sc.workers.calls import RUN_GROUP, GroupReply, RunGroup
+from areal_sc.workers.calls import RUN_GROUP, GroupAttempt, GroupReply, RunGroup
 
 KILLED = "signal 9 (SIGKILL)"
 
@@ -166,6 +166,7 @@ def test_a_batch_whose_rows_are_gone_says_so() -> None:
             await asyncio.sleep(5.0)
             with pytest.raises(BatchLost, match="batch of version 0"):
                 await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            assert not run.rollout._background.has_failed, "a rank may have read it"
 
     run_virtual(scenario())
 
@@ -204,6 +205,40 @@ def test_rollout_batch_runs_again_what_a_dead_worker_ran_or_held() -> None:
             assert {row.group_id for row in batch.rows if row.attempt == 1} == lost
             for shard in batch.shards:
                 (await run.cluster.reach(shard.node_id, shard.node_addr)).require(shard.shard_id)
+
+    run_virtual(scenario())
+
+
+def test_a_silent_worker_gets_no_new_groups() -> None:
+    async def scenario() -> None:
+        settings = Settings(num_steps=20, behavior=Behavior(training_s=5.0))
+        async with TrainingRun(settings).started() as run:
+            await run.step()
+            worker_of(run, 0).is_hung = True
+            await asyncio.sleep(7.0)  # it is not lost yet
+            steps = asyncio.create_task(run.step(checks_business=False))
+            await asyncio.sleep(2.0)
+            silent_since_s = run.cluster.now_s - 4.0
+            late = [s for s in run.cluster.starts if s.time_s > silent_since_s]
+            assert "rollout/0" not in {start.worker for start in late}
+            worker_of(run, 0).is_hung = False
+            await steps
+
+    run_virtual(scenario())
+
+
+def test_an_answer_for_another_run_is_none() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(Settings()).started() as run:
+
+            async def late(group: RunGroup) -> GroupReply:
+                return GroupReply(GroupAttempt(group.group_id, group.attempt - 1))
+
+            first = worker_of(run, 0)
+            first.served["run_group"] = RUN_GROUP.served_by(late)
+            await run.step()
+            assert run.rollout.groups.ledger.account()["rejected"] == {}
+            assert first.exit_status == KILLED
 
     run_virtual(scenario())
 
