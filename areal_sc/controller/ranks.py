@@ -277,7 +277,9 @@ class Ranks:
             if tried and source.place is SnapshotPlace.initial:
                 # a load that has failed may have changed some of it
                 raise WorkerStartError("no snapshot could be read; the ranks begin anew")
-            operation = Operation(self.history.lineage, source.version, "load_snapshot")
+            # named by its place: another rank may still be at the one that failed
+            name = f"load_snapshot/{source.place}"
+            operation = Operation(self.history.lineage, source.version, name)
             try:
                 await self._fleet.call_all(
                     calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place)
