@@ -14,10 +14,13 @@ ArealError                    exit code 1
 |  |- RemoteError                           the worker's method raised; carries the remote traceback
 |  |- StaleCall                             the call expected another policy version
 |  |- ShardGone                             the tensor store no longer holds the shard
+|  |- BatchLost                             rows of the batch that is being trained are gone
 |  `- StoreFull                             the tensor store has reached its byte limit
 |- WorkerError                exit code 5   a worker process failed
 |  |- WorkerStartError                      it did not come up
 |  |- WorkerLost                            it died or stopped answering
+|  |- StepsLost                             what it had done cannot be repeated
+|  |- NodeLost                              the agent of its node cannot be started again
 |  `- EngineFailed                          its engine failed
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
@@ -128,6 +131,10 @@ class ShardGone(TransportError):
     """The tensor store no longer holds the shard."""
 
 
+class BatchLost(TransportError):
+    """Rows of the batch that is being trained are gone with their worker and its memory."""
+
+
 class StoreFull(TransportError):
     """The tensor store has reached its byte limit."""
 
@@ -162,6 +169,14 @@ class WorkerStartError(WorkerError):
 
 class WorkerLost(WorkerError):
     """A worker process died or stopped answering."""
+
+
+class StepsLost(WorkerError):
+    """Workers were started again, and what was done since their newest snapshot is lost."""
+
+
+class NodeLost(WorkerError):
+    """The agent of a node cannot be started again, so no worker can be."""
 
 
 class EngineFailed(WorkerError):

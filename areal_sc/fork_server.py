@@ -144,6 +144,11 @@ class ForkServer:
         with suppress(WorkerLost, WorkerStartError):  # it has enough to read
             self._send(["go on", limit_s])
 
+    async def wait_until_gone(self) -> None:
+        """Returns when the server has ended, whoever ended it."""
+        self._attach()
+        await self.is_gone.wait()
+
     async def close(self) -> None:
         """Ends the server and all its children, by force if need be."""
         with suppress(OSError):

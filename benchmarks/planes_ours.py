@@ -201,6 +201,9 @@ class Nodes:
     async def ended_nodes(self) -> dict[Node, str]:
         return {}
 
+    async def renew(self, node: Node, incarnation: str) -> None:
+        """The agents live as long as the benchmark."""
+
     def close(self) -> None:
         """Nothing is left to close."""
 
@@ -228,7 +231,7 @@ async def heartbeats(
     for worker in workers:
         watch = watches[worker["node"]]
         order = WorkerOrder("rollout", 0, "", {}, Device.cpu, 0)
-        watch.add(Member(order, report_of(worker), watch.agent))  # nobody calls it
+        watch.add(Member(order, report_of(worker), watch.agent.connection))  # nobody calls it
     async with asyncio.TaskGroup() as tasks:
         for number, watch in enumerate(watches.values(), start=1):
             hold_s = scheduler.config.heartbeat_interval_s * number / len(watches)

@@ -101,7 +101,11 @@ class SimulatedWorker:
         shard = ShardMetadata(*sealed.shard, runs=(Run(0, 0, num_rows),))
         columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
         batch = BatchMetadata(random_id(), version, (columns,), rows)
-        return calls.GroupReply(batch, metrics={"accuracy": (4.0, num_rows)})
+        return calls.GroupReply(
+            calls.GroupAttempt(group.group_id, group.attempt),
+            batch,
+            metrics={"accuracy": (4.0, num_rows)},
+        )
 
     async def update_weights(self, _: WeightsReference) -> None:
         await asyncio.sleep(random.uniform(*UPDATE_S))

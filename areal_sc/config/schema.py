@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from areal_sc.config.checkpoint_settings import CheckpointConfig
 from areal_sc.config.fields import setting, shared
 from areal_sc.config.follow_settings import SamplesConfig, TrackerKind
 from areal_sc.config.sharing import Section, join_sections
@@ -256,6 +257,12 @@ class ActorConfig(Section):
     num_threads: int = setting(1, "CPU threads a rank", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)
     seed: int = shared("${seed}", 0, "seed of initial weights and shuffles", ge=0)
+    memory_every_steps: int = shared(
+        "${checkpoint.memory_every_steps}", 1, "steps between snapshots in memory; 0: none", ge=0
+    )
+    keep_rows_steps: int = shared(
+        "${checkpoint.keep_rows_steps}", 0, "most steps whose rows stay for a repeat", ge=0
+    )
     optimizer: OptimizerConfig = setting(OptimizerConfig)
     ppo: PPOConfig = setting(PPOConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
@@ -364,18 +371,6 @@ class EvaluationConfig:
     every_steps: int = setting(0, "steps between two; 0: only before and after training", ge=0)
     num_prompts: int = setting(256, "held-out prompts of one evaluation", ge=1)
     greedy: bool = setting(True, "also evaluate at temperature 0 at the end")
-
-
-@dataclass
-class CheckpointConfig:
-    """When the run is saved."""
-
-    every_steps: int = setting(10, "training steps between snapshots; 0: none", ge=0)
-    every_minutes: float = setting(10.0, "at most between two snapshots; 0: no limit", ge=0)
-    keep: int = setting(2, "newest snapshots that stay", ge=1)
-    export_every_steps: int = setting(
-        0, "training steps between exported models, all kept; 0: only the final one", ge=0
-    )
 
 
 @dataclass

@@ -17,9 +17,11 @@ from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.node_workers import Member
+from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.runtime import Runtime
+from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
-from areal_sc.errors import WorkerLost
+from areal_sc.errors import WorkerError, WorkerLost
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import STATS
 from areal_sc.workers.spec import WorkerOrder
@@ -59,14 +61,15 @@ class Controller(ABC):
     Attributes:
         role: names its workers, logs and snapshots.
         fleet: its workers.
-        worker_lost: for the first of its workers that was lost, if one was.
+        worker_lost: why the run cannot go on, once one of its workers was given up.
         measures_free_memory: whether its engines take a share of the GPU memory that is free when
             they start.
     """
 
-    worker_lost: WorkerLost | None = None
+    worker_lost: WorkerError | None = None
     measures_free_memory: bool = False
     _control_loop: ControlLoop | None = None
+    _recovery: Recovery | None = None  # from when the workers do their work
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Controller(ABC):
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys)
         self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
+        self._counters: dict[str, WorkerCounters] = {}
         self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
 
     @abstractmethod
@@ -112,9 +116,17 @@ class Controller(ABC):
 
     async def close_async(self) -> None:
         """Ends the workers."""
+        if self._recovery is not None:
+            await self._recovery.close()
+            self._recovery = None
         await self.fleet.close()
         if self._owns_transport:
             await self._runtime.transport.close()
+
+    @property
+    def num_restarts(self) -> int:
+        """Of its workers, so far."""
+        return 0 if self._recovery is None else self._recovery.num_restarts
 
     @property
     def num_bytes(self) -> int:
@@ -122,8 +134,13 @@ class Controller(ABC):
         return self.fleet.num_bytes
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
-        """Counters of each worker's engine, store and data plane."""
-        return [stats.as_metrics() for stats in await self.fleet.call_all(STATS, None)]
+        """Counters of each worker's engine, store and data plane, over all its lives."""
+        stats = await self.fleet.call_living(STATS, None, self.fleet.members)
+        for member, its in stats.items():
+            counters = self._counters.setdefault(member.name, WorkerCounters())
+            counters.add(member.worker.incarnation, its.as_metrics())
+        alive = {member.name for member in stats}
+        return [c.total(is_alive=name in alive) for name, c in self._counters.items()]
 
     def begin_worker_stats(self) -> Future[list[dict[str, float]]]:
         """`worker_stats` beside what comes next."""
@@ -136,7 +153,14 @@ class Controller(ABC):
             self.worker_lost = None  # that of an earlier start
 
     def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        self.worker_lost = self.worker_lost or loss
+        if self._recovery is None:
+            self._give_up(loss)
+        else:
+            self._recovery.note_loss(member, loss)
+
+    def _give_up(self, cause: WorkerError) -> None:
+        """The run cannot go on: every call that waits ends with the cause."""
+        self.worker_lost = self.worker_lost or cause
 
     def _copy_prompts(self, prompts: PromptSource, *others: Any, **named: Any) -> None:
         self._sources.register_prompts(prompts)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from areal_sc import interrupts
 from areal_sc.controller.base import Controller
 from areal_sc.controller.pausable_loop import PausableLoop
-from areal_sc.errors import ConfigError, TransportError, WaitTimeout, WorkerLost
+from areal_sc.errors import ConfigError, TransportError, WaitTimeout, WorkerError
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class ControlLoop:
     """Runs coroutines of the controllers; `run` blocks the calling thread until one is done.
 
     Args:
-        controllers: those whose lost workers end a call of any of them.
+        controllers: those whose given up workers end a call of any of them.
     """
 
     def __init__(self, controllers: Sequence[Controller] = ()) -> None:
@@ -52,9 +52,9 @@ class ControlLoop:
 
         Args:
             coroutine: what to run.
-            needs_all_workers: the loss of a worker of any controller ends the call too: what it
-                waits for may depend on that worker without a call to it.
-        Raises: WorkerLost: such a loss. What the coroutine raises.
+            needs_all_workers: a worker of any controller that is given up ends the call too: what
+                it waits for may depend on that worker without a call to it.
+        Raises: WorkerError: such a worker's end. What the coroutine raises.
         """
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
@@ -91,8 +91,8 @@ class ControlLoop:
         """Whether the calling coroutine runs on this loop."""
         return asyncio.get_running_loop() is self._loop
 
-    def worker_lost(self) -> WorkerLost | None:
-        """The first loss of a worker that a controller knows of."""
+    def worker_lost(self) -> WorkerError | None:
+        """Why the first worker was given up, if one was."""
         losses = (controller.worker_lost for controller in self._controllers)
         return next((loss for loss in losses if loss is not None), None)
 
@@ -132,8 +132,8 @@ def start(*controllers: Controller) -> Iterator[None]:
 
     Raises:
         ConfigError: two controllers have one role.
-        WorkerLost: in place of a TransportError of the block, where the loss explains it: a rank
-            that waits for the dead one, say, or a worker that pulls from it.
+        WorkerError: in place of a TransportError of the block, where a worker that was given up
+            explains it: a rank that waits for the dead one, say, or a worker that pulls from it.
     """
     for one, other in combinations(controllers, 2):
         if one.role == other.role:
@@ -186,7 +186,7 @@ async def _start_all(controllers: Sequence[Controller]) -> None:
         raise errors.exceptions[0] from None
 
 
-async def _notice_loss(control_loop: ControlLoop) -> WorkerLost | None:
+async def _notice_loss(control_loop: ControlLoop) -> WorkerError | None:
     loop = asyncio.get_running_loop()
     give_up = loop.time() + LOSS_NOTICE_S
     while True:

@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost
+from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost, OnSilence
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError
+from areal_sc.errors import ArealError, WorkerLost
 from areal_sc.schedulers.base import Scheduler, placed
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import SHUTDOWN
@@ -28,7 +28,12 @@ from areal_sc.workers.spec import WorkerOrder
 
 
 class Fleet:
-    """Launches, watches and calls the workers of one role."""
+    """Launches, watches and calls the workers of one role.
+
+    Attributes:
+        members: all workers, in order of their index.
+        on_silence: see `OnSilence`; `Recovery` sets it.
+    """
 
     def __init__(self, scheduler: Scheduler, runtime: Runtime, on_lost: OnLost) -> None:
         self._scheduler = scheduler
@@ -36,6 +41,7 @@ class Fleet:
         self._on_lost = on_lost
         self._nodes: dict[NodeWorkers, asyncio.Task[None]] = {}
         self.members: list[Member] = []
+        self.on_silence: OnSilence = lambda member: None
 
     @property
     def config(self) -> SchedulerConfig:
@@ -44,9 +50,7 @@ class Fleet:
     @property
     def num_bytes(self) -> int:
         """Bytes sent and received on all control sockets of the fleet, those of agents included."""
-        connections = [member.connection for member in self.members]
-        connections += [node.agent for node in self._nodes]
-        return sum(c.bytes_sent + c.bytes_received for c in connections)
+        return sum(node.num_bytes for node in self._nodes)
 
     async def launch(self, orders: Sequence[WorkerOrder]) -> None:
         """Starts all workers, those of a node by one call, and watches each from then on.
@@ -59,7 +63,10 @@ class Fleet:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             used = [
-                NodeWorkers(node, part, self._scheduler, self._runtime, self._on_lost)
+                NodeWorkers(
+                    *(node, part, self._scheduler, self._runtime, self._on_lost),
+                    on_silence=lambda member: self.on_silence(member),
+                )
                 for node, part in placed(orders, nodes).items()
                 if part
             ]
@@ -73,22 +80,26 @@ class Fleet:
         launched = [member for node in used for member in node.members]
         self.members = sorted(launched, key=lambda member: member.index)
 
+    async def kill(self, members: Sequence[Member]) -> None:
+        """Ends what is left of the present lives; nothing that they still do counts."""
+        await asyncio.gather(*(node.kill(part) for node, part in self._by_node(members)))
+
     async def restart(self, members: Sequence[Member]) -> None:
         """Starts a new life of each of the workers, lost or not, in place of the one before.
 
         Their members stay the same objects. Calls to the life before fail at once.
 
         Raises: WorkerStartError: one did not come up. None of a node's is left then; all may be
-            started again.
+            started again. NodeLost: the agent of a node cannot be started again.
         """
-        restarts = []
-        for node in self._nodes:
-            if its_members := [member for member in node.members if member in members]:
-                restarts.append(node.restart(its_members))
-        outcomes = await asyncio.gather(*restarts, return_exceptions=True)
-        for outcome in outcomes:
+        restarts = [node.restart(part) for node, part in self._by_node(members)]
+        for outcome in await asyncio.gather(*restarts, return_exceptions=True):
             if outcome is not None:
                 raise outcome
+
+    def _by_node(self, members: Sequence[Member]) -> list[tuple[NodeWorkers, list[Member]]]:
+        parts = [(node, [m for m in node.members if m in members]) for node in self._nodes]
+        return [(node, part) for node, part in parts if part]
 
     async def call(
         self, member: Member, method: Method[A, R], args: A, *, timeout_s: float | None = None
@@ -111,18 +122,25 @@ class Fleet:
         return await self.call_each(method, [args] * len(self.members), timeout_s=timeout_s)
 
     async def call_each(
-        self, method: Method[A, R], args: Sequence[A], *, timeout_s: float | None = None
+        self,
+        method: Method[A, R],
+        args: Sequence[A],
+        *,
+        members: Sequence[Member] | None = None,
+        timeout_s: float | None = None,
     ) -> list[R]:
         """Replies of all workers, in order of their index; the first error cancels the others.
 
         Args:
             args: of each worker's call, in the same order.
+            members: None: all workers.
         Raises: as `call`.
         """
-        for member in self.members:
+        members = self.members if members is None else members
+        for member in members:
             if member.failure:
                 raise member.failure
-        connections = [member.connection for member in self.members]
+        connections = [member.connection for member in members]
         outcomes = await self._runtime.transport.call_all(
             list(zip(connections, args, strict=True)),
             method,
@@ -135,6 +153,41 @@ class Fleet:
                 raise outcome
             replies.append(outcome)
         return replies
+
+    async def call_living(
+        self, method: Method[A, R], args: A, members: Sequence[Member]
+    ) -> dict[Member, R]:
+        """Replies of those of `members` that live; who is, or gets, lost is left out.
+
+        Raises: as `call`, but for losses.
+        """
+        living = [member for member in members if member.failure is None]
+        outcomes = await self._runtime.transport.call_all(
+            [(member.connection, args) for member in living],
+            method,
+            timeout_s=self._deadline_s(method),
+        )
+        replies = {}
+        for member, outcome in zip(living, outcomes, strict=True):
+            if isinstance(outcome, WorkerLost):
+                continue
+            if isinstance(outcome, ArealError):
+                raise outcome
+            replies[member] = outcome
+        return replies
+
+    def lose(self, member: Member, incarnation: str, cause: str) -> WorkerLost:
+        """A life of a worker is of no use any more, whether it goes on or not: it is lost.
+
+        Args:
+            cause: why, in words that follow the worker's name.
+        Returns: that loss, which may have been noticed before.
+        """
+        if member.worker.incarnation == incarnation:
+            for node in self._nodes:
+                if member in node.members:
+                    node.lose(member, cause)
+        return member.failure or WorkerLost(f"worker {member.name} {cause}")
 
     def _deadline_s(self, method: Method[Any, Any]) -> float:
         declared_s = method.deadline_s

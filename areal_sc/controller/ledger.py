@@ -69,6 +69,11 @@ class Ledger:
         return any(g is not None and g.batch is not None and g.attempt == attempt for g in groups)
 
     @property
+    def kept_steps(self) -> list[int]:
+        """Steps whose groups are kept after they were consumed."""
+        return list(self._kept)
+
+    @property
     def lineage(self) -> int:
         """Of the policies that the groups are for."""
         return self._state.lineage

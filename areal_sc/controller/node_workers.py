@@ -5,10 +5,15 @@ waits for    the next news: an agent answers when a worker has ended, and else a
              By asking, a controller also says that it is there itself
 unblocked by the agent, or the deadline of the call
 
+silent       a worker whose last beat is older than `MANY_MISSED` intervals, or whose event loop
+             does not turn. It gets no new work until it is heard again
 lost         a worker whose process has ended; whose last beat is older than `MAX_MISSED` intervals,
              which it also is when its agent is silent; whose event loop has not turned for
              `hung_after_s`; and all workers of a node whose agent has ended, as the scheduler says.
              A scheduler that cannot answer says nothing of the kind
+
+A lost agent is replaced; see `NodeAgent`. All times are those of the controllers' loop, which stand
+still while the script is stopped: so its own pause is nobody's silence.
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from areal_sc.controller.node_agent import RPC_MARGIN_S, NodeAgent
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError, TransportError, WorkerLost, WorkerStartError
+from areal_sc.errors import ArealError, TransportError, WorkerLost
 from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
@@ -29,13 +35,11 @@ from areal_sc.transport.rpc.transport import Connection
 from areal_sc.transport.sockets.interface import port_of
 from areal_sc.workers.beats import BLOCKED_WARNING_S
 from areal_sc.workers.spec import (
-    LAUNCH,
     LOG_TAIL,
     STOP,
     WATCH,
     Beat,
     EndedWorker,
-    Launch,
     News,
     Stop,
     Watch,
@@ -45,12 +49,13 @@ from areal_sc.workers.spec import (
 
 logger = logging.getLogger(__name__)
 
+MANY_MISSED: Final = 2
 MAX_MISSED: Final = 5
 RETRY_S: Final = 0.25
 """Between two questions to an agent that cannot be reached."""
 LOG_TAIL_LIMIT_S: Final = 2.0
-RPC_MARGIN_S: Final = 30.0
-"""What a call of an agent may take beyond the time that it says."""
+KILL_LIMIT_S: Final = 15.0
+"""An agent waits for 10 s until a process has died of SIGKILL."""
 
 
 @dataclass(eq=False)
@@ -62,6 +67,7 @@ class Member:
         worker: its newest life, as it told of itself.
         beat_s: loop time at which its process was last seen alive.
         is_blocked: its event loop had not turned for long at that time.
+        is_silent: it gives no signs of life, or is blocked, and is not lost yet.
         failure: why the worker is lost, while it is; a new life has none.
     """
 
@@ -70,6 +76,7 @@ class Member:
     connection: Connection
     beat_s: float = 0.0
     is_blocked: bool = False
+    is_silent: bool = False
     failure: WorkerLost | None = None
 
     @property
@@ -90,6 +97,9 @@ class Member:
 OnLost = Callable[[Member, WorkerLost], None]
 """Called once for each life of a worker that is lost."""
 
+OnSilence = Callable[[Member], None]
+"""Called when a worker falls silent, and when it is heard again; `is_silent` says which."""
+
 
 class NodeWorkers:
     """Launches, watches and ends the workers of a role on a node.
@@ -98,7 +108,7 @@ class NodeWorkers:
         orders: for the workers, all of one role.
 
     Attributes:
-        agent: connection to the node's agent.
+        agent: of the node.
         members: the workers that were launched, also those that are lost.
     """
 
@@ -109,10 +119,9 @@ class NodeWorkers:
         scheduler: Scheduler,
         runtime: Runtime,
         on_lost: OnLost,
+        on_silence: OnSilence = lambda member: None,
     ) -> None:
-        self.agent: Connection = runtime.transport.connect(
-            node.facts.address, "agent", node.facts.incarnation
-        )
+        self.agent = NodeAgent(node, scheduler, runtime)
         self.members: list[Member] = []
         self._node = node
         self._first_orders = list(orders)
@@ -122,9 +131,19 @@ class NodeWorkers:
         self._folder = RunFolder(scheduler.config.run_dir)
         self._runtime = runtime
         self._on_lost = on_lost
+        self._on_silence = on_silence
+        self._past_bytes = 0
         self._ended: dict[str, EndedWorker] = {}  # by incarnation
         self._is_agent_heard = True
+        self._heard_s = 0.0  # the agent
         self._failure: Exception | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Sent and received on all connections so far, that to the agent included."""
+        connections = [member.connection for member in self.members]
+        now = sum(c.bytes_sent + c.bytes_received for c in connections)
+        return self._past_bytes + now + self.agent.num_bytes
 
     async def launch(self) -> None:
         """Starts all workers.
@@ -132,25 +151,30 @@ class NodeWorkers:
         Raises: WorkerStartError: one did not come up; the agent has ended the others.
         """
         for order, worker in zip(
-            self._first_orders, await self._start(self._first_orders), strict=True
+            self._first_orders, await self.agent.launch(self._first_orders), strict=True
         ):
             self.add(Member(order, worker, self._connect(worker)))
 
     async def restart(self, members: Sequence[Member]) -> None:
         """Starts a new life of each, at the address of the one before, which is killed if need be.
 
-        Raises: WorkerStartError: one did not come up; the agent has ended the others.
+        While the agent is started again, this waits for it.
+
+        Raises: WorkerStartError: one did not come up; the agent has ended the others. NodeLost:
+            the agent cannot be started again.
         """
         for member in members:
             self.fence(member, "is started again")
             port = port_of(member.worker.address)
             new_id = self._runtime.new_id()
             member.order = replace(member.order, incarnation=new_id, port=port)
-        workers = await self._start([member.order for member in members])
+        workers = await self.agent.launch([member.order for member in members])
         for member, worker in zip(members, workers, strict=True):
-            await member.connection.close()
+            past = member.connection
+            await past.close()
+            self._past_bytes += past.bytes_sent + past.bytes_received
             member.worker, member.connection = worker, self._connect(worker)
-            member.failure, member.is_blocked = None, False
+            member.failure, member.is_blocked, member.is_silent = None, False, False
             self._watch(member)
 
     def fence(self, member: Member, cause: str) -> None:
@@ -163,23 +187,23 @@ class NodeWorkers:
             member.failure = WorkerLost(f"worker {member.name} {cause}")
             member.connection.fail_pending(member.failure)
 
-    async def _start(self, orders: Sequence[WorkerOrder]) -> list[WorkerReport]:
-        launch = Launch(list(orders), self._config.startup_timeout_s)
+    def lose(self, member: Member, cause: str) -> None:
+        """As if the worker's process had ended; nothing happens if it is lost already."""
+        path = self._folder.log_path(member.name)
+        self._lose(member, cause, path, log_tail(path))
+
+    async def kill(self, members: Sequence[Member]) -> None:
+        """Ends what is left of these lives at once.
+
+        If the agent cannot be reached, they die with it, or when their successors are started.
+        """
+        for member in members:
+            self.fence(member, "is started again")
+        stop = Stop([member.worker.incarnation for member in members], grace_s=0.0)
         try:
-            launched = await self.agent.call(
-                LAUNCH, launch, timeout_s=launch.timeout_s + RPC_MARGIN_S
-            )
+            await self.agent.connection.call(STOP, stop, timeout_s=KILL_LIMIT_S)
         except TransportError as error:
-            path = self._node.log_path
-            what = f"the agent of node {self._node.name} started no workers: {error}"
-            raise WorkerStartError.with_log(what, path, log_tail(path)) from error
-        if launched.failure:
-            raise WorkerStartError(
-                launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
-            )
-        for worker in launched.workers:
-            logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
-        return launched.workers
+            logger.warning("node=%s its agent killed no workers: %s", self._node.name, error)
 
     def _connect(self, worker: WorkerReport) -> Connection:
         return self._runtime.transport.connect(
@@ -217,11 +241,12 @@ class NodeWorkers:
         orders = [member.order for member in self.members] or self._first_orders
         stop = Stop([order.incarnation for order in orders], grace_s)
         try:
-            await self.agent.call(STOP, stop, timeout_s=grace_s + RPC_MARGIN_S)
+            await self.agent.connection.call(STOP, stop, timeout_s=grace_s + RPC_MARGIN_S)
         except TransportError as error:  # its workers die with it, or of their orphan timeout
             logger.warning("node=%s its agent stopped no workers: %s", self._node.name, error)
-        for connection in (self.agent, *(member.connection for member in self.members)):
-            await connection.close()
+        await self.agent.close()
+        for member in self.members:
+            await member.connection.close()
         for order in self._first_orders:
             self._node.placement.release(order.name)
 
@@ -232,20 +257,24 @@ class NodeWorkers:
     async def _ask(self, first_hold_s: float) -> None:
         num_ended, hold_s = 0, first_hold_s
         interval_s = self._config.heartbeat_interval_s
+        self._heard_s = asyncio.get_running_loop().time()
         while True:
             try:
-                news = await self.agent.call(
+                news = await self.agent.connection.call(
                     WATCH, Watch(self._role, num_ended, hold_s), timeout_s=hold_s + interval_s
                 )
             except TransportError as error:
                 self._is_agent_heard = False
                 logger.warning("node=%s its agent gives no news: %s", self._node.name, error)
-                await self._look_after_node()
+                if await self._look_after_node():
+                    num_ended = 0  # the new agent counts its own
             else:
                 self._is_agent_heard = True
+                self.agent.note_heard()
+                self._heard_s = asyncio.get_running_loop().time()
                 num_ended, hold_s = news.num_ended, interval_s
                 await self._note(news)
-            await self._judge_silence()
+                await self._judge_silence()
 
     async def _note(self, news: News) -> None:
         living = {member.worker.incarnation: member for member in self._living}
@@ -263,19 +292,33 @@ class NodeWorkers:
     def _note_end(self, member: Member, end: EndedWorker) -> None:
         self._lose(member, f"ended with {end.how}", end.log_path, end.log_tail)
 
-    async def _look_after_node(self) -> None:
-        """Asks the scheduler whether the node is still there."""
+    async def _look_after_node(self) -> bool:
+        """Finds out whether the agent is lost; if so, its workers are, and it is replaced.
+
+        Returns: whether it was.
+        Raises: NodeLost: it cannot be.
+        """
         try:
-            how = (await self._scheduler.ended_nodes()).get(self._node)
+            how = await self.agent.how_it_ended()
         except ArealError as error:
             logger.warning("node=%s its state is unknown: %s", self._node.name, error)
             how = None
-        if how is not None:
-            path = self._node.log_path
-            for member in self._living:
-                cause = f"is lost with node {self._node.name}: its agent ended with {how}"
-                self._lose(member, cause, path, log_tail(path))
-        await asyncio.sleep(RETRY_S)
+        if how is None:
+            await self._judge_silence()
+            limit_s = MAX_MISSED * self._config.heartbeat_interval_s
+            is_silent = asyncio.get_running_loop().time() > self._heard_s + limit_s
+            if self._living or not is_silent:
+                await asyncio.sleep(RETRY_S)
+                return False
+            how = f"gave no news for {limit_s:g} s"
+        self.agent.lose()
+        path = self._node.log_path
+        for member in self._living:
+            cause = f"is lost with node {self._node.name}: its agent {how}"
+            self._lose(member, cause, path, log_tail(path))
+        await self.agent.replace(how)
+        self._heard_s = asyncio.get_running_loop().time()
+        return True
 
     async def _judge_turn(self, member: Member, beat: Beat) -> None:
         blocked_s, limit_s = beat.turn_age_s - beat.beat_age_s, self._config.hung_after_s
@@ -297,12 +340,17 @@ class NodeWorkers:
 
     async def _judge_silence(self) -> None:
         interval_s, living = self._config.heartbeat_interval_s, self._living
-        silent_since_s = asyncio.get_running_loop().time() - MAX_MISSED * interval_s
-        silent = [member for member in living if member.beat_s < silent_since_s]
-        is_any_heard = len(silent) < len(living)
+        now_s = asyncio.get_running_loop().time()
+        for member in living:
+            is_late = member.beat_s < now_s - MANY_MISSED * interval_s
+            if member.is_silent != (is_late or member.is_blocked):
+                member.is_silent = not member.is_silent
+                self._on_silence(member)
+        lost = [member for member in living if member.beat_s < now_s - MAX_MISSED * interval_s]
+        is_any_heard = len(lost) < len(living)
         # other roles have a watch of their own
         others = f"other {self._role} workers" if is_any_heard else f"no {self._role} worker"
-        for member in silent:
+        for member in lost:
             await self._lose_living(
                 member,
                 f"missed {MAX_MISSED} heartbeats of {interval_s:g} s "
@@ -313,7 +361,9 @@ class NodeWorkers:
         tail: list[str] = []
         if self._is_agent_heard:
             try:
-                tail = await self.agent.call(LOG_TAIL, member.name, timeout_s=LOG_TAIL_LIMIT_S)
+                tail = await self.agent.connection.call(
+                    LOG_TAIL, member.name, timeout_s=LOG_TAIL_LIMIT_S
+                )
             except TransportError as error:
                 logger.warning("worker=%s its log cannot be read: %s", member.name, error)
         self._lose(member, cause, self._folder.log_path(member.name), tail)

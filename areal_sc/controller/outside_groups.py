@@ -9,6 +9,7 @@ unblocked by the replies, and by `Background`'s failure; an evaluation's worker 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
@@ -18,10 +19,12 @@ from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
 from areal_sc.workers.calls import RUN_EVALUATION, EvaluationReply, GroupAttempt, RunEvaluation
 from areal_sc.workflows.rejection import describe_counts
+
+logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -56,12 +59,17 @@ class OutsideGroups:
         self.num_open = 0
         self.num_finished = 0
         self._num_groups = 0
-        self._needed: set[int] = set()  # groups whose rows may still be read
+        self._lost: set[int] = set()  # groups whose rows are gone
+        self._needed: dict[int, int] = {}  # attempts of groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
 
     def needs(self, run: GroupAttempt) -> bool:
         """Whether its rows are in a batch that was not forgotten, or will be in one."""
-        return run.group_id in self._needed
+        return self._needed.get(run.group_id) == run.attempt
+
+    def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
+        """The rows of these runs are gone; groups of batches that are not complete run again."""
+        self._lost |= {run.group_id for run in runs if self.needs(run)}
 
     async def run_batch(
         self, source: RolloutSource, num_groups: int, version: int
@@ -70,8 +78,13 @@ class OutsideGroups:
 
         async def run(group: Group) -> BatchMetadata | None:
             await self._make_readable(group.prompt.dataset, group.prompt.index)
-            worker = await self._workers.take(version)
-            reply = await self._workers.run_group(worker, group, source)
+            while True:
+                worker = await self._workers.take(version)
+                try:
+                    reply = await self._workers.run_group(worker, group, source)
+                    break
+                except WorkerLost:
+                    self._begin_attempt(group)
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
                 self._workers.on_room()
@@ -86,14 +99,26 @@ class OutsideGroups:
             prompt = source.prompt(row, self._config.seed)
             groups.append(Group(-self._num_groups, prompt, version))
         group_ids = {group.group_id for group in groups}
-        self._needed |= group_ids
+        self._needed |= dict.fromkeys(group_ids, 0)
+        results: dict[int, BatchMetadata | None] = {}
         try:
-            results = await self._for_each(groups, run)
+            missing = groups
+            while missing:
+                replies = await self._for_each(missing, run)
+                results |= {g.group_id: r for g, r in zip(missing, replies, strict=True)}
+                await self._background.wait_until(
+                    lambda: self._workers.are_rows_known(*{g.worker for g in groups}),
+                    "workers to tell what they still hold",
+                )
+                missing = [group for group in groups if group.group_id in self._lost]
+                for group in missing:
+                    self._lost.remove(group.group_id)
+                    self._begin_attempt(group)
         except BaseException:
             self._let_go(group_ids)
             raise
         self._returned |= group_ids
-        batches = [batch for batch in results if batch is not None]
+        batches = [batch for batch in results.values() if batch is not None]
         if not batches:
             causes = describe_counts(self._rejections.episodes)
             raise WorkflowError(f"all {len(groups)} groups were rejected: {causes}")
@@ -105,22 +130,35 @@ class OutsideGroups:
         self._let_go(returned)
 
     def _let_go(self, group_ids: set[int]) -> None:
-        self._needed -= group_ids
+        for group_id in group_ids:
+            self._needed.pop(group_id)
+        self._lost -= group_ids
         if group_ids:
             self._workers.sweep()
+
+    def _begin_attempt(self, group: Group) -> None:
+        group.attempt += 1
+        self._needed[group.group_id] = group.attempt
 
     async def evaluate(
         self, source: RolloutSource, num_prompts: int, temperature: float | None
     ) -> EvaluationOutcome:
         """As `RolloutController.evaluate_async`."""
-        async with self._workers.held_for_evaluation() as worker:
+        async with self._workers.updates.held_for_evaluation() as held:
 
             async def run(index: int) -> EvaluationReply:
                 prompt = source.prompt(index, self._config.seed)
                 await self._make_readable(prompt.dataset, prompt.index)
                 episode = RunEvaluation(prompt, source.workflow, temperature)
-                reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                while True:
+                    worker = await held.worker()
+                    try:
+                        reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                        break
+                    except WorkerLost:
+                        logger.warning("an evaluated prompt runs again: %s is lost", worker.name)
                 if reply.rejection is None:
+                    self._workers.on_progress(worker.member)
                     self.num_finished += 1
                 else:
                     self._rejections.note(reply.rejection)

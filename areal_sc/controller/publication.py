@@ -14,15 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.rollout import RolloutController
-from areal_sc.errors import ArealError, EngineFailed, TransportError
+from areal_sc.errors import ArealError, EngineFailed, TransportError, WorkerError
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
@@ -96,26 +97,38 @@ class Publisher:
             case WeightUpdateMethod.disk:
                 await announce(await self._save(operation, version, oldest))
             case WeightUpdateMethod.pull:
-                await announce(await self._seal(operation, version))
+                await announce(await self.seal(operation, version))
             case WeightUpdateMethod.collective:
                 await self._broadcast(operation, version, rollout, announce)
+
+    def forget_group(self) -> None:
+        """The ranks are new processes, which are in no weight group."""
+        self._group = ""
 
     async def _save(self, operation: Operation, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
         replies = await self._fleet.call_all(
             calls.SAVE_WEIGHTS, calls.SaveWeights(operation, version, oldest)
         )
-        await self._sweep([calls.Sweep(reply.last_sequence) for reply in replies])
+        await self._sweep([calls.Sweep(r.last_sequence, adopted_live=()) for r in replies])
         self.times.publish_seal_s += time.perf_counter() - started
         return WeightsReference(version, folder=replies[0].folder)
 
-    async def _seal(self, operation: Operation, version: int) -> WeightsReference:
+    async def seal(
+        self, operation: Operation, version: int, *, keeps_adopted: bool = False
+    ) -> WeightsReference:
+        """The weights of the ranks, which forget all else that they have sealed.
+
+        Args:
+            keeps_adopted: but for what earlier lives have sealed, which may still be read.
+        """
         started = time.perf_counter()
         replies = await self._fleet.call_all(
             calls.SEAL_WEIGHTS, calls.SealWeights(operation, version)
         )
         newest = [reply.last_sequence for reply in replies]
-        await self._sweep([calls.Sweep(sequence, live=(sequence,)) for sequence in newest])
+        adopted_live = None if keeps_adopted else ()
+        await self._sweep([calls.Sweep(n, live=(n,), adopted_live=adopted_live) for n in newest])
         self.times.publish_seal_s += time.perf_counter() - started
         return WeightsReference(version, tuple(reply.shard for reply in replies))
 
@@ -130,10 +143,13 @@ class Publisher:
         rollout: RolloutController,
         announce: Announce,
     ) -> None:
+        if not rollout.current_members:
+            await announce(await self.seal(operation, version))
+            return
         started = time.perf_counter()
         await self._ensure_group(rollout)
         self.times.publish_meet_s += time.perf_counter() - started
-        sealed = await self._seal(operation, version)
+        sealed = await self.seal(operation, version)
         started = time.perf_counter()
         sending = asyncio.create_task(
             self._fleet.call_all(
@@ -153,6 +169,7 @@ class Publisher:
                 await self._call_root(calls.CANCEL_BROADCAST, self._group)
             result = (await sending)[0]
         finally:
+            sending.cancel()  # if the ranks have died meanwhile
             received.cancel()
             with suppress(ArealError, asyncio.CancelledError):
                 await received  # what went wrong there is the rollout's own
@@ -171,15 +188,16 @@ class Publisher:
         if not self._layouts:
             self._layouts = await self._call_root(calls.WEIGHT_LAYOUTS, None)
         for attempt in range(MAX_MEETINGS):
-            ranks = await rollout.fleet.call_all(calls.WEIGHT_RANKS, self._group)
-            if self._group and all(worker.is_member for worker in ranks):
+            workers = rollout.current_members
+            ranks = await rollout.fleet.call_living(calls.WEIGHT_RANKS, self._group, workers)
+            if self._group and all(worker.is_member for worker in ranks.values()):
                 return
             if self._group:
-                await rollout.fleet.call_all(calls.LEAVE_WEIGHT_GROUP, self._group)
+                await rollout.fleet.call_living(calls.LEAVE_WEIGHT_GROUP, self._group, workers)
             try:
                 self._group = await self._form_group(rollout, ranks)
                 return
-            except (EngineFailed, TransportError) as error:
+            except (WorkerError, TransportError) as error:
                 self._group = ""
                 if attempt == MAX_MEETINGS - 1:
                     raise EngineFailed(
@@ -189,8 +207,9 @@ class Publisher:
                 logger.warning("weight group not formed, attempt %d: %s", attempt + 1, error)
 
     async def _form_group(
-        self, rollout: RolloutController, ranks: Sequence[calls.WeightRanks]
+        self, rollout: RolloutController, workers: Mapping[Member, calls.WeightRanks]
     ) -> str:
+        ranks = list(workers.values())
         *first_ranks, world_size = accumulate((worker.num_ranks for worker in ranks), initial=1)
         name = f"weights-{self._new_id()}"
         group = await self._call_root(
@@ -207,6 +226,7 @@ class Publisher:
             rollout.fleet.call_each(
                 calls.JOIN_WEIGHT_GROUP,
                 [calls.JoinWeightGroup(group, rank) for rank in first_ranks],
+                members=list(workers),
                 timeout_s=self._config.weight_update.step_timeout_s + JOIN_MARGIN_S,
             ),
             return_exceptions=True,

@@ -1,12 +1,15 @@
 """Recovery: starts lost workers of one role again, as its supervisor decides.
 
-    Fleet ── loss ──► Supervisor ── Restart ──► pause, fence, new lives, bring_up ──► Served
+    Fleet ── loss ──► Supervisor ── Restart ──► kill, pause, new lives, bring_up ──► Served
                           └──────── GiveUp ───► on_given_up: the run ends
 
-consumes     losses, as the fleet tells of them; each unit's restarts are one task
+consumes     losses and silences, as the fleet tells of them; each unit's restarts are one task
 waits for    the agents of the nodes, and `bring_up`: what the controller does with new processes
 unblocked by their replies, each bounded by its call's deadline; a further loss of the unit, which
              ends the restart that goes on and begins the next one
+
+Whatever is left of a lost unit is killed before anything else: one that was stopped for long, and
+goes on, changes nothing any more. The others of a model's ranks wait for the dead one in vain.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from areal_sc.controller.node_workers import Member
 from areal_sc.controller.supervisor import (
     Event,
     GiveUp,
+    Heard,
     Lost,
+    Missed,
     Progressed,
     Restart,
     Served,
@@ -29,7 +34,7 @@ from areal_sc.controller.supervisor import (
     Supervisor,
     UnitState,
 )
-from areal_sc.errors import ArealError, WorkerError, WorkerLost
+from areal_sc.errors import ArealError, NodeLost, StepsLost, WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +46,8 @@ class Recovery:
         units: what is started again together, by name.
         max_deaths: as `Supervisor`.
         bring_up: makes new processes of a unit do their work; is cancelled when one of them dies.
-        on_given_up: is told why the run cannot go on.
+        on_given_up: is told once why the run cannot go on.
+        on_change: is called after each change of a unit's state.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class Recovery:
         max_deaths: int,
         bring_up: Callable[[Sequence[Member]], Awaitable[None]],
         on_given_up: Callable[[WorkerError], None],
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._fleet = fleet
         self._units = units
@@ -58,9 +65,12 @@ class Recovery:
         self._supervisor = Supervisor(units, max_deaths)
         self._bring_up = bring_up
         self._on_given_up = on_given_up
+        self._on_change = on_change
         self._restarts: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._failure: WorkerError | None = None
+        self._is_closed = False
+        fleet.on_silence = self._note_silence
         for unit, members in units.items():
             self._tell(Started(unit, _incarnations(members)))
             self._tell(Served(unit))
@@ -70,21 +80,21 @@ class Recovery:
         return self._supervisor.num_restarts
 
     def is_ready(self, member: Member) -> bool:
-        """Whether the unit of this worker does its work."""
-        return self._supervisor.states[self._unit_of[member.name]] is UnitState.ready
+        """Whether the unit of this worker does its work, and gives signs of life."""
+        return self._supervisor.state(self._unit_of[member.name]) is UnitState.ready
 
     def note_loss(self, member: Member, cause: WorkerError) -> None:
-        """The newest life of a worker is lost, or of no use any more: it is fenced by then."""
+        """The newest life of a worker is lost, or of no use any more."""
         self._tell(Lost(member.worker.incarnation, cause))
 
     def note_progress(self, member: Member) -> None:
         """The worker has done something useful: a row, or a step."""
-        self._tell(Progressed(self._unit_of[member.name]))
+        self._supervisor.on(Progressed(self._unit_of[member.name]))  # changes no state
 
     async def wait_until_ready(self, member: Member) -> None:
         """Returns when the unit of this worker does its work.
 
-        Raises: WorkerError: it was given up.
+        Raises: WorkerError: a unit was given up.
         """
         while not self.is_ready(member):
             if self._failure is not None:
@@ -92,31 +102,54 @@ class Recovery:
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Ends the restarts that go on."""
+        """Ends the restarts that go on; none begins any more."""
+        self._is_closed = True
         restarts = list(self._restarts.values())
         for restart in restarts:
             restart.cancel()
         await asyncio.gather(*restarts, return_exceptions=True)
 
+    def _note_silence(self, member: Member) -> None:
+        incarnation = member.worker.incarnation
+        self._tell(Missed(incarnation) if member.is_silent else Heard(incarnation))
+
     def _tell(self, event: Event) -> None:
+        before = self._supervisor.states
         match self._supervisor.on(event):
-            case Restart(unit, after_s):
-                if unit in self._restarts:
-                    self._restarts[unit].cancel()
-                name = f"restart of {unit}"
-                self._restarts[unit] = asyncio.create_task(self._restart(unit, after_s), name=name)
-            case GiveUp(unit, cause):
-                logger.error("unit=%s is given up: %s", unit, cause)
-                self._failure = cause
-                self._on_given_up(cause)
+            case Restart(unit, after_s) if not self._is_closed and self._failure is None:
+                self._restart_later(unit, after_s)
+            case GiveUp() as end:
+                self._give_up(_last_death(end))
+        if self._supervisor.states != before:
+            self._note_change()
+
+    def _restart_later(self, unit: str, after_s: float) -> None:
+        earlier = self._restarts.get(unit)
+        if earlier is not None:
+            earlier.cancel()
+        restart = self._restart(unit, after_s, earlier)
+        self._restarts[unit] = asyncio.create_task(restart, name=f"restart of {unit}")
+
+    def _give_up(self, cause: WorkerError) -> None:
+        if self._failure is None:
+            logger.error("the run cannot go on: %s", cause)
+            self._failure = cause
+            self._on_given_up(cause)
+            self._note_change()
+
+    def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._on_change()
 
-    async def _restart(self, unit: str, after_s: float) -> None:
+    async def _restart(self, unit: str, after_s: float, earlier: asyncio.Task[None] | None) -> None:
         members = self._units[unit]
-        await asyncio.sleep(after_s)
-        logger.warning("unit=%s is started again", unit)
         try:
+            if earlier is not None:
+                await asyncio.wait([earlier])
+            await self._fleet.kill(members)
+            await asyncio.sleep(after_s)
+            logger.warning("unit=%s is started again", unit)
             await self._fleet.restart(members)
             self._tell(Started(unit, _incarnations(members)))
             for member in members:
@@ -124,20 +157,34 @@ class Recovery:
                     raise member.failure
             await self._bring_up(members)
         except WorkerError as error:
-            self._tell(StartFailed(unit, error))
+            is_final = isinstance(error, NodeLost | StepsLost)
+            self._tell(StartFailed(unit, error, is_final=is_final))
         except ArealError as error:
             lost = WorkerLost(f"{unit} could not be started again: {error}")
             lost.__cause__ = error
             self._tell(StartFailed(unit, lost))
         except Exception as error:  # the task's end: whoever waits for the unit hears of it
             logger.exception("the restart of %s failed", unit)
-            self._failure = WorkerLost(f"{unit} could not be started again: {error!r}")
-            self._failure.__cause__ = error
-            self._on_given_up(self._failure)
-            self._changed.set()
+            lost = WorkerLost(f"{unit} could not be started again: {error!r}")
+            lost.__cause__ = error
+            self._tell(StartFailed(unit, lost, is_final=True))
         else:
             self._tell(Served(unit))
 
 
 def _incarnations(members: Sequence[Member]) -> frozenset[str]:
     return frozenset(member.worker.incarnation for member in members)
+
+
+def _last_death(end: GiveUp) -> WorkerError:
+    """Why the run ends, with the last lines of the log."""
+    if end.num_deaths == 1 or isinstance(end.cause, StepsLost | NodeLost):
+        return end.cause
+    last = WorkerLost(
+        f"{end.unit} died {end.num_deaths} times in a row without finishing anything; the last "
+        f"time: {end.cause}",
+        log_path=end.cause.log_path,
+        log_tail=end.cause.log_tail,
+    )
+    last.__cause__ = end.cause
+    return last

@@ -15,7 +15,7 @@ what fails meanwhile is raised by the next call that waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,12 +32,14 @@ from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.node_workers import Member
 from areal_sc.controller.outside_groups import OutsideGroups
 from areal_sc.controller.progress import ProgressWatch
+from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.rejections import RejectionCounts, Rejections
-from areal_sc.controller.rollout_workers import RPC_MARGIN_S, RolloutWorkers, update_timeout_s
+from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.training_groups import TrainingGroups
+from areal_sc.controller.weight_updates import RPC_MARGIN_S, update_timeout_s
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import WorkerLost
+from areal_sc.errors import WorkerError, WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.samples import Sample
@@ -97,6 +99,7 @@ class RolloutController(Controller):
             self._sources.make_readable,
             self._journal.durable,
             new_id,
+            self._make_room,
         )
         self._samples = BatchSamples(
             self.config.samples,
@@ -112,6 +115,8 @@ class RolloutController(Controller):
             self._background,
             new_id,
         )
+        self._workers.on_progress = self._note_progress
+        self._workers.on_rows_lost = self._lose_rows
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -151,11 +156,22 @@ class RolloutController(Controller):
         self._workers.track(self.fleet.members)
         self._workers.check_room()
         await self._workers.initialize()
+        self._recovery = Recovery(
+            self.fleet,
+            {member.name: [member] for member in self.fleet.members},
+            self.fleet.config.max_deaths,
+            self._workers.bring_up,
+            self._give_up,
+            self._workers.recount_soon,
+        )
+        self._workers.is_ready = self._recovery.is_ready
         self._background.start(self._watch.run(), "progress")
 
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
         self.groups.end()
+        if self._recovery is not None:
+            await self._recovery.close()
         await self._background.close()
         self._samples.close()
         self.groups.ledger.journal = None  # a later start begins to write it anew
@@ -172,8 +188,8 @@ class RolloutController(Controller):
 
         Raises: WorkflowError: the workflow or dataset cannot be used, or a stream ended.
             ConfigError: all of `total_steps` are trained. TooManyRejections: most episodes are
-            rejected. WorkerLost: a worker died. WaitTimeout: no group ended for longer than a group
-            may take. RunFolderError: the journal cannot be written.
+            rejected. WorkerLost: a worker died too often. WaitTimeout: no group ended for longer
+            than a group may take. RunFolderError: the journal cannot be written.
         """
         source = await self._register_async(prompts, workflow)
         self._outside.forget()
@@ -192,7 +208,7 @@ class RolloutController(Controller):
         `prepare_batch`.
 
         Raises: WorkflowError: every group was rejected, or a stream ended. WorkerLost: a worker
-            died. WaitTimeout: the stores have no room for so many groups.
+            died too often. WaitTimeout: the stores have no room for so many groups.
         """
         source = await self._register_async(prompts, workflow)
         self._outside.forget()
@@ -211,7 +227,8 @@ class RolloutController(Controller):
         """Runs one episode a prompt and averages rewards and metrics; trains on nothing.
 
         With several workers it runs on one, which keeps its weights until the evaluation is done;
-        with one worker, `versions` tells which versions took part. Training generation goes on.
+        with one worker, or where that one is lost meanwhile, `versions` tells which versions took
+        part. Training generation goes on.
 
         Args:
             prompts: the dataset; its first `num_prompts` rows are evaluated.
@@ -219,7 +236,7 @@ class RolloutController(Controller):
             num_prompts: None: all; a stream has no such number, so it has to be given.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
         Raises: WorkflowError: every prompt was rejected, or a stream ended. WorkerLost: a worker
-            died.
+            died too often.
         """
         source = await self._register_async(prompts, workflow)
         num_wanted = source.num_wanted(num_prompts, "num_prompts")
@@ -257,11 +274,11 @@ class RolloutController(Controller):
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
         self.groups.pause()
-        await self.fleet.call_all(calls.PAUSE, None)
+        await self._workers.pause(True)
 
     async def resume_async(self) -> None:
         """Goes on after `pause`."""
-        await self.fleet.call_all(calls.RESUME, None)
+        await self._workers.pause(False)
         self.groups.resume()
 
     async def record_version_async(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
@@ -277,20 +294,50 @@ class RolloutController(Controller):
     def receive_weights(self, weights: WeightsReference) -> None:
         """A new policy version exists: workers begin to pull it, admission counts from it."""
         self.groups.begin_version(weights.version)
-        self._workers.receive_weights(weights)
+        self._workers.updates.receive(weights)
         self.groups.admit()
         self._background.notify()
+
+    def renew_weights(self, weights: WeightsReference) -> None:
+        """The weights of the current version are to be had elsewhere from now on."""
+        self._workers.updates.renew(weights)
+
+    def keep_rows(self, first_step: int, *, is_being_covered: bool) -> None:
+        """Trained rows stay, in case that their step has to be repeated.
+
+        Args:
+            first_step: those of this step and later ones, as far as the stores have room.
+            is_being_covered: a snapshot is being written. Admission waits for its end rather than
+                that rows go which it will cover.
+        """
+        self.groups.kept_rows.keep_from(first_step, is_being_covered=is_being_covered)
+        self.groups.kept_rows.release(self.groups.ledger, self.version)
+        self._workers.sweep()
+        self._background.notify()
+
+    @property
+    def has_let_go_of_rows(self) -> bool:
+        """Whether rows that no snapshot on the disk covers had to go, for lack of room."""
+        return self.groups.kept_rows.has_let_go
 
     async def hold_updates_async(self) -> int:
         """Waits until no worker updates its weights; none begins before `receive_weights`.
 
         Returns: the oldest version that a worker holds.
         """
-        return await self._workers.hold_updates()
+        return await self._workers.updates.hold()
 
     async def wait_for_weights_async(self) -> None:
-        """Waits until every worker holds the newest version."""
-        await self._workers.wait_for_weights()
+        """Waits until every worker holds the newest version, but for those that are lost.
+
+        These get it when they are started again, before anything else.
+        """
+        await self._workers.updates.wait_until_newest()
+
+    @property
+    def current_members(self) -> list[Member]:
+        """The workers that hold weights; those that are started again have to pull some first."""
+        return self._workers.updates.current_members
 
     def _begin_journal(self) -> None:
         """With the first batch, also after `restore`: its first record is the state by then."""
@@ -301,12 +348,31 @@ class RolloutController(Controller):
             ledger.journal = self._journal.append
 
     def _note_loss(self, member: Member, loss: WorkerLost) -> None:
+        self._workers.note_loss(member)
         super()._note_loss(member, loss)
-        self._background.fail(loss)
+
+    def _give_up(self, cause: WorkerError) -> None:
+        super()._give_up(cause)
+        self._background.fail(cause)
+
+    def _note_progress(self, member: Member) -> None:
+        if self._recovery is not None:
+            self._recovery.note_progress(member)
+
+    def _lose_rows(self, runs: Sequence[calls.GroupAttempt]) -> None:
+        self._outside.lose_rows(runs)
+        self.groups.lose_rows(runs)
 
     def _needs(self, run: calls.GroupAttempt) -> bool:
         owner = self._outside if run.group_id < 0 else self.groups
         return owner.needs(run)
+
+    def _make_room(self) -> None:
+        """Admission has no room: the oldest rows go that are kept only for a repeat of a step."""
+        if self._workers.is_sweeping:
+            return
+        if self.groups.kept_rows.let_go(self.groups.ledger, self.version):
+            self._workers.sweep()
 
     def register(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         """Names both for the workers; to be called beforehand only to see what is wrong early.

@@ -6,8 +6,10 @@ groups       each is one call of the worker that was chosen for it. A run whose 
 stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
              until nothing of it is left there (`worker_store`): a full store means that admission
              waits, not that a put fails. Shards that nobody needs are swept beside everything else
-weights      one update a worker at a time, always to the newest version; none begins while
-             the trainer seals the next one, or while an evaluation holds the worker
+weights      see `weight_updates`
+deaths       a worker that is lost, or of no use any more, is left out of everything until it has
+             been started again: with the shards that outlived it, a new engine and the newest
+             weights, in this order. Its runs end with `WorkerLost`
 """
 
 from __future__ import annotations
@@ -15,87 +17,59 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from areal_sc.config.schema import OnWeightUpdate, WeightUpdateMethod
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.group import Group, RolloutSource
 from areal_sc.controller.node_workers import Member
+from areal_sc.controller.weight_updates import (
+    NO_VERSION,
+    RPC_MARGIN_S,
+    RolloutWorkerState,
+    WeightUpdates,
+    begin_in_turns,
+    goes_on,
+)
 from areal_sc.controller.worker_choice import WorkerLoads, WorkerQueue
 from areal_sc.controller.worker_store import Needs, WorkerStore
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import ArealError, ConfigError
+from areal_sc.errors import ArealError, ConfigError, PeerLost, RpcTimeout, WorkerError, WorkerLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.shards.arena import block_span
-from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 
 logger = logging.getLogger(__name__)
 
-UPDATE_STEPS: Final = 4
-"""A weight update has so many steps; each may take `weight_update.step_timeout_s`."""
-
-RPC_MARGIN_S: Final = 60.0
-"""A group's RPC may take this much longer than the group's time limit, which the worker keeps."""
-
 REPORT_TIMEOUT_S: Final = 5.0
 """A worker whose event loop turns tells at once what its episodes do."""
 
-BEGUN_PER_TURN: Final = 32
-"""So many calls of workers begin in one turn of the event loop; that takes some milliseconds."""
-
-
-@dataclass
-class RolloutWorkerState:
-    """One rollout worker.
-
-    Attributes:
-        number: its place in the list of all workers.
-        store: the groups that take room in its store.
-        version: the policy version that its engine holds.
-        num_evaluations: while there are any, it skips publications.
-        update: the weight update that goes on, or the last one.
-        sweep: the sweep of its store that goes on, or the last one.
-    """
-
-    member: Member
-    number: int
-    store: WorkerStore
-    version: int = 0
-    num_evaluations: int = 0
-    update: asyncio.Task[None] | None = None
-    sweep: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-    @property
-    def is_updating(self) -> bool:
-        return _goes_on(self.update)
-
 
 class RolloutWorkers:
-    """Chooses, calls, updates and sweeps the workers of one RolloutController.
+    """Chooses, calls, sweeps and brings up the workers of one RolloutController.
 
     Args:
         needs: whose shards stay.
 
     Attributes:
+        updates: the weights of the workers.
         on_room: called whenever room in a store is free again.
+        on_progress: called with each worker that has given rows, or an evaluated episode.
+        is_ready: whether a worker gives signs of life; one that does not gets no new groups.
+        on_rows_lost: called with the runs whose shards are gone with a worker.
     """
 
     def __init__(
         self, engine: GeneratorHandle, fleet: Fleet, background: Background, needs: Needs
     ) -> None:
         self.on_room: Callable[[], None] = lambda: None
+        self.on_progress: Callable[[Member], None] = lambda member: None
+        self.is_ready: Callable[[Member], bool] = lambda member: True
+        self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
         self._engine = engine
         self._config = config = engine.config
         self._fleet = fleet
@@ -104,14 +78,11 @@ class RolloutWorkers:
         self._states: list[RolloutWorkerState] = []
         self._loads = WorkerLoads([], 0, {})
         self._queue = WorkerQueue(self._loads, background)
-        self._weights: WeightsReference | None = None
-        self._are_updates_held = False
+        self.updates = WeightUpdates(engine, fleet, background, self._recount)
+        self._is_paused = False
+        self._is_recount_due = False
         self._has_warned = False
-        self._update_round: asyncio.Task[None] | None = None
         self._group_bytes = max_group_bytes(config)
-        # of workers, so that `max_unavailable` servers stand still at one time
-        num_servers = config.max_unavailable or config.num_workers * engine.num_servers
-        self._update_slots = asyncio.Semaphore(max(1, num_servers // engine.num_servers))
 
     def track(self, members: Iterable[Member]) -> None:
         """The workers are up."""
@@ -119,6 +90,7 @@ class RolloutWorkers:
             RolloutWorkerState(member, number, WorkerStore(self._needs))
             for number, member in enumerate(members)
         ]
+        self.updates.states = self._states
         nodes = [state.member.worker.node for state in self._states]
         per_worker = max(1, self._config.store_bytes // self._group_bytes)
         self._loads = WorkerLoads(nodes, per_worker, self._groups_by_node(per_worker))
@@ -126,8 +98,73 @@ class RolloutWorkers:
 
     async def initialize(self) -> None:
         """Workers build their engines, which start what they need."""
-        timeout_s = self._fleet.config.transport.call_timeout_s + self._engine.start_timeout_s
-        await self._fleet.call_all(calls.INITIALIZE_ENGINE, None, timeout_s=timeout_s)
+        await self._fleet.call_all(
+            calls.INITIALIZE_ENGINE, None, timeout_s=self._initialize_timeout_s
+        )
+
+    def note_loss(self, member: Member) -> None:
+        """The worker is left out of everything until `bring_up`; what it runs fails by itself."""
+        for state in self._states:
+            if state.member is member:
+                state.is_up = state.are_rows_known = False
+                state.version = NO_VERSION
+                state.holds.clear()
+                if state.update is not None:
+                    state.update.cancel()
+                self._recount(state)
+        self._background.notify()
+
+    async def bring_up(self, members: Sequence[Member]) -> None:
+        """Workers that were started again do their work again when this returns."""
+        await asyncio.gather(*(self._bring_up(s) for s in self._states if s.member in members))
+
+    async def _bring_up(self, state: RolloutWorkerState) -> None:
+        try:
+            await self._bring_back(state)
+        except BaseException:  # it is killed, and started again
+            self.note_loss(state.member)
+            raise
+
+    async def _bring_back(self, state: RolloutWorkerState) -> None:
+        member = state.member
+        held = await self._fleet.call(member, calls.ADOPTED_SHARDS, None)
+        lost = state.store.note_adopted(held)
+        state.are_rows_known = True
+        self._recount(state)
+        self.on_rows_lost(lost)
+        self._background.notify()
+        await self._fleet.call(
+            member, calls.INITIALIZE_ENGINE, None, timeout_s=self._initialize_timeout_s
+        )
+        is_paused = False
+        while is_paused != self._is_paused:
+            is_paused = self._is_paused
+            await self._fleet.call(member, calls.PAUSE if is_paused else calls.RESUME, None)
+        state.is_up = True
+        self.sweep_one(state)
+        await self.updates.bring_to_newest(state)
+
+    @property
+    def _initialize_timeout_s(self) -> float:
+        return self._fleet.config.transport.call_timeout_s + self._engine.start_timeout_s
+
+    @property
+    def up_members(self) -> list[Member]:
+        """The workers that can be called."""
+        return [state.member for state in self._states if state.is_up]
+
+    async def pause(self, is_paused: bool) -> None:
+        """Generation stops, also that of workers that come up later, or goes on."""
+        self._is_paused = is_paused
+        method = calls.PAUSE if is_paused else calls.RESUME
+        await self._fleet.call_living(method, None, self.up_members)
+
+    def are_rows_known(self, *workers: str | None) -> bool:
+        """Whether it is certain that the rows are there which these workers hold.
+
+        It is not while one is being started again, until it has told which ones outlived it.
+        """
+        return all(state.are_rows_known for state in self._states if state.name in workers)
 
     def has_room(self, num_queued: int) -> bool:
         """Whether the stores hold one more group at its worst-case size beside the queued ones."""
@@ -153,13 +190,34 @@ class RolloutWorkers:
         return self._states[await self._queue.take(version)]
 
     async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
-        """Reply of a call that may take as long as a group."""
-        return await self._fleet.call(
-            state.member, method, args, timeout_s=self._config.group_timeout_s + RPC_MARGIN_S
-        )
+        """Reply of a call that may take as long as a group.
+
+        Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
+            answer: it is of no use any more. Typed errors of the method.
+        """
+        return await self._call(state, method, args, self._config.group_timeout_s + RPC_MARGIN_S)
+
+    async def _call(
+        self,
+        state: RolloutWorkerState,
+        method: Method[A, R],
+        args: A,
+        timeout_s: float | None = None,
+    ) -> R:
+        member, incarnation = state.member, state.member.worker.incarnation
+        try:
+            return await self._fleet.call(member, method, args, timeout_s=timeout_s)
+        except (PeerLost, RpcTimeout, WorkerError) as error:
+            loss = self._fleet.lose(member, incarnation, f"is of no use any more: {error}")
+            if loss is error:
+                raise
+            raise loss from error
 
     async def episode_reports(self) -> dict[str, calls.EpisodesReport | None]:
-        """What the episodes of each worker do, by its name; None: it does not answer in time."""
+        """What the episodes of each worker do, by its name; None: it does not answer in time.
+
+        Workers that are being started again are left out.
+        """
 
         async def ask(state: RolloutWorkerState) -> calls.EpisodesReport | None:
             try:
@@ -170,15 +228,16 @@ class RolloutWorkers:
                 logger.info("worker=%s no report of episodes: %s", state.name, error)
                 return None
 
-        reports = await asyncio.gather(*map(ask, self._states))
-        return {state.name: report for state, report in zip(self._states, reports, strict=True)}
+        up = [state for state in self._states if state.is_up]
+        reports = await asyncio.gather(*map(ask, up))
+        return {state.name: report for state, report in zip(up, reports, strict=True)}
 
     async def run_group(
         self, state: RolloutWorkerState, group: Group, source: RolloutSource
     ) -> GroupReply:
         """Plays the group's episodes on the worker. Cancelled, the run is given up.
 
-        Raises: WorkerLost: the worker died. What the engine raised.
+        Raises: WorkerLost: as of `call`; nothing has come of the run, and nothing will.
         """
         run = GroupAttempt(group.group_id, group.attempt)
         state.store.begin(run)
@@ -192,7 +251,7 @@ class RolloutWorkers:
             self._config.group_size,
         )
         call = self._background.hold(
-            self.call(state, calls.RUN_GROUP, request), f"run of group {run.group_id}"
+            self._played(state, request, run), f"run of group {run.group_id}"
         )
         try:
             reply = await asyncio.shield(call)
@@ -203,9 +262,21 @@ class RolloutWorkers:
             self._end_run(state, run, None)
             raise
         self._end_run(state, run, reply.batch)
+        if reply.batch is not None:
+            self.on_progress(state.member)
         if reply.warning and not self._has_warned:
             self._has_warned = True  # others would say the same
             logger.warning("%s", reply.warning)
+        return reply
+
+    async def _played(
+        self, state: RolloutWorkerState, request: calls.RunGroup, run: GroupAttempt
+    ) -> GroupReply:
+        incarnation = state.member.worker.incarnation
+        reply = await self.call(state, calls.RUN_GROUP, request)
+        if reply.run != run:
+            cause = f"answered for {reply.run}, asked for {run}"
+            raise self._fleet.lose(state.member, incarnation, cause)
         return reply
 
     async def _give_up(
@@ -236,11 +307,23 @@ class RolloutWorkers:
         if batch is None:
             self._background.notify()
 
+    def recount_soon(self) -> None:
+        """Some workers give signs of life again, or none any more; of many that is told at once."""
+        if not self._is_recount_due:
+            self._is_recount_due = True
+            asyncio.get_running_loop().call_soon(self._recount_all)
+
+    def _recount_all(self) -> None:
+        self._is_recount_due = False
+        for state in self._states:
+            self._recount(state)
+        self._background.notify()
+
     def _recount(self, state: RolloutWorkerState) -> None:
         """The worker's version, or a number of its groups, has changed."""
         self._loads.note(
             state.number,
-            version=state.version,
+            version=state.version if self.is_ready(state.member) else NO_VERSION,
             num_running=state.store.num_running,
             num_held=state.store.num_held,
         )
@@ -262,118 +345,29 @@ class RolloutWorkers:
 
     def sweep(self) -> None:
         """Workers begin to forget the shards that nobody needs any more."""
-        self._background.start(self._begin_in_turns(self.sweep_one), "sweeps")
+        self._background.start(begin_in_turns(self._states, self.sweep_one), "sweeps")
 
     def sweep_one(self, state: RolloutWorkerState) -> bool:
         """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
-        if _goes_on(state.sweep) or not state.store.has_dead:
+        if not state.is_up or goes_on(state.sweep) or not state.store.has_dead:
             return False
         state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
         return True
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a store is about to have more room."""
+        return any(goes_on(state.sweep) or state.store.has_dead for state in self._states)
 
     async def _sweep(self, state: RolloutWorkerState) -> None:
         while state.store.has_dead:
             incarnation = state.member.worker.incarnation
             sweep, dead_ids = state.store.plan_sweep(incarnation)
-            last_sequence = await self._fleet.call(state.member, calls.SWEEP, sweep)
+            try:
+                last_sequence = await self._call(state, calls.SWEEP, sweep)
+            except WorkerLost:
+                return  # its next life is told anew
             state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
             self._recount(state)
             self.on_room()
             self._background.notify()
-
-    async def _begin_in_turns(self, begin: Callable[[RolloutWorkerState], bool]) -> None:
-        """Begins something at every worker, a few of them in each turn of the event loop."""
-        num_begun = 0
-        for state in self._states:
-            num_begun += begin(state)
-            if num_begun == BEGUN_PER_TURN:
-                num_begun = 0
-                await asyncio.sleep(0)
-
-    def receive_weights(self, weights: WeightsReference) -> None:
-        """Workers begin to update to the new version."""
-        self._weights = weights
-        self._are_updates_held = False
-        self._begin_updates()
-
-    async def hold_updates(self) -> int:
-        """Waits until no worker updates its weights; none begins before `receive_weights`.
-
-        Returns: the oldest version that a worker holds.
-        """
-        self._are_updates_held = True
-        await self._background.wait_until(
-            lambda: not (_goes_on(self._update_round) or any(s.is_updating for s in self._states)),
-            "rollout workers to update their weights",
-        )
-        return min(state.version for state in self._states)
-
-    async def wait_for_weights(self) -> None:
-        """Waits until every worker holds the newest version."""
-        await self._background.wait_until(
-            lambda: all(self._is_current(state) for state in self._states),
-            "rollout workers to hold the newest weights",
-        )
-
-    @asynccontextmanager
-    async def held_for_evaluation(self) -> AsyncIterator[RolloutWorkerState]:
-        """A worker that keeps its weights for the while.
-
-        It does not if it is the only one, or if weights are broadcast, which needs all of them.
-        """
-        state = max(self._states, key=lambda state: (state.version, -state.store.num_running))
-        is_broadcast = self._config.weight_update.method == WeightUpdateMethod.collective
-        is_held = len(self._states) > 1 and not is_broadcast
-        state.num_evaluations += is_held
-        try:
-            if is_held:
-                await self._background.wait_until(
-                    lambda: not state.is_updating, f"{state.name} to update its weights"
-                )
-            yield state
-        finally:
-            state.num_evaluations -= is_held
-            self._begin_updates()
-
-    def _begin_updates(self) -> None:
-        if not self._are_updates_held:
-            self._update_round = self._background.start(
-                self._begin_in_turns(self._begin_update), "weight updates"
-            )
-
-    def _begin_update(self, state: RolloutWorkerState) -> bool:
-        if state.is_updating or state.num_evaluations or self._is_current(state):
-            return False
-        state.update = self._background.start(self._update(state), f"update {state.name}")
-        return True
-
-    def _is_current(self, state: RolloutWorkerState) -> bool:
-        return self._weights is None or state.version == self._weights.version
-
-    async def _update(self, state: RolloutWorkerState) -> None:
-        async with self._update_slots:
-            while self._weights and not self._is_current(state) and not state.num_evaluations:
-                weights = self._weights
-                await self._fleet.call(
-                    state.member,
-                    calls.UPDATE_WEIGHTS,
-                    weights,
-                    timeout_s=update_timeout_s(self._engine),
-                )
-                state.version = weights.version
-                self._recount(state)
-                self._background.notify()
-
-
-def update_timeout_s(engine: GeneratorHandle) -> float:
-    """What one worker's weight update may take, servers that have to be restarted included."""
-    config = engine.config
-    step_s = UPDATE_STEPS * config.weight_update.step_timeout_s
-    if config.on_weight_update == OnWeightUpdate.finish_running:
-        step_s += config.group_timeout_s
-    num_waves = -(-engine.num_servers // (config.max_unavailable or engine.num_servers))
-    return num_waves * step_s + engine.restart_timeout_s + RPC_MARGIN_S
-
-
-def _goes_on(task: asyncio.Task[None] | None) -> bool:
-    return task is not None and not task.done()

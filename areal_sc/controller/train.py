@@ -8,13 +8,16 @@
 
 Minibatches are cut from the whole batch before the split over ranks, so what one optimizer update
 trains on does not depend on the number of ranks.
+
+Ranks that die are started again, and brought back to where they were: see `ranks`. A call that
+needs them takes longer then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,24 +32,34 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.node_workers import Member
 from areal_sc.controller.publication import Publisher
-from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
+from areal_sc.controller.rank_layout import with_sealed_field
+from areal_sc.controller.rank_writes import RankWrites
+from areal_sc.controller.ranks import Ranks, RowsNeeded
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
-from areal_sc.durable import commit_folder
+from areal_sc.controller.train_history import (
+    ComputedLogprobs,
+    PPOUpdated,
+    SFTUpdated,
+    Source,
+)
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import CheckpointError, ConfigError
+from areal_sc.errors import (
+    ArealError,
+    ConfigError,
+    WorkerLost,
+)
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.transport.rpc.method import A, Method
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
-from areal_sc.workers.operations import Operation, digest
+from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.operations import Operation
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.row_file import PromptSource
-
-_Finish = Callable[[], Coroutine[Any, Any, None]]
 
 LOGPROB_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
@@ -82,15 +95,21 @@ class TrainController(Controller):
             )
         super().__init__(engine, scheduler, role, runtime)
         self.config: ActorConfig = engine.config
-        self.version = 0
         self._folder = RunFolder(scheduler.config.run_dir)
-        self._lineage = 0
         self._num_updates = 0  # that returned since the last publication
         self._trained_rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
         self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
+        self._ranks = Ranks(
+            self.config, self.fleet, self._publisher, self._tell_rows_needed, self._give_up
+        )
+        self._writes = RankWrites(self._ranks, self.fleet)
+        self._readers: set[RolloutController] = set()  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
-        self._layout = RankLayout((0,), (0,))
         self._loss = loss_of(self.config.ppo)
+
+    @property
+    def version(self) -> int:
+        return self._ranks.history.version
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.
@@ -98,25 +117,15 @@ class TrainController(Controller):
         Raises: WorkerStartError, ModelError: with the worker's own words. ConfigError: there is no
             module of the loss.
         """
-        world_size = self.config.parallel.num_ranks
-        self._lineage = self._folder.begin_lineage()
+        lineage = self._folder.begin_lineage()
         shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
-        await self._launch(self.role, [self.config] * world_size, self._loss.search_path())
-        init_method = ""
-        if world_size > 1:  # one rank alone opens no port for it
-            rank_0 = self.fleet.members[0]
-            init_method = await self.fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
-        places = await self.fleet.call_each(
-            calls.INITIALIZE_RANK,
-            [
-                calls.InitializeRank(rank, world_size, init_method, self._lineage)
-                for rank in range(world_size)
-            ],
-        )
-        self._layout = RankLayout.of(places)
+        num_ranks = self.config.parallel.num_ranks
+        await self._launch(self.role, [self.config] * num_ranks, self._loss.search_path())
+        self._recovery = await self._ranks.start(lineage)
 
     async def close_async(self) -> None:
         """Ends the workers."""
+        await self._ranks.memory.close()
         await super().close_async()
         with suppress(OSError):  # it is not there, or an export is still being copied from it
             self._exports.rmdir()
@@ -142,9 +151,9 @@ class TrainController(Controller):
         for rows in share_rows:  # there may be none, and then the share has no fields
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
             parts.append(selected.take(rows))
-        replies = await self.fleet.call_each(calls.COMPUTE_LOGPROBS, self._layout.spread(parts))
+        shards = await self._ranks.repeated(lambda: self._ranks.compute_logprobs(parts))
+        self._ranks.history.note(ComputedLogprobs(parts, shards))
         await asyncio.sleep(0)
-        shards = [reply.shard for reply in self._layout.of_heads(replies)]
         return with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
@@ -185,9 +194,9 @@ class TrainController(Controller):
         number = self._num_updates
         # noted first: the workers train on them even if this call is given up
         self._trained_rows.setdefault(number, batch.rows)
-        operation = self._operation(f"ppo_update/{number}", _trained_content(batch))
-        metrics = await self._update_all(
-            calls.PPO_UPDATE, [calls.PPOUpdate(operation, minibatches) for minibatches in shares]
+        operation = self._ranks.operation(f"ppo_update/{number}", _trained_content(batch))
+        metrics = await self._update(
+            PPOUpdated([calls.PPOUpdate(operation, minibatches) for minibatches in shares])
         )
         if self.version == operation.version:
             self._num_updates = number + 1
@@ -202,18 +211,15 @@ class TrainController(Controller):
         version advances at once.
         """
         dataset = await self._sources.register_prompts_async(prompts)
-        version, num_shares = self.version, self._layout.num_shares
+        version, num_shares = self.version, self._ranks.layout.num_shares
         indices = [int(index) for index in indices]  # of NumPy, say
         await self._sources.make_readable(dataset, *indices)
-        operation = self._operation("sft_update", [dataset, indices])
-        metrics = await self._update_all(
-            calls.SFT_UPDATE,
-            [
-                calls.SFTUpdate(operation, dataset, tuple(indices[share::num_shares]))
-                for share in range(num_shares)
-            ],
+        operation = self._ranks.operation("sft_update", [dataset, indices])
+        shares = [tuple(indices[share::num_shares]) for share in range(num_shares)]
+        metrics = await self._update(
+            SFTUpdated([calls.SFTUpdate(operation, dataset, share) for share in shares])
         )
-        self._set_version(version + 1)
+        self._advance(version + 1)
         return metrics
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
@@ -223,24 +229,35 @@ class TrainController(Controller):
         to the version before that is still going on is waited for.
         """
 
+        version = self.version + 1
+
         async def announce(weights: WeightsReference) -> None:
-            trained_rows = chain.from_iterable(self._trained_rows.values())
-            await rollout.record_version_async(weights.version, trained_rows)
-            self._set_version(weights.version)
+            trained_rows = list(chain.from_iterable(self._trained_rows.values()))
+            await rollout.record_version_async(version, trained_rows)
+            self._note_reader(rollout, version)
+            self._advance(version)
             rollout.receive_weights(weights)
 
-        version = self.version + 1
-        operation = self._operation(f"publish_weights/{version}")
-        await self._publisher.publish(operation, version, rollout, announce)
+        async def publish() -> None:
+            if self.version < version:
+                operation = self._ranks.operation(f"publish_weights/{version}")
+                await self._publisher.publish(operation, version, rollout, announce)
+
+        await self._ranks.repeated(publish)
 
     async def share_weights_async(self, rollout: RolloutController) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
+        version = self.version
 
         async def announce(weights: WeightsReference) -> None:
+            self._note_reader(rollout, version)
             rollout.receive_weights(weights)
 
-        operation = self._operation(f"publish_weights/{self.version}")
-        await self._publisher.publish(operation, self.version, rollout, announce)
+        async def share() -> None:
+            operation = self._ranks.operation(f"publish_weights/{version}")
+            await self._publisher.publish(operation, version, rollout, announce)
+
+        await self._ranks.repeated(share)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
@@ -248,11 +265,11 @@ class TrainController(Controller):
         Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
             as it was.
         """
-        await (await self._begin_export(check_replaceable(folder)))()
+        await (await self._writes.export(check_replaceable(folder)))()
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        return self._submit(self._run(self._begin_export(check_replaceable(folder)))())
+        return self._submit(self._run(self._writes.export(check_replaceable(folder)))())
 
     def begin_snapshot(self) -> Future[None]:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -262,7 +279,7 @@ class TrainController(Controller):
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        return self._submit(self._run(self._begin_snapshot())())
+        return self._submit(self._run(self._writes.snapshot())())
 
     async def load_snapshot_async(self, step: int) -> None:
         """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
@@ -271,9 +288,21 @@ class TrainController(Controller):
         """
         lineage = self._folder.begin_lineage()
         operation = Operation(lineage, step, "load_snapshot")
-        await self.fleet.call_all(calls.LOAD_SNAPSHOT, calls.Change(operation))
-        self._lineage = lineage
-        self._set_version(step)
+        snapshot = calls.Snapshot(operation, SnapshotPlace.disk)
+        await self._ranks.repeated(lambda: self.fleet.call_all(calls.LOAD_SNAPSHOT, snapshot))
+        self._ranks.history.begin(lineage, Source(step, SnapshotPlace.disk))
+        self._begin_version()
+
+    def note_snapshot(self, step: int) -> None:
+        """The snapshot that was begun after so many steps has got its final name.
+
+        Ranks that die may begin from it, and the rows of the steps before are not needed any more.
+        """
+
+        async def note() -> None:
+            self._ranks.note_durable(step)
+
+        self._run(note())
 
     @property
     def publication_stats(self) -> dict[str, float]:
@@ -290,7 +319,7 @@ class TrainController(Controller):
     def _split(self, batch: BatchMetadata) -> list[list[list[int]]]:
         """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
         num_minibatches = min(self.config.ppo.num_minibatches, len(batch.episodes))
-        return self._layout.split(self._computed(batch), num_minibatches)
+        return self._ranks.layout.split(self._computed(batch), num_minibatches)
 
     def _computed(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch without advantages, where tokens without one go through the model as well."""
@@ -300,44 +329,34 @@ class TrainController(Controller):
         rows = tuple(replace(row, advantage=None) for row in batch.rows)
         return replace(batch.select(fields), rows=rows)
 
-    def _operation(self, name: str, content: Any = None) -> Operation:
-        return Operation(self._lineage, self.version, name, digest(content))
+    def _advance(self, version: int) -> None:
+        self._begin_version()
+        self._ranks.advance(version)
 
-    def _set_version(self, version: int) -> None:
-        self.version = version
+    def _begin_version(self) -> None:
         self._num_updates = 0
         self._trained_rows.clear()
 
-    async def _update_all(
-        self, method: Method[A, dict[str, float]], shares: Sequence[A]
-    ) -> dict[str, float]:
+    async def _update(self, update: PPOUpdated | SFTUpdated) -> dict[str, float]:
         """Metrics of the update, which every rank makes once."""
-        replies = await self.fleet.call_each(method, self._layout.spread(shares))
-        return dict(self._layout.of_heads(replies)[0])
+        version = self.version
+        try:
+            return await self._ranks.repeated(lambda: self._ranks.update(update))
+        except ArealError:  # unlike one that is given up, it does not go on in the workers
+            self._ranks.history.drop(version, update)
+            raise
 
-    async def _begin_snapshot(self) -> _Finish:
-        """Returns when every rank has copied its state; the rest is written by what it returns."""
-        change = calls.Change(self._operation("snapshot"))
-        await self.fleet.call_all(calls.BEGIN_SNAPSHOT, change)
+    def _note_reader(self, rollout: RolloutController, version: int) -> None:
+        self._readers.add(rollout)
+        self._ranks.note_published(version, rollout.renew_weights)
 
-        async def finish() -> None:
-            await self.fleet.call_all(calls.FINISH_WRITE, change)
+    def _tell_rows_needed(self, needed: RowsNeeded) -> None:
+        for rollout in self._readers:
+            rollout.keep_rows(needed.first_step, is_being_covered=needed.is_being_covered)
 
-        return finish
-
-    async def _begin_export(self, target: Path) -> _Finish:
-        """As `_begin_snapshot`; replaces `target`, which may be on another file system."""
-        change = calls.Change(self._operation(f"save_hf/{digest(str(target))}"))
-        exported, *_ = await self.fleet.call_all(calls.BEGIN_SAVE_HF, change)
-
-        async def finish() -> None:
-            await self.fleet.call_all(calls.FINISH_WRITE, change)
-            try:
-                await asyncio.to_thread(commit_folder, Path(exported), target)
-            except OSError as error:
-                raise CheckpointError(f"cannot write {target}: {error}") from error
-
-        return finish
+    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
+        super()._note_loss(member, loss)
+        self._ranks.note_loss()
 
     compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
     ppo_update = blocking(ppo_update_async)

@@ -3,8 +3,9 @@
     prompts (references)
          |
     admission ---> queued ---> running on a worker
-      eq. 3            |            |  reply: metadata
-         ^             '------------'
+      eq. 3          ^ |            |  reply: metadata
+         ^           | '------------'
+         |           '-- the worker, or the rows, are lost
          | refunds                  v
          '--- rejected <-------- finished ---> batch of the current version
 
@@ -25,12 +26,13 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import mean_metrics
 from areal_sc.controller.group import Group, GroupState, MakeReadable, RolloutSource
+from areal_sc.controller.kept_rows import KeptRows
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import STALE, Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
-from areal_sc.errors import ConfigError
+from areal_sc.errors import BatchLost, ConfigError, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workflows.prompts import prompt_at
@@ -43,6 +45,7 @@ class TrainingGroups:
         make_readable: returns when workers can read a row of a dataset.
         durable: returns when all changes of the ledger until now are on the disk; see `Journal`.
         new_id: names batches.
+        make_room: is called when admission lacks room in the stores.
 
     Attributes:
         version: the policy version that admission and batch forming count from.
@@ -61,8 +64,10 @@ class TrainingGroups:
         make_readable: MakeReadable,
         durable: Callable[[], Awaitable[None]],
         new_id: Callable[[], str],
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.ledger = Ledger()
+        self.kept_rows = KeptRows()
         self.version = 0
         self.total_steps: int | None = config.total_steps or None
         self.num_finished = 0
@@ -74,13 +79,15 @@ class TrainingGroups:
         self._make_readable = make_readable
         self._durable = durable
         self._new_id = new_id
+        self._make_room = make_room
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
-        self._restored: dict[int, Group] = {}  # queued groups without a task, oldest first
+        self._batch_loss: BatchLost | None = None
+        self._restored: dict[int, Group] = {}  # queued groups without a task
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
         workers.on_room = self.admit
 
@@ -102,7 +109,8 @@ class TrainingGroups:
         """As `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
-            a group. WaitTimeout: nothing changed for too long.
+            a group. WaitTimeout: nothing changed for too long. BatchLost: it was given before, and
+            its rows are gone.
         """
         if self.total_steps is not None and self.version >= self.total_steps:
             raise ConfigError(
@@ -113,6 +121,8 @@ class TrainingGroups:
         self.admit()
         while True:
             self._background.raise_failure()
+            if self._batch_loss is not None:
+                raise self._batch_loss
             if self._batch is not None:
                 await self._durable()
                 return self._batch
@@ -121,7 +131,11 @@ class TrainingGroups:
                 self._reject_stale(decision.stale)
                 self._workers.sweep()
             if decision.groups is not None:
-                self._consume(decision.groups)
+                unknown = [g for g in decision.groups if not self._workers.are_rows_known(g.worker)]
+                if not unknown:
+                    self._consume(decision.groups)
+                    continue
+                await self._background.wait(f"{unknown[0].worker} to tell what it still holds")
                 continue
             self.admit()
             await self._background.wait(
@@ -145,11 +159,31 @@ class TrainingGroups:
     def begin_version(self, version: int) -> None:
         """The version is the current one; `admit` follows when workers may get it."""
         if version != self.version:
-            self._batch = None
-            self.ledger.release(version - 1)
+            self._batch, self._batch_loss = None, None
+        self.kept_rows.release(self.ledger, version)
         self.version = version
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweep()
+
+    def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
+        """The rows of these runs went with their worker: groups that wait to be trained run again.
+
+        Those of the current batch cannot be generated again as they were. That matters if they were
+        not read yet: then whoever needs them fails, and so does who asks for the batch again.
+        """
+        in_batch = {(row.group_id, row.attempt) for row in self._batch.rows} if self._batch else ()
+        for run in runs:
+            if (run.group_id, run.attempt) in in_batch:
+                self._batch_loss = BatchLost(
+                    f"rows of group {run.group_id}, in the batch of version {self.version}, are "
+                    "gone with the worker that held them, and with its node's memory"
+                )
+            elif self.ledger.needs_rows(run.group_id, run.attempt) and (
+                group := self.ledger.get(run.group_id)
+            ):
+                self.ledger.requeue(run.group_id, "its rows are gone with their worker")
+                self._restored[run.group_id] = group
+        self.admit()
 
     def end(self) -> None:
         """Nothing more is admitted, whatever room comes back, until the next batch is asked for."""
@@ -165,7 +199,7 @@ class TrainingGroups:
         self.admit()
 
     def admit(self) -> None:
-        """Admits groups while eq. 3, concurrency and store bytes allow; restored ones go first."""
+        """Admits groups while eq. 3, concurrency and store bytes allow; requeued ones go first."""
         if self._source is None or self._is_paused or self._background.has_failed:
             return
         while self._restored and self._has_slot:
@@ -178,7 +212,10 @@ class TrainingGroups:
             num_admissible = min(num_admissible, needed - num_counted)
         for _ in range(num_admissible):
             num_queued = self.ledger.num(GroupState.queued)
-            if not self._has_slot or not self._workers.has_room(num_queued):
+            if not self._has_slot:
+                return
+            if not self._workers.has_room(num_queued):
+                self._make_room()
                 return
             group = self.ledger.admit(self._next_prompt(self._source), self.version)
             self._start(group, self._source)
@@ -220,10 +257,15 @@ class TrainingGroups:
     async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
         await self._make_readable(group.prompt.dataset, group.prompt.index)
-        await self._durable()  # its admission, before a worker hears of it
-        worker = await self._workers.take(group.admitted_version)
-        attempt = self.ledger.start(group.group_id, worker.name)
-        reply = await self._workers.run_group(worker, group, source)
+        while True:
+            await self._durable()  # its admission, or new attempt, before a worker hears of it
+            worker = await self._workers.take(group.admitted_version)
+            attempt = self.ledger.start(group.group_id, worker.name)
+            try:
+                reply = await self._workers.run_group(worker, group, source)
+                break
+            except WorkerLost:  # says nothing of the group
+                self.ledger.requeue(group.group_id, f"{worker.name} was lost")
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, _main_cause(reply))

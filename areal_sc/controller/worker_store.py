@@ -14,7 +14,7 @@ Pure state: nothing here waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.workers.calls import GroupAttempt, Sweep
@@ -33,6 +33,10 @@ class _Mark(NamedTuple):
     incarnation: str
     sequence: int
     runs: frozenset[GroupAttempt]
+
+
+_NOBODYS: Final = GroupAttempt(0, -1)
+"""Stands for the run of a shard of which no reply told."""
 
 
 class WorkerStore:
@@ -68,6 +72,17 @@ class WorkerStore:
         """The worker has ended the run, and told what it sealed."""
         self._runs.remove(run)
         self._shards.update(dict.fromkeys(shard_ids, run))
+
+    def note_adopted(self, shard_ids: Iterable[str]) -> list[GroupAttempt]:
+        """The worker was started again, and holds these shards of its earlier lives.
+
+        Returns: the runs whose shards are gone. Unknown shards, of runs whose reply was lost, take
+            room until they are swept.
+        """
+        held = set(shard_ids)
+        lost = [run for shard_id, run in self._shards.items() if shard_id not in held]
+        self._shards = {i: self._shards.get(i, _NOBODYS) for i in sorted(held)}
+        return lost
 
     def plan_sweep(self, incarnation: str) -> tuple[Sweep, list[str]]:
         """What the worker may forget now; to be sent before anything else happens.

@@ -93,6 +93,7 @@ def check_config(
         *_distribution_warnings(config),
         *_effect_warnings(config),
         *_step_warnings(config),
+        *_kept_row_warnings(config),
         *_rank_warnings(config),
         *_check_devices(config, count_devices),
     ]
@@ -326,6 +327,28 @@ def _step_warnings(config: GRPOConfig) -> Iterator[str]:
             yield (
                 f"{section}.every_steps={every} has no effect with total_steps={config.total_steps}"
             )
+
+
+def _kept_row_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Steps whose rows stay until a snapshot is on the disk, against snapshots and stores."""
+    checkpoint, rollout = config.checkpoint, config.rollout
+    wanted = min(checkpoint.every_steps, checkpoint.keep_rows_steps)
+    if checkpoint.memory_every_steps == 0 and wanted < checkpoint.every_steps:
+        yield (
+            f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: without snapshots in memory "
+            "the run ends when a train worker dies later than so many steps after a snapshot"
+        )
+    limits = [rollout.num_workers * rollout.store_bytes, rollout.node_store_bytes]
+    num_groups = min(limit for limit in limits if limit) // max_group_bytes(rollout)
+    # what is admitted, and the batch that is trained, come first
+    num_steps = num_groups // rollout.train_batch_groups - (rollout.max_staleness + 2)
+    if num_steps < wanted:
+        yield (
+            f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: the stores have room for "
+            f"the rows of {max(0, num_steps)} steps beside those in use "
+            f"({describe_largest_group(rollout)}), so snapshots are written more often; raise "
+            "rollout.store_bytes, or lower it"
+        )
 
 
 def _rank_warnings(config: GRPOConfig) -> Iterator[str]:

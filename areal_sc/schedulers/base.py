@@ -65,6 +65,20 @@ class Scheduler(Protocol):
         """
         ...
 
+    async def renew(self, node: Node, incarnation: str) -> None:
+        """Starts a new agent on a node; returns when it serves: `node.facts` are its own then.
+
+        The agent before, and what is left of its workers, is killed first. The new one takes over
+        the keys and the shared memory of the run, as far as they are still there. Cancelled, the
+        start goes on; whoever asks next joins it.
+
+        Args:
+            incarnation: of the agent to replace. Nothing happens if it has been replaced already:
+                several controllers may find out that it is lost.
+        Raises: WorkerStartError: the new one did not come up. ConfigError: the node cannot be used.
+        """
+        ...
+
     def close(self) -> None:
         """Gives the nodes back, with nothing left on them; the scheduler is of no use any more."""
         ...

@@ -2,6 +2,7 @@
 
     make_scheduler      the agent starts at once, and its fork server imports in the background
     nodes               the agent has told where it listens, and what this machine offers
+    renew               the agent is killed if need be, and another one takes its place
     close               SIGTERM: the agent ends what is left, and cleans up
 
 Where there are CUDA devices, the fork server imports nothing beforehand. Agent and workers outlive
@@ -63,9 +64,12 @@ class LocalScheduler:
     ) -> None:
         self.config = config
         self.keys = RunKeys.create()
+        self._command = command
         self._node: Node | None = None
         self._run_id = random_id()
-        self._one_waits = threading.Lock()
+        self._one_waits = threading.Lock()  # for what an agent tells
+        self._one_starts = threading.Lock()  # an agent, and none after the close
+        self._is_closed = False
         allow_open_files()
         with interrupts.deferred(), ExitStack() as undo:
             if folder is None:
@@ -74,9 +78,9 @@ class LocalScheduler:
                 undo.callback(folder.close)
             folder.remove_keys()  # of a run that was killed
             undo.callback(folder.remove_keys)
-            self.keys.write(folder.keys_path)
+            self._folder = folder
             self._log_path = folder.log_path("agent/0")
-            self._agent = self._start_agent(folder, command)
+            self._agent = self._start_agent()
             undo.callback(self._end_agent)
             self._undo = undo.pop_all()
         # A script that ends without `close` does not leave the agent to its orphan timeout.
@@ -89,6 +93,9 @@ class LocalScheduler:
         code = self._agent.poll()
         return {} if code is None or self._node is None else {self._node: exit_text(code)}
 
+    async def renew(self, node: Node, incarnation: str) -> None:
+        await asyncio.to_thread(self._replace_agent, node, incarnation)
+
     def close(self) -> None:
         """Ends the agent, and with it every worker that is left."""
         with interrupts.deferred():
@@ -99,12 +106,17 @@ class LocalScheduler:
         with interrupts.deferred(are_dropped=True):
             self.close()
 
-    def _start_agent(self, folder: RunFolder, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        config = replace(self.config, run_dir=str(folder.path))
+    def _start_agent(self) -> subprocess.Popen[bytes]:
+        self.keys.write(self._folder.keys_path)  # an agent that nobody needs has deleted them
+        transport = self.config.transport
+        if self._node is not None and transport.shared_memory == "auto":
+            # what an earlier agent chose, however much room is left there now
+            transport = replace(transport, shared_memory=self._node.facts.memory_root)
+        config = replace(self.config, run_dir=str(self._folder.path), transport=transport)
         defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with self._log_path.open("ab") as log:
             return subprocess.Popen(
-                [*command, self._run_id, json.encode(config).decode()],
+                [*self._command, self._run_id, json.encode(config).decode()],
                 stdin=subprocess.PIPE,  # open as long as this process lives
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -113,35 +125,53 @@ class LocalScheduler:
             )
 
     def _wait_for_node(self) -> Node:
+        with self._one_waits:
+            if self._node is None:
+                self._node = Node(self._wait_for_facts(), self._log_path)
+            return self._node
+
+    def _replace_agent(self, node: Node, incarnation: str) -> None:
+        with self._one_waits:
+            if node.facts.incarnation != incarnation:
+                return
+            with self._one_starts:
+                if self._is_closed:
+                    raise WorkerStartError("no agent is started: the scheduler is closed")
+                self._agent.kill()  # and with it its fork server, and so every worker
+                self._agent.wait()
+                _close_pipes(self._agent)
+                self._agent = self._start_agent()
+            node.facts = self._wait_for_facts()
+
+    def _wait_for_facts(self) -> NodeFacts:
         """What the agent tells when it listens. Blocks, but not for ever."""
         timeout_s, output = self.config.startup_timeout_s, self._agent.stdout
         assert output
-        with self._one_waits, selectors.DefaultSelector() as selector:
-            if self._node is None:
-                selector.register(output, selectors.EVENT_READ)
-                told = output.readline() if selector.select(timeout_s) else b""
-                facts = json.decode(told or b"null", type=NodeFacts | str | None)
-                if isinstance(facts, str):
-                    raise ConfigError(facts)
-                if facts is None:
-                    code = self._agent.poll()
-                    what = "has ended" if code is None else f"ended with {exit_text(code)}"
-                    what = f"the agent of this machine {what}, or did not serve in {timeout_s:g} s"
-                    log = self._log_path
-                    raise WorkerStartError.with_log(what, log, log_tail(log))
-                self._node = Node(facts, self._log_path)
-            return self._node
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            told = output.readline() if selector.select(timeout_s) else b""
+        facts = json.decode(told or b"null", type=NodeFacts | str | None)
+        if isinstance(facts, str):
+            raise ConfigError(facts)
+        if facts is None:
+            code = self._agent.poll()
+            what = "has ended" if code is None else f"ended with {exit_text(code)}"
+            what = f"the agent of this machine {what}, or did not serve in {timeout_s:g} s"
+            log = self._log_path
+            raise WorkerStartError.with_log(what, log, log_tail(log))
+        return facts
 
     def _end_agent(self) -> None:
+        with self._one_starts:
+            self._is_closed = True
         self._agent.terminate()
         try:
             self._agent.wait(self.config.shutdown_timeout_s)
         except subprocess.TimeoutExpired:
             self._agent.kill()  # and with it its fork server, and so every worker
             self._agent.wait()
-        for pipe in (self._agent.stdin, self._agent.stdout):
-            assert pipe
-            pipe.close()
+        with self._one_waits:  # whoever reads what it tells has come to the end of it
+            _close_pipes(self._agent)
         if self._node is not None and self._agent.returncode:
             self._clean_up_after(Path(self._node.facts.memory_root))
 
@@ -153,6 +183,12 @@ class LocalScheduler:
             if time.monotonic() > give_up_s:
                 return
             time.sleep(0.05)
+
+
+def _close_pipes(agent: subprocess.Popen[bytes]) -> None:
+    for pipe in (agent.stdin, agent.stdout):
+        assert pipe
+        pipe.close()
 
 
 def _with_package(env: dict[str, str]) -> dict[str, str]:

@@ -8,6 +8,11 @@
 The ranks' files have checksums of their own. A snapshot gets its name once everything is on disk,
 so one that has its name is whole. Rows that were generated but not trained are not kept: their
 groups are generated again.
+
+Train workers that die begin from snapshots in memory, which the controller writes by itself, or
+from these. The rows of the steps since the newest of these stay in the stores, in case that no
+snapshot in memory can be read. When the stores have no room for them, one is written before it is
+due.
 """
 
 from __future__ import annotations
@@ -94,10 +99,11 @@ class Checkpoints:
                 self._run.tell_model(step, self._model_folder(step))
 
     def _due(self, step: int) -> list[_Kind]:
-        """A snapshot after so many steps, or so many minutes if those come first."""
+        """A snapshot after so many steps, so many minutes, or so many rows, what comes first."""
         settings, due = self._run.config.checkpoint, list[_Kind]()
         limit_s = 60 * settings.every_minutes
         is_late = 0 < limit_s <= time.monotonic() - self._snapshot_began_s
+        is_late |= self._rollout.has_let_go_of_rows
         if settings.every_steps and (is_late or step % settings.every_steps == 0):
             due.append("snapshot")
         if settings.export_every_steps and step % settings.export_every_steps == 0:
@@ -120,6 +126,7 @@ class Checkpoints:
             written.result()
             if kind == "snapshot":
                 commit_folder(self._unfinished(step), self._run.folder.snapshot_path(step))
+                self._actor.note_snapshot(step)
                 self._delete_outdated(step)
         except _FAILURES as error:
             if kind == "snapshot":

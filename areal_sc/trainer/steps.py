@@ -27,6 +27,7 @@ def count(actor: TrainController, rollout: RolloutController) -> dict[str, float
         **{f"{_REJECTED}{c}": n for c, n in rollout.rejections.by_cause().items()},
         "rejected_groups": sum(rollout.account()["rejected"].values()),
         "controller_bytes": actor.num_bytes + rollout.num_bytes,
+        "worker_restarts": actor.num_restarts + rollout.num_restarts,
         **actor.publication_stats,
     }
     for worker in (*rollout.worker_stats(), *ranks.result()):

@@ -37,6 +37,7 @@ class DataPlane:
         interface: where the bulk socket listens.
         arenas: this run's folder in shared memory; None: every shard travels.
         idle_buffer_bytes: destinations of pulls that are kept for later ones.
+        absence_s: an owner may be gone for so long while others pull from it; see `call_owner`.
 
     Attributes:
         store: the worker's own shards.
@@ -56,6 +57,7 @@ class DataPlane:
         interface: Interface | None = None,
         arenas: ArenaFolder | None = None,
         idle_buffer_bytes: int = 1 << 30,
+        absence_s: float = 0.0,
     ) -> None:
         backend = None if arenas is None else ArenaBackend(arenas, node_id, incarnation)
         self.room_bytes = 0 if arenas is None else _room_bytes(arenas)
@@ -66,7 +68,8 @@ class DataPlane:
             is_encrypted=config.encrypt,
             reply_timeout_s=config.stalled_peer_timeout_s,
         )
-        self._bulk = BulkClient(transport, f"{node_id} ({incarnation})", config)
+        puller = f"{node_id} ({incarnation})"
+        self._bulk = BulkClient(transport, puller, config, absence_s=absence_s)
         self._arena_map = None if arenas is None else ArenaMap(arenas)
         self.puller = Puller(
             self._bulk,

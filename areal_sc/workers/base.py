@@ -19,6 +19,7 @@ from msgspec import msgpack
 
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.run_folder import RunFolder
+from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.server import RpcServer
@@ -68,6 +69,7 @@ class Worker:
             transport=self.transport,
             interface=self._interface,
             arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
+            absence_s=OWNER_ABSENCE_S if spec.run.max_deaths else 0.0,
         )
         self._control_guard = CurveAuthenticator(self.keys, spec.name)
         self._server: RpcServer | None = None
@@ -80,6 +82,7 @@ class Worker:
         return [
             calls.PING.served_by(self.ping),
             calls.SWEEP.served_by(self.sweep),
+            calls.ADOPTED_SHARDS.served_by(self.adopted_shards),
             calls.STATS.served_by(self.stats),
             calls.SHUTDOWN.served_by(self.shutdown),
         ]
@@ -111,6 +114,10 @@ class Worker:
             await beats.close()
             self._run_memory.close()
 
+    def memory_folder(self, name: str) -> Path:
+        """A folder in the run's shared memory on this node: it outlives the worker, not the run."""
+        return self._run_memory.path / name
+
     async def close(self) -> None:
         """Ends the engine."""
 
@@ -125,6 +132,9 @@ class Worker:
         adopted = None if sweep.adopted_live is None else set(sweep.adopted_live)
         self.plane.store.sweep(sweep.live, sweep.acknowledged, sweep.dead, adopted_live=adopted)
         return self.plane.store.last_sequence
+
+    async def adopted_shards(self, _: None) -> tuple[str, ...]:
+        return tuple(self.plane.store.adopted_ids)
 
     async def stats(self, _: None) -> calls.WorkerStats:
         refused = self._control_guard.num_refused

@@ -7,6 +7,7 @@ operation, which runs once however often it is asked for (see `operations`).
 
 from __future__ import annotations
 
+from enum import StrEnum
 from types import NoneType
 from typing import Final
 
@@ -76,6 +77,8 @@ class WorkerStats(Struct, frozen=True):
 PING = Method("ping", NoneType, NoneType)
 SWEEP = Method("sweep", Sweep, int)
 """Its reply is the number of the newest shard in the store."""
+ADOPTED_SHARDS = Method("adopted_shards", NoneType, tuple[str, ...])
+"""Ids of the shards of earlier lives of the worker that it has taken over, and still holds."""
 STATS = Method("stats", NoneType, WorkerStats)
 SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
 
@@ -85,7 +88,7 @@ class InitializeRank(Struct, frozen=True, array_like=True):
 
     Attributes:
         init_method: the ranks' meeting point; "" where there is one rank.
-        lineage: of the weights that it begins with.
+        lineage: of the weights that it begins with; 0: none, a snapshot is loaded next.
     """
 
     rank: int
@@ -142,6 +145,30 @@ class SavedWeights(Struct, frozen=True, array_like=True):
     last_sequence: int
 
 
+class SnapshotPlace(StrEnum):
+    """Where a state is that ranks begin from.
+
+    disk: a snapshot in the run folder.
+    memory: a snapshot in the memory of the node, which is gone with the node.
+    initial: the model that the engine was built with.
+    """
+
+    disk = "disk"
+    memory = "memory"
+    initial = "initial"
+
+
+class Snapshot(Change, frozen=True, array_like=True):
+    """A snapshot of the operation's version is written to a place, or loaded from it.
+
+    Attributes:
+        kept: before one is written in memory, those there go but for that of this version.
+    """
+
+    place: SnapshotPlace
+    kept: int = -1
+
+
 class OpenWeightGroup(Struct, frozen=True, array_like=True):
     """A weight group of rank 0 and the generating ranks, which rank 0 is to open.
 
@@ -181,12 +208,12 @@ CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType)
 """Its argument is the weight group. Also called by rollout workers, whose servers have refused."""
 BEGIN_SAVE_HF = Method("begin_save_hf", Change, str, deadline_s=WRITE_TIMEOUT_S)
 """Takes the weights for a Hugging Face folder below the run folder, and names that folder."""
-BEGIN_SNAPSHOT = Method("begin_snapshot", Change, NoneType, deadline_s=WRITE_TIMEOUT_S)
-"""Takes this rank's part of a snapshot that the controller completes."""
+BEGIN_SNAPSHOT = Method("begin_snapshot", Snapshot, NoneType, deadline_s=WRITE_TIMEOUT_S)
+"""Takes this rank's part of a snapshot; one on the disk is completed by the controller."""
 FINISH_WRITE = Method("finish_write", Change, NoneType, deadline_s=WRITE_TIMEOUT_S)
 """Replies when what the operation took is on the disk."""
-LOAD_SNAPSHOT = Method("load_snapshot", Change, NoneType)
-"""Goes back to the snapshot of the operation's version, in its lineage."""
+LOAD_SNAPSHOT = Method("load_snapshot", Snapshot, NoneType)
+"""Goes to the state of the operation's version, in its lineage."""
 
 
 class RunGroup(Struct, frozen=True, array_like=True):
@@ -207,27 +234,29 @@ class RejectedEpisodes(Struct, frozen=True, array_like=True):
     first: Rejection
 
 
+class GroupAttempt(Struct, frozen=True, array_like=True):
+    """One run of a group."""
+
+    group_id: int
+    attempt: int
+
+
 class GroupReply(Struct, frozen=True, array_like=True):
     """What became of a group.
 
     Attributes:
+        run: of which this is the end.
         batch: its rows; None if all were rejected, or the group was given up meanwhile.
         rejected: one for each cause.
         metrics: metric of the workflow -> (sum, number of episodes).
         warning: what the user should know of the prompt; "" if there is nothing.
     """
 
+    run: GroupAttempt
     batch: BatchMetadata | None = None
     rejected: tuple[RejectedEpisodes, ...] = ()
     metrics: dict[str, tuple[float, int]] = {}
     warning: str = ""
-
-
-class GroupAttempt(Struct, frozen=True, array_like=True):
-    """One run of a group."""
-
-    group_id: int
-    attempt: int
 
 
 class RunEvaluation(Struct, frozen=True, array_like=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, compress
@@ -23,7 +24,7 @@ import torch
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.base import GenerationEngine
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import EngineFailed, TransportError
+from areal_sc.errors import EngineFailed, TransportError, WorkerLost
 from areal_sc.fork_server import ForkServer
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -73,6 +74,7 @@ class RolloutWorker(Worker):
             timeout_s=config.reward_timeout_s,
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
         )
+        self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
         self._all_episodes = Episodes()
@@ -103,12 +105,15 @@ class RolloutWorker(Worker):
         ]
 
     async def close(self) -> None:
+        if self._reward_watch:
+            self._reward_watch.cancel()
         if self._engine:
             await self._engine.close()
         await self._rewards.close()
         await self._reward_server.close()
 
     async def initialize(self, _: None) -> None:
+        self._reward_watch = asyncio.create_task(self._end_with_rewards(), name="reward watch")
         torch.set_num_threads(self.handle.config.num_threads)
         logs = self.spec.log_path
         engine: GenerationEngine = await self.compute(
@@ -146,7 +151,7 @@ class RolloutWorker(Worker):
         batch = self._seal(group, kept) if kept else None
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
-        return calls.GroupReply(batch, causes, sums, self._warning(group.prompt, kept))
+        return calls.GroupReply(key, batch, causes, sums, self._warning(group.prompt, kept))
 
     async def give_up_group(self, group: calls.GroupAttempt) -> None:
         if group in self._group_episodes:
@@ -203,7 +208,18 @@ class RolloutWorker(Worker):
         )
 
     def engine_stats(self) -> dict[str, float]:
-        return dict(self.engine.stats())
+        return dict(self._engine.stats()) if self._engine else {}
+
+    async def _end_with_rewards(self) -> None:
+        """Without rewards no episode can end, so the worker does: it will be started again."""
+        await self._reward_server.wait_until_gone()
+        logger.error(
+            "pid=%d, the fork server of the reward processes, has ended, and all of them with it: "
+            "this worker ends, because it cannot compute rewards any more",
+            self._reward_server.pid,
+        )
+        # at once: a clean end would take along the shards that the next life is to adopt
+        os._exit(WorkerLost.exit_code)
 
     async def _cancel_broadcast(self, sent: WeightBroadcast) -> None:
         """Tells the worker that broadcasts that some ranks will not take part."""

@@ -26,6 +26,7 @@ from areal_sc.transport.sockets.interface import host_of
 from areal_sc.weights import ShardReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
+from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.operations import Operation, Operations, digest
 from areal_sc.workers.spec import TRAIN_ROLE, WorkerSpec
 from areal_sc.workers.weight_broadcasts import WeightBroadcasts
@@ -193,9 +194,15 @@ class TrainWorker(Worker):
         await self._begin_write(operation, lambda: self.engine.begin_save_hf(folder))
         return str(folder)
 
-    async def begin_snapshot(self, change: calls.Change) -> None:
-        operation = change.operation
-        folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
+    async def begin_snapshot(self, snapshot: calls.Snapshot) -> None:
+        operation = snapshot.operation
+        if snapshot.place is SnapshotPlace.memory:
+            folder = self._memory_path(operation)
+            if self._rank == 0:
+                kept = folder.with_name(_memory_name(operation.lineage, snapshot.kept))
+                await asyncio.to_thread(_remove_but, kept)
+        else:
+            folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
         await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
 
     async def finish_write(self, change: calls.Change) -> None:
@@ -207,12 +214,15 @@ class TrainWorker(Worker):
         # A call that is given up must not cancel the write, which other ranks take part in.
         await asyncio.shield(asyncio.wrap_future(write))
 
-    async def load_snapshot(self, change: calls.Change) -> None:
-        operation = change.operation
+    async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
+        operation = snapshot.operation
         folder = self._snapshot_path(operation) / self._snapshot_name
+        if snapshot.place is SnapshotPlace.memory:
+            folder = self._memory_path(operation)
 
         async def load() -> None:
-            await self.compute(lambda: self.engine.load_snapshot(folder))
+            if snapshot.place is not SnapshotPlace.initial:
+                await self.compute(lambda: self.engine.load_snapshot(folder))
 
         await self.operations.join(
             operation, load, next_version=operation.version, begins_lineage=True
@@ -244,6 +254,10 @@ class TrainWorker(Worker):
     def _snapshot_path(self, operation: Operation) -> Path:
         return RunFolder(self.spec.run.run_dir).snapshot_path(operation.version)
 
+    def _memory_path(self, operation: Operation) -> Path:
+        name = _memory_name(operation.lineage, operation.version)
+        return self.memory_folder(f"snapshots-{self.spec.order.role}") / name
+
     def _sealed(self, shard_id: str) -> calls.SealedShard:
         shard = ShardReference(self.spec.name, self.address, shard_id)
         return calls.SealedShard(shard, self.plane.store.last_sequence)
@@ -253,6 +267,18 @@ def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(
         [torch.as_tensor(row, dtype=dtype) for row in values] or [torch.empty(0, dtype=dtype)]
     )
+
+
+def _memory_name(lineage: int, version: int) -> str:
+    """Of a snapshot in memory."""
+    return f"{lineage}-{version}"
+
+
+def _remove_but(kept: Path) -> None:
+    """All else in its folder, also what is left of a snapshot that was not completed."""
+    for folder in kept.parent.glob("*"):
+        if folder.name != kept.name:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_before(root: Path, oldest: int) -> None:

@@ -84,6 +84,7 @@ async def serve(spec: WorkerSpec, agent_fd: int) -> None:
         ],
         node_id=spec.name,
         incarnation=spec.order.incarnation,
+        bind=f"tcp://127.0.0.1:{spec.order.port}",
         authenticator=CurveAuthenticator(
             RunKeys.read(RunFolder(spec.run.run_dir).keys_path), spec.name
         ),

@@ -14,16 +14,20 @@ from small_disk import small_disk
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
 from areal_sc.controller.node_workers import Member
 from areal_sc.controller.runtime import Runtime
+from areal_sc.controller.train_history import Source
 from areal_sc.errors import CheckpointError, StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.workers.calls import SnapshotPlace
 
 
 def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     """A controller of another life: it has new ids and connections, and the same ranks."""
     runtime = Runtime.create(scheduler.keys)
     again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
-    again._lineage, again._layout = actor._lineage, actor._layout
+    again._ranks.layout = actor._ranks.layout
+    lineage = actor._ranks.history.lineage
+    again._ranks.history.begin(lineage, Source(0, SnapshotPlace.initial))
     for member in actor.fleet.members:
         worker = member.worker
         connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)

@@ -250,7 +250,7 @@ def test_a_lost_worker_ends_the_run_and_is_named(
         tmp_path / "run",
         tiny_model_folder,
         *(ENDLESS, "actor.parallel.data=2", "scheduler.heartbeat_interval_s=0.5"),
-        f"task.num_free_episodes={num_free_steps * ROWS_A_STEP}",
+        *(f"task.num_free_episodes={num_free_steps * ROWS_A_STEP}", "scheduler.max_deaths=0"),
     ) as run:
         run.wait_for_step(3)
         os.kill(run.worker_pid(worker), signum)

@@ -104,7 +104,8 @@ async def owners(count: int, **bulk_options: Any) -> AsyncIterator[list[Owner]]:
 async def pulling(**options: Any) -> AsyncIterator[Puller]:
     transport = ZmqTransport()
     own = {name: options.pop(name) for name in ("local_store", "timeout_s") if name in options}
-    bulk = BulkClient(transport, "train/0", TransportConfig(**options))
+    absence_s = options.pop("absence_s", 0.0)
+    bulk = BulkClient(transport, "train/0", TransportConfig(**options), absence_s=absence_s)
     puller = Puller(bulk, **{"timeout_s": 20.0, **own})
     try:
         yield puller
@@ -330,7 +331,7 @@ async def test_ranks_may_hold_different_parameters() -> None:
 async def test_weights_of_an_owner_that_has_ended_are_gone() -> None:
     async with owners(1) as made:
         reference = seal_weights(made, 0)
-    async with pulling() as puller:
+    async with pulling(stalled_peer_timeout_s=0.5) as puller:
         with pytest.raises(ShardGone, match=r"life1\.1 on rollout/0 is gone with its owner"):
             async for _ in puller.pull_weights(reference):
                 pass
@@ -372,15 +373,27 @@ async def test_missing_shards_name_shard_and_owner() -> None:
 
 
 async def test_adopted_shards_are_pulled_from_the_next_life_of_their_worker() -> None:
+    """Which has the address of the one before, and comes while it is waited for."""
     async with owners(1) as [dead]:
         batch = dead.put({"input_ids": ids_of(0, [30, 4])}, [30, 4])
     successor = Owner(0, "life2")
     successor.store._shards["life1", 1] = dead.store._shards["life1", 1]
-    await successor.start()
-    own = successor.put({"input_ids": ids_of(2, [5])}, [5])
-    adopted = with_shard(batch, node_addr=successor.address)
-    async with pulling() as puller:
-        pulled = await puller.pull(concat([adopted, own], batch_id="both", global_step=0))
+    successor.server = RpcServer(
+        successor.bulk.methods(),
+        node_id=successor.node_id,
+        incarnation="life2",
+        bind=dead.address,
+    )
+    async with pulling(absence_s=20.0) as puller:
+        early = asyncio.create_task(puller.pull(batch))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(early), 0.5)
+        await successor.start()
+        assert rows_of(await early, "input_ids") == [
+            token_values(i, n) for i, n in enumerate((30, 4))
+        ]
+        own = successor.put({"input_ids": ids_of(2, [5])}, [5])
+        pulled = await puller.pull(concat([batch, own], batch_id="both", global_step=0))
         assert rows_of(pulled, "input_ids") == [
             token_values(i, n) for i, n in enumerate((30, 4, 5))
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -34,20 +35,24 @@ class SimulatedAgent:
 
     Attributes:
         node: name of its node.
+        incarnation: of this life.
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and answers nobody.
+        inbox: what it takes when it goes on.
         num_watches: questions for news so far.
     """
 
     is_blocked = False
 
-    def __init__(self, cluster: SimulatedCluster, node: str) -> None:
+    def __init__(self, cluster: SimulatedCluster, node: str, incarnation: str) -> None:
         self.cluster = cluster
         self.name = "agent"
         self.node = node
-        self.address = f"sim-agent://{node}"
+        self.incarnation = incarnation
+        self.address = f"sim-agent://{node}/{incarnation}"
         self.exit_status: str | None = None
-        self.is_hung = False
+        self.inbox: list[Callable[[], None]] = []
+        self._is_hung = False
         self.num_watches = 0
         self.connections: list[SimulatedConnection] = []
         self.served = {
@@ -61,6 +66,18 @@ class SimulatedAgent:
         }
         self._ended: list[EndedWorker] = []
         self._end_noted = asyncio.Event()
+
+    @property
+    def is_hung(self) -> bool:
+        return self._is_hung
+
+    @is_hung.setter
+    def is_hung(self, is_hung: bool) -> None:
+        self._is_hung = is_hung
+        if not is_hung:
+            inbox, self.inbox = self.inbox, []
+            for take in inbox:
+                take()
 
     async def launch(self, launch: Launch) -> Launched:
         starts = [asyncio.create_task(self._start(order)) for order in launch.orders]
@@ -111,8 +128,11 @@ class SimulatedAgent:
 
     def end(self, exit_status: str) -> None:
         """Its process ends, and with it those of its workers."""
+        if self.exit_status is not None:
+            return
         self.exit_status = exit_status
         for worker in self.cluster.workers_on(self.node):
             worker.end("signal 9 (SIGKILL)")
         for connection in self.connections:
             connection.lose_peer()
+        self.cluster.on_end(self)

@@ -21,6 +21,7 @@ class Behavior:
         sealing_s: of one rank's seal of its weights.
         publication_s: of one worker's pull of the weights.
         evaluation_s: of one episode.
+        agent_start_s: of an agent that is started again.
         latency_s: of one message, one way.
         reply_delay_s: what the reply of a finished group takes longer, while other messages of
             the worker overtake it.
@@ -37,6 +38,7 @@ class Behavior:
     sealing_s: Number = 0.01
     publication_s: Number = 0.1
     evaluation_s: Number = 1.0
+    agent_start_s: Number = 1.0
     latency_s: float = 0.001
     reply_delay_s: Number = 0.0
     sweep_delay_s: Number = 0.0

@@ -16,16 +16,19 @@ from simulation.agent import SimulatedAgent
 from simulation.behavior import Behavior, Number
 from simulation.connection import SimulatedConnection
 from simulation.workers import (
+    RowKey,
     SimulatedRolloutWorker,
     SimulatedStore,
     SimulatedTrainWorker,
     SimulatedWorker,
+    SnapshotKey,
 )
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.errors import ArealError, PeerLost
+from areal_sc.errors import ArealError, ShardGone, WorkerStartError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.schedulers.base import Node
+from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.spec import NodeFacts, WorkerOrder
@@ -69,11 +72,14 @@ class SimulatedCluster:
         num_nodes: that it lends.
         agents: by name of their node.
         workers: by name, e.g. `rollout/0`.
+        attempt_of: shard id -> the attempt of its group that sealed it.
         starts: groups that workers were asked to run, in order.
         sealed_rows: (group id, attempt) -> the rows that a worker sealed.
         trained: what the ranks trained, in order.
         sealed_versions: (time, version) of each rank's publications.
         on_forgotten: is told the id and the group of every shard of rows that a sweep drops.
+        snapshots: what ranks have written: the `past` of each.
+        on_end: is told of every life of a worker that ends.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
@@ -84,25 +90,28 @@ class SimulatedCluster:
         self.behavior = behavior
         self.rng = random.Random(seed)
         self.workers: dict[str, SimulatedWorker] = {}
+        self.attempt_of: dict[str, int] = {}
         self.starts: list[GroupStart] = []
         self.sealed_rows: dict[tuple[int, int], tuple[RowMetadata, ...]] = {}
         self.trained: list[TrainedStep] = []
         self.sealed_versions: list[tuple[float, int]] = []
         self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
+        self.on_end: Callable[[SimulatedWorker | SimulatedAgent], None] = lambda peer: None
+        self.snapshots: dict[SnapshotKey, list[tuple[int, tuple[RowKey, ...]]]] = {}
         self.agents: dict[str, SimulatedAgent] = {}
         self.num_nodes = 1
         self._nodes: list[Node] = []
         self._ids = itertools.count()
+        self._ports = itertools.count(1)
+        self._one_renews = asyncio.Lock()
+        self._starting: dict[str, WorkerOrder] = {}  # by the worker's name
 
     # ------------------------------------------------------------------ Scheduler
 
     async def nodes(self) -> list[Node]:
         if not self._nodes:
             for number in range(self.num_nodes):
-                agent = SimulatedAgent(self, f"node-{number}")
-                self.agents[agent.node] = agent
-                root = self.config.run_dir
-                facts = NodeFacts(agent.node, agent.node, 0, root, agent.address, "")
+                facts = self.start_agent(f"node-{number}")
                 self._nodes.append(Node(facts, self.run_dir / "agent.log"))
         return self._nodes
 
@@ -110,17 +119,46 @@ class SimulatedCluster:
         statuses = {node: self.agents[node.name].exit_status for node in self._nodes}
         return {node: how for node, how in statuses.items() if how is not None}
 
+    async def renew(self, node: Node, incarnation: str) -> None:
+        async with self._one_renews:
+            if node.facts.incarnation == incarnation:
+                self.agents[node.name].end("signal 9 (SIGKILL)")
+                await self.spend(self.behavior.agent_start_s)
+                node.facts = self.start_agent(node.name)
+
     def close(self) -> None:
         """Nothing is left to close."""
 
+    def start_agent(self, node: str) -> NodeFacts:
+        """The first one of a node, or one in place of it."""
+        agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
+        root = self.config.run_dir
+        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
+
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
-        """An agent starts a worker."""
+        """An agent starts a worker; an earlier life of it is killed, and its shards are adopted.
+
+        Raises: WorkerStartError: a later start has killed it.
+        """
+        earlier = self.workers.get(order.name)
+        if earlier is not None:
+            earlier.end("signal 9 (SIGKILL)")
+        self._starting[order.name] = order
         await self.spend(self.rng.random())
+        if self._starting[order.name] is not order:
+            raise WorkerStartError(f"worker {order.name} was killed before it served")
         kind = self.rollout_class if order.role == "rollout" else self.train_class
-        worker = self.workers[order.name] = kind(self, order, node)
+        worker = kind(self, order, node)
+        if earlier is not None:
+            worker.store.adopt(earlier.store)
+        self.workers[order.name] = worker
         return worker
 
     # ------------------------------------------------------------------ for workers and tests
+
+    def transport(self) -> SimulatedTransport:
+        """What the controllers reach the workers by."""
+        return SimulatedTransport(self)
 
     @property
     def now_s(self) -> float:
@@ -141,11 +179,28 @@ class SimulatedCluster:
         """Deterministic, of the length of real ids."""
         return f"{next(self._ids):012x}"
 
+    def keep_in_memory(self, node: str, lineage: int, kept: int) -> None:
+        """Of a node's snapshots of this lineage those of one version stay."""
+        for key in list(self.snapshots):
+            if key[:2] == (node, lineage) and key.version != kept:
+                del self.snapshots[key]
+
+    def new_port(self) -> int:
+        return next(self._ports)
+
     def owner(self, node_id: str, address: str) -> SimulatedStore:
         worker = self.workers[node_id]
         if worker.exit_status is not None or worker.address != address:
-            raise PeerLost(f"{node_id} at {address} is lost")
+            raise ShardGone(f"a shard is gone with its owner {node_id} at {address}")
         return worker.store
+
+    async def reach(self, node_id: str, address: str) -> SimulatedStore:
+        """The owner of a shard, by somebody who reads from it; a dead one is waited for."""
+        give_up_s = self.now_s + (OWNER_ABSENCE_S if self.config.max_deaths else 0.0)
+        while True:
+            if self.workers[node_id].exit_status is None or self.now_s >= give_up_s:
+                return self.owner(node_id, address)
+            await asyncio.sleep(0.2)
 
     def draw(self, number: Number) -> float:
         return number(self.rng) if callable(number) else number

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from simulation.behavior import Behavior
-from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.cluster import SimulatedCluster
 from simulation.disk import SimulatedDisk
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import run_virtual
@@ -42,6 +42,7 @@ from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.rollout import RolloutController, RolloutState
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train import TrainController
+from areal_sc.controller.weight_updates import NO_VERSION
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.metadata import BatchMetadata, PromptReference
 
@@ -72,6 +73,9 @@ class Settings:
     evaluate_every: int = 0
     weight_update: WeightUpdateMethod = WeightUpdateMethod.pull
     num_prompts: int = 1000
+    memory_every: int = 1
+    keep_rows_steps: int = 0
+    max_deaths: int = 5
     seed: int = 0
     behavior: Behavior = field(default_factory=Behavior)
 
@@ -106,9 +110,9 @@ class TrainingRun:
         self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
         self.disk = SimulatedDisk()
         self.cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
+        self.cluster.config.max_deaths = settings.max_deaths
         self.cluster.num_nodes = -(-max(settings.num_rollout_workers, settings.num_ranks) // 2)
-        transport = SimulatedTransport(self.cluster)
-        self.runtime = runtime = Runtime(transport, self.cluster.new_id, self.disk)
+        self.runtime = runtime = Runtime(self.cluster.transport(), self.cluster.new_id, self.disk)
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), self.cluster, runtime=runtime)
         self.rollout = RolloutController(
@@ -148,7 +152,7 @@ class TrainingRun:
             for _ in range(self.settings.num_steps):
                 await self.step()
             self.duration_s = self.cluster.now_s
-            await self._collect_evaluation()
+            await self.collect_evaluation()
             await self.check_end()
         return self
 
@@ -220,9 +224,10 @@ class TrainingRun:
     def check_loads(self, num_promised: int | None = None) -> None:
         """What workers are chosen by is the sum of their stores' books, and within all limits."""
         workers, loads = self.rollout._workers, self.rollout._workers._loads
-        books = [(s.version, s.store.num_running, s.store.num_held) for s in workers._states]
-        assert list(zip(loads._version, loads._running, loads._held, strict=True)) == books
-        assert loads.num_stored == sum(running + held for _, running, held in books)
+        books = [(s.store.num_running, s.store.num_held) for s in workers._states]
+        assert list(zip(loads._running, loads._held, strict=True)) == books
+        assert loads.num_stored == sum(running + held for running, held in books)
+        assert all(loads._version[s.number] in (s.version, NO_VERSION) for s in workers._states)
         taken = loads._running + loads._held + loads._promised
         assert loads._on_node.tolist() == np.bincount(loads._node, taken).tolist()
         assert (taken <= loads._max_on_worker).all()
@@ -230,10 +235,17 @@ class TrainingRun:
         assert num_promised is None or loads._promised.sum() == num_promised
 
     def before_forgotten(self, shard_id: str, group_id: int) -> None:
-        """Its group is rejected, or was trained in a step that is over."""
+        """Its group is rejected, or was trained in a step that is over, or runs once more."""
         version = self.rollout.version
         is_over = group_id in self.rejected or self.trained_at.get(group_id, version) < version
-        assert group_id < 0 or is_over, f"group {group_id} is needed, and swept: {shard_id}"
+        newest = max(attempt for group, attempt in self.cluster.sealed_rows if group == group_id)
+        is_lost = self.cluster.attempt_of[shard_id] < max(newest, self._attempt(group_id))
+        assert group_id < 0 or is_over or is_lost, f"group {group_id} is needed: {shard_id}"
+
+    def _attempt(self, group_id: int) -> int:
+        """The current one of a group that is not consumed yet."""
+        groups = self.rollout.groups.ledger.unconsumed()
+        return next((group.attempt for group in groups if group.group_id == group_id), 0)
 
     def check_batch(self, batch: BatchMetadata) -> None:
         settings, version = self.settings, len(self.batches) - 1
@@ -270,15 +282,13 @@ class TrainingRun:
         """
         needed = {shard.shard_id for shard in batch.shards}
         for group in self.rollout.groups.ledger.unconsumed():
-            if group.batch is not None:
+            if group.batch is not None and self.rollout._workers.are_rows_known(group.worker):
                 needed |= {shard.shard_id for shard in group.batch.shards}
-        held = {
-            f"{worker.incarnation}.{sequence}": group_id
-            for worker in self.cluster.rollout_workers
-            for sequence, group_id in worker.store.group_of.items()
-        }
+        held: dict[str, int] = {}
+        for worker in self.cluster.rollout_workers:
+            held |= worker.store.group_of
         assert needed <= held.keys()
-        if self.settings.behavior.sweep_delay_s:
+        if self.settings.behavior.sweep_delay_s or self.rollout.num_restarts:
             return
         for shard_id in held.keys() - needed:
             trained_at = self.trained_at.get(held[shard_id], batch.global_step)
@@ -357,12 +367,12 @@ class TrainingRun:
     async def _evaluate_when_due(self) -> None:
         every = self.settings.evaluate_every
         if every and len(self.batches) % every == 0:
-            await self._collect_evaluation()
+            await self.collect_evaluation()
             self._evaluation = asyncio.create_task(
                 self.rollout.evaluate_async(self.prompts, self.workflow, num_prompts=7)
             )
 
-    async def _collect_evaluation(self) -> None:
+    async def collect_evaluation(self) -> None:
         if self._evaluation is not None:
             outcome = await self._evaluation
             self.evaluations.append((len(self.batches), outcome))
@@ -388,6 +398,8 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
         ppo=PPOConfig(num_minibatches=settings.num_minibatches),
+        memory_every_steps=settings.memory_every,
+        keep_rows_steps=settings.keep_rows_steps,
         weight_update=WeightUpdateConfig(settings.weight_update, folder="weights"),
     )
     rollout = RolloutConfig(

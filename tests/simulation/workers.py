@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from simulation.behavior import Number
 
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.train import LOGPROB_FIELDS
 from areal_sc.engines.base import RankPosition
-from areal_sc.errors import ShardGone, StoreFull
+from areal_sc.errors import CheckpointError, ShardGone, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -30,7 +31,8 @@ from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
-from areal_sc.workers.operations import Operations
+from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.operations import Operation, Operations
 from areal_sc.workers.spec import Beat, WorkerOrder
 from areal_sc.workflows.rejection import Rejection, RejectionKind
 
@@ -38,15 +40,29 @@ if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
     from simulation.connection import SimulatedConnection
 
+RowKey = tuple[int, int, int, int]
+"""Group, attempt, episode and length of a row."""
+
+
+class SnapshotKey(NamedTuple):
+    """A rank's part of a snapshot; on the disk it has no node and no lineage."""
+
+    node: str
+    lineage: int
+    version: int
+    rank: str
+
+
 PROMPT_TOKENS = 4
 WEIGHTS_BYTES = 1
 
 
 class SimulatedStore:
-    """Names and sizes of sealed shards.
+    """Names and sizes of sealed shards, those of earlier lives of the worker among them.
 
     Attributes:
-        group_of: sequence number -> the group whose rows the shard holds; weights have none.
+        sizes: shard id -> bytes.
+        group_of: shard id -> the group whose rows the shard holds; weights have none.
     """
 
     def __init__(self, node_id: str, incarnation: str, max_bytes: int) -> None:
@@ -54,8 +70,22 @@ class SimulatedStore:
         self.incarnation = incarnation
         self.max_bytes = max_bytes
         self.last_sequence = 0
-        self.sizes: dict[int, int] = {}
-        self.group_of: dict[int, int] = {}
+        self.sizes: dict[str, int] = {}
+        self.group_of: dict[str, int] = {}
+
+    def adopt(self, earlier: SimulatedStore) -> None:
+        """Takes over all that an earlier life has sealed."""
+        self.sizes.update(earlier.sizes)
+        self.group_of.update(earlier.group_of)
+
+    def lose(self) -> None:
+        """The memory that the shards lay in is gone."""
+        self.sizes.clear()
+        self.group_of.clear()
+
+    @property
+    def adopted_ids(self) -> tuple[str, ...]:
+        return tuple(i for i in self.sizes if parse_shard_id(i)[0] != self.incarnation)
 
     def put(self, num_bytes: int, group_id: int | None = None) -> str:
         if sum(self.sizes.values()) + num_bytes > self.max_bytes:
@@ -64,25 +94,31 @@ class SimulatedStore:
                 f"the limit is {self.max_bytes}"
             )
         self.last_sequence += 1
-        self.sizes[self.last_sequence] = num_bytes
+        shard_id = make_shard_id(self.incarnation, self.last_sequence)
+        self.sizes[shard_id] = num_bytes
         if group_id is not None:
-            self.group_of[self.last_sequence] = group_id
-        return make_shard_id(self.incarnation, self.last_sequence)
+            self.group_of[shard_id] = group_id
+        return shard_id
 
     def require(self, shard_id: str) -> None:
-        incarnation, sequence = parse_shard_id(shard_id)
-        if incarnation != self.incarnation or sequence not in self.sizes:
+        if shard_id not in self.sizes:
             raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
 
     def sweep(self, sweep: calls.Sweep) -> dict[str, int]:
         """Drops what the call names; returns the groups whose shards went, by their ids."""
-        live, dead = set(sweep.live), set(sweep.dead)
         dropped: dict[str, int] = {}
-        for n in list(self.sizes):
-            if n in dead or (n <= sweep.acknowledged and n not in live):
-                del self.sizes[n]
-                if n in self.group_of:
-                    dropped[make_shard_id(self.incarnation, n)] = self.group_of.pop(n)
+        for shard_id in list(self.sizes):
+            incarnation, n = parse_shard_id(shard_id)
+            if incarnation != self.incarnation:
+                kept = sweep.adopted_live
+                is_dropped = kept is not None and shard_id not in kept
+            else:
+                is_old = n <= sweep.acknowledged and n not in sweep.live
+                is_dropped = n in sweep.dead or is_old
+            if is_dropped:
+                del self.sizes[shard_id]
+                if shard_id in self.group_of:
+                    dropped[shard_id] = self.group_of.pop(shard_id)
         return dropped
 
 
@@ -93,6 +129,7 @@ class SimulatedWorker:
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and does nothing, as when it is stopped.
         is_blocked: it beats, and its event loop does not turn.
+        inbox: what it takes when it goes on.
     """
 
     def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
@@ -101,10 +138,12 @@ class SimulatedWorker:
         self.name = order.name
         self.incarnation = order.incarnation
         self.node = node
-        self.address = f"sim://{self.name}/{order.incarnation}"
+        self.address = f"sim://{self.name}:{order.port or cluster.new_port()}"
         self.store = SimulatedStore(self.name, order.incarnation, order.store_bytes)
         self.version = 0
         self.exit_status: str | None = None
+        self.inbox: list[Callable[[], None]] = []
+        self._woken = asyncio.Event()
         self._last_beat_s: float | None = None
         self._last_turn_s: float | None = None
         self.connections: list[SimulatedConnection] = []
@@ -116,6 +155,7 @@ class SimulatedWorker:
             calls.PING.served_by(self.ping),
             calls.SHUTDOWN.served_by(self.shutdown),
             calls.SWEEP.served_by(self.sweep),
+            calls.ADOPTED_SHARDS.served_by(self.adopted_shards),
             calls.STATS.served_by(self.stats),
         ]
 
@@ -126,6 +166,7 @@ class SimulatedWorker:
     @is_hung.setter
     def is_hung(self, is_hung: bool) -> None:
         self._last_beat_s = self.cluster.now_s if is_hung else None
+        self._note_wake_up()
 
     @property
     def is_blocked(self) -> bool:
@@ -134,6 +175,23 @@ class SimulatedWorker:
     @is_blocked.setter
     def is_blocked(self, is_blocked: bool) -> None:
         self._last_turn_s = self.cluster.now_s if is_blocked else None
+        self._note_wake_up()
+
+    def _note_wake_up(self) -> None:
+        """It takes what came while it was stopped, and goes on with what it did."""
+        if not (self.is_hung or self.is_blocked):
+            self._woken.set()
+            inbox, self.inbox = self.inbox, []
+            for take in inbox:
+                take()
+        else:
+            self._woken = asyncio.Event()
+
+    async def spend(self, duration: Number) -> None:
+        """The worker is at work for so long; while it is stopped it gets nowhere."""
+        await self.cluster.spend(duration)
+        while self.is_hung or self.is_blocked:
+            await self._woken.wait()
 
     @property
     def beat(self) -> Beat:
@@ -154,24 +212,35 @@ class SimulatedWorker:
             self.cluster.on_forgotten(shard_id, group_id)
         return self.store.last_sequence
 
+    async def adopted_shards(self, _: None) -> tuple[str, ...]:
+        return self.store.adopted_ids
+
     async def stats(self, _: None) -> calls.WorkerStats:
         return calls.WorkerStats(PlaneStats(store_bytes=sum(self.store.sizes.values())))
 
-    def end(self, exit_status: str) -> None:
-        """The process ends: nothing that it still did is ever answered."""
+    def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
+        """The process ends: nothing that it still did is ever answered.
+
+        Args:
+            keeps_memory: its shards outlive it, and its next life adopts them.
+        """
         if self.exit_status is None:
             self.exit_status = exit_status
             self.is_hung = True
+            if not keeps_memory:
+                self.store.lose()
             for connection in self.connections:
                 connection.lose_peer()
+            self.cluster.on_end(self)
             self.cluster.agents[self.node].note_end(self.name, self.incarnation, exit_status)
 
     async def read_shards(self, batch: BatchMetadata, duration: Number = 0.0) -> None:
         """Reads all rows of a batch from their owners; every shard must last until the end."""
         for _ in range(2):
             for shard in batch.shards:
-                self.cluster.owner(shard.node_id, shard.node_addr).require(shard.shard_id)
-            await self.cluster.spend(duration)
+                owner = await self.cluster.reach(shard.node_id, shard.node_addr)
+                owner.require(shard.shard_id)
+            await self.spend(duration)
 
     def sealed(self, shard_id: str) -> calls.SealedShard:
         shard = ShardReference(self.name, self.address, shard_id)
@@ -210,7 +279,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         ]
 
     async def initialize(self, _: None) -> None:
-        await self.cluster.spend(self.cluster.behavior.publication_s)
+        await self.spend(self.cluster.behavior.publication_s)
 
     async def fall_asleep(self, _: None) -> None:
         self.is_awake.clear()
@@ -221,6 +290,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         behavior, rng = self.cluster.behavior, self.cluster.rng
         self.cluster.note_start(self, group)
+        run = calls.GroupAttempt(group.group_id, group.attempt)
         key = (group.group_id, group.attempt)
         self.check_room()
         given_up = self.running[key] = asyncio.Event()
@@ -229,9 +299,10 @@ class SimulatedRolloutWorker(SimulatedWorker):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.cluster.draw(behavior.generation_s)):
                     await given_up.wait()
+            await self.spend(0.0)
             if given_up.is_set():
-                await self.cluster.spend(behavior.give_up_s)
-                return calls.GroupReply()
+                await self.spend(behavior.give_up_s)
+                return calls.GroupReply(run)
             await self.is_awake.wait()
         finally:
             del self.running[key]
@@ -242,7 +313,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         rejection = Rejection(RejectionKind.reward_error, "it raised")
         rejected = (calls.RejectedEpisodes(num_rejected, rejection),) if num_rejected else ()
         if not kept:
-            return calls.GroupReply(rejected=rejected)
+            return calls.GroupReply(run, rejected=rejected)
         rows = tuple(
             self._row(group, began, episode)
             for episode in kept
@@ -250,7 +321,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         )
         accuracy = fmean(row.reward for row in rows)
         metrics = {"accuracy": (accuracy * len(kept), len(kept))}
-        return calls.GroupReply(self._seal(group, rows), rejected, metrics)
+        return calls.GroupReply(run, self._seal(group, rows), rejected, metrics)
 
     def check_room(self) -> None:
         """Whatever runs here may fill its rows, and one more group is about to begin."""
@@ -273,7 +344,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         self.num_evaluations += 1
         try:
             began = self.cluster.now_s
-            await self.cluster.spend(self.cluster.behavior.evaluation_s)
+            await self.spend(self.cluster.behavior.evaluation_s)
         finally:
             self.num_evaluations -= 1
         versions = self._versions(began, 100)
@@ -290,8 +361,8 @@ class SimulatedRolloutWorker(SimulatedWorker):
         try:
             for _ in range(2):
                 for node_id, address, shard_id in weights.shards:
-                    self.cluster.owner(node_id, address).require(shard_id)
-                await self.cluster.spend(self.cluster.behavior.publication_s)
+                    (await self.cluster.reach(node_id, address)).require(shard_id)
+                await self.spend(self.cluster.behavior.publication_s)
         finally:
             self.is_updating = False
         self.version = weights.version
@@ -330,19 +401,30 @@ class SimulatedRolloutWorker(SimulatedWorker):
             shard_id=self.store.put(trajectory_bytes(num_tokens), group.group_id),
             runs=(Run(0, 0, len(rows)),),
         )
+        self.cluster.attempt_of[shard.shard_id] = group.attempt
         columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
         batch_id = f"g{group.group_id}.{group.attempt}"
         return BatchMetadata(batch_id, group.admitted_version, (columns,), rows)
 
 
+def row_key(row: RowMetadata) -> RowKey:
+    return row.group_id, row.attempt, row.episode, row.sequence_length
+
+
 class SimulatedTrainWorker(SimulatedWorker):
-    """One rank: checks that it can read what it is given, and notes it."""
+    """One rank: checks that it can read what it is given, and notes it.
+
+    Attributes:
+        past: what made its weights: policy version and rows of each minibatch.
+    """
 
     def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
         super().__init__(cluster, order, node)
         self.operations = Operations(self.name)
         self.data_rank, model_rank = divmod(order.index, self.config["parallel"]["model"])
         self.is_head = model_rank == 0
+        self.past: list[tuple[int, tuple[RowKey, ...]]] = []
+        self._writes: dict[Operation, tuple[SnapshotKey, list[tuple[int, tuple[RowKey, ...]]]]] = {}
 
     def methods(self) -> list[Served]:
         return [
@@ -353,11 +435,13 @@ class SimulatedTrainWorker(SimulatedWorker):
             calls.PPO_UPDATE.served_by(self.ppo_update),
             calls.SEAL_WEIGHTS.served_by(self.seal_weights),
             calls.SAVE_WEIGHTS.served_by(self.save_weights),
+            calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
+            calls.FINISH_WRITE.served_by(self.finish_write),
             calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
         ]
 
     async def initialize(self, rank: calls.InitializeRank) -> RankPosition:
-        await self.cluster.spend(self.cluster.behavior.publication_s)
+        await self.spend(self.cluster.behavior.publication_s)
         self.operations.lineage = rank.lineage
         return RankPosition(self.data_rank, self.is_head)
 
@@ -378,19 +462,50 @@ class SimulatedTrainWorker(SimulatedWorker):
                 for number, batch in enumerate(args.minibatches):
                     if self.is_head:
                         self.cluster.note_trained(self.version, number, batch)
-                await self.cluster.spend(self.cluster.behavior.training_s)
+                    self.past.append((self.version, tuple(map(row_key, batch.rows))))
+                await self.spend(self.cluster.behavior.training_s)
                 return {"loss": 0.0}
 
         return await self.operations.join(args.operation, update)
 
-    async def load_snapshot(self, change: calls.Change) -> None:
+    async def begin_snapshot(self, snapshot: calls.Snapshot) -> None:
+        async def take() -> None:
+            await self.spend(self.cluster.behavior.sealing_s)
+            if snapshot.place is SnapshotPlace.memory:
+                self.cluster.keep_in_memory(self.node, operation.lineage, snapshot.kept)
+            self._writes[operation] = self._snapshot_key(snapshot), list(self.past)
+
+        operation = snapshot.operation
+        await self.operations.join(operation, take)
+
+    async def finish_write(self, change: calls.Change) -> None:
+        if change.operation not in self._writes:
+            raise CheckpointError(f"{self.name} writes no {change.operation}")
+        key, past = self._writes[change.operation]
+        await self.spend(self.cluster.behavior.sealing_s)
+        self.cluster.snapshots[key] = past
+
+    async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
         async def load() -> None:
+            await self.spend(self.cluster.behavior.sealing_s)
+            if snapshot.place is SnapshotPlace.initial:
+                assert not self.past, "the engine is not as it was built"
+            else:
+                key = self._snapshot_key(snapshot)
+                if key not in self.cluster.snapshots:
+                    raise CheckpointError(f"{self.name} has no snapshot {key}")
+                self.past = list(self.cluster.snapshots[key])
             self.version = operation.version
 
-        operation = change.operation
+        operation = snapshot.operation
         await self.operations.join(
             operation, load, next_version=operation.version, begins_lineage=True
         )
+
+    def _snapshot_key(self, snapshot: calls.Snapshot) -> SnapshotKey:
+        operation, is_on_node = snapshot.operation, snapshot.place is SnapshotPlace.memory
+        lineage, node = (operation.lineage, self.node) if is_on_node else (-1, "")
+        return SnapshotKey(node, lineage, operation.version, self.name)
 
     async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
         async def seal() -> calls.SealedShard:
@@ -406,7 +521,12 @@ class SimulatedTrainWorker(SimulatedWorker):
 
         return await self.operations.join(args.operation, save, next_version=args.version)
 
+    def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
+        super().end(exit_status, keeps_memory=keeps_memory)
+        for _, task in self.operations._noted.values():
+            task.cancel()
+
     async def _make_version(self, version: int) -> None:
-        await self.cluster.spend(self.cluster.behavior.sealing_s)
+        await self.spend(self.cluster.behavior.sealing_s)
         self.version = version
         self.cluster.sealed_versions.append((self.cluster.now_s, version))

@@ -38,18 +38,25 @@ class BulkClient:
         transport: gives the control connections, which hand over the sessions.
         puller: name of this side, for the owners' messages.
         config: how to ask.
+        absence_s: an owner may be gone for so long: it is being started again.
 
     Attributes:
         seconds: where the time of pulls went, by phase; see `PlaneStats`.
     """
 
     def __init__(
-        self, transport: Transport, puller: str, config: TransportConfig | None = None
+        self,
+        transport: Transport,
+        puller: str,
+        config: TransportConfig | None = None,
+        *,
+        absence_s: float = 0.0,
     ) -> None:
         self.seconds = {"connecting": 0.0, "queueing": 0.0, "wire": 0.0, "copying": 0.0}
         self._transport = transport
         self._puller = puller
         self._config = config or TransportConfig()
+        self._absence_s = absence_s
         self._refused = Refusals(logger, "reply_refused", puller)
         self._connections: dict[Owner, OwnerConnection] = {}
         self._is_closed = False
@@ -103,7 +110,9 @@ class BulkClient:
         while (left_s := deadline - loop.time()) > 0:
             timeout_s = min(self._config.stalled_peer_timeout_s, left_s)
             try:
-                return await call_owner(self._transport, owner, DESCRIBE, shard_id, timeout_s)
+                return await call_owner(
+                    self._transport, owner, DESCRIBE, shard_id, timeout_s, self._absence_s
+                )
             except ServerBusy:
                 await asyncio.sleep(REOPEN_DELAY_S)
             except PeerLost as error:
@@ -125,7 +134,8 @@ class BulkClient:
                 other: it for other, it in self._connections.items() if not it.is_ended
             }
             open_session = partial(
-                request_session, self._transport, owner, self._puller, self._config
+                request_session,
+                *(self._transport, owner, self._puller, self._config, self._absence_s),
             )
             found = OwnerConnection(owner, self._config, open_session, self._refused)
             self._connections[owner] = found

@@ -6,17 +6,25 @@ its keys.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta, Struct
 
 from areal_sc.config.schema import TransportConfig
-from areal_sc.errors import PeerSilent, ProtocolError, RpcTimeout
+from areal_sc.errors import PeerLost, PeerSilent, ProtocolError, RpcTimeout
 from areal_sc.transport.bulk.messages import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Transport
+
+OWNER_ABSENCE_S: Final = 30.0
+"""Those who pull from a worker wait for so long while it is started again. On the same node they
+read its rows without it."""
+
+RETRY_S: Final = 0.2
+"""Between two calls of an owner that is being started again."""
 
 
 class Owner(NamedTuple):
@@ -75,12 +83,16 @@ DESCRIBE: Final = Method("bulk.describe", str, list[FieldDescription])
 
 
 async def request_session(
-    transport: Transport, owner: Owner, puller: str, config: TransportConfig
+    transport: Transport,
+    owner: Owner,
+    puller: str,
+    config: TransportConfig,
+    absence_s: float = 0.0,
 ) -> SessionGrant:
     """Raises: ProtocolError: it encrypts and this side does not, or the other way round. Else as
     `call_owner`."""
     timeout_s = config.stalled_peer_timeout_s
-    grant = await call_owner(transport, owner, OPEN_SESSION, puller, timeout_s)
+    grant = await call_owner(transport, owner, OPEN_SESSION, puller, timeout_s, absence_s)
     if grant.is_encrypted != config.encrypt:
         raise ProtocolError(
             f"transport.encrypt is {config.encrypt} here and {grant.is_encrypted} on "
@@ -90,23 +102,38 @@ async def request_session(
 
 
 async def call_owner(
-    transport: Transport, owner: Owner, method: Method[A, R], argument: A, timeout_s: float
+    transport: Transport,
+    owner: Owner,
+    method: Method[A, R],
+    argument: A,
+    timeout_s: float,
+    absence_s: float = 0.0,
 ) -> R:
     """Calls whoever serves at the owner's address.
 
     That may be a later life of the worker, which has adopted the shards of the one before; it says
     itself which shards it holds.
 
+    Args:
+        absence_s: nobody may serve there for so long, while the worker is started again.
     Raises: PeerLost: nobody serves there any more. PeerSilent: no answer in time. ArealError: as
         `RpcClient.call`.
     """
-    control = transport.connect(owner.node_addr, owner.node_id, ANY_INCARNATION)
-    try:
-        return await control.call(method, argument, timeout_s=timeout_s)
-    except RpcTimeout as error:
-        raise PeerSilent(
-            f"{owner.node_id} at {owner.node_addr} gives no sign of life: its control socket did "
-            f"not answer within {timeout_s:g} s; it is stopped, cut off, or its event loop is stuck"
-        ) from error
-    finally:
-        await control.close()
+    loop = asyncio.get_running_loop()
+    give_up_s = loop.time() + absence_s
+    while True:
+        control = transport.connect(owner.node_addr, owner.node_id, ANY_INCARNATION)
+        try:
+            return await control.call(method, argument, timeout_s=timeout_s)
+        except RpcTimeout as error:
+            raise PeerSilent(
+                f"{owner.node_id} at {owner.node_addr} gives no sign of life: its control socket "
+                f"did not answer within {timeout_s:g} s; it is stopped, cut off, or its event loop "
+                "is stuck"
+            ) from error
+        except PeerLost:
+            if loop.time() >= give_up_s:
+                raise
+        finally:
+            await control.close()
+        await asyncio.sleep(RETRY_S)

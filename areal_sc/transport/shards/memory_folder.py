@@ -164,6 +164,11 @@ class ArenaFolder:
         own.unlink()
         return (self.path / _NODE).read_text()
 
+    @property
+    def begun_s(self) -> float:
+        """Unix time at which the run came to this node."""
+        return (self.path / _NODE).stat().st_mtime
+
     def create(self, worker: str, incarnation: str) -> Arena:
         """A new arena, owned by this process.
 

@@ -187,6 +187,12 @@ class TensorStore:
                 self._held_bytes += block.layout.num_bytes
         return len(found)
 
+    @property
+    def adopted_ids(self) -> list[str]:
+        """Shards of earlier incarnations that can be read."""
+        with self._lock:
+            return [make_shard_id(*key) for key in self._shards if key[0] != self.incarnation]
+
     def describe(self, shard_id: str) -> dict[str, SealedField]:
         """The fields of a shard.
 

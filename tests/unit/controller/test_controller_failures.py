@@ -1,4 +1,7 @@
-"""What ends a run, and what does not: failures of simulated workers, in virtual time."""
+"""What ends a run, and what does not: failures of simulated workers, in virtual time.
+
+Where a worker is lost, it is given up at once (`max_deaths` is 0): see `test_worker_deaths`.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ async def fails_within(seconds: float, call: Awaitable[Any], expected: type[Exce
 
 def slow_run(**changes: Any) -> TrainingRun:
     """Groups take 1,000 s, so that whatever ends a wait sooner is not a group."""
-    behavior = Behavior(generation_s=1000.0)
-    return TrainingRun(Settings(**{"behavior": behavior, "num_rollout_workers": 3, **changes}))
+    defaults: dict[str, Any] = {"behavior": Behavior(generation_s=1000.0), "max_deaths": 0}
+    return TrainingRun(Settings(**{**defaults, "num_rollout_workers": 3, **changes}))
 
 
 def test_a_lost_rollout_worker_ends_the_wait_for_a_batch() -> None:
@@ -121,7 +124,8 @@ def test_a_worker_that_hangs_for_a_moment_is_not_lost() -> None:
 def test_a_lost_rank_ends_the_training_step(rank: int) -> None:
     async def scenario() -> None:
         behavior = Behavior(training_s=100.0)
-        async with TrainingRun(Settings(num_ranks=2, behavior=behavior)).started() as run:
+        settings = Settings(num_ranks=2, behavior=behavior, max_deaths=0)
+        async with TrainingRun(settings).started() as run:
             batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
             batch = await run.actor.compute_proximal_logprobs_async(batch)
             worker = run.cluster.workers[f"train/{rank}"]
@@ -134,7 +138,8 @@ def test_a_lost_rank_ends_the_training_step(rank: int) -> None:
 
 def test_a_rank_that_is_lost_while_weights_are_pulled_is_the_one_that_is_named() -> None:
     async def scenario() -> None:
-        settings = Settings(max_staleness=0, behavior=Behavior(publication_s=100.0))
+        behavior = Behavior(publication_s=100.0)
+        settings = Settings(max_staleness=0, behavior=behavior, max_deaths=0)
         async with TrainingRun(settings).started() as run:
             await run.step()
             run.cluster.workers["train/0"].end("signal 11 (SIGSEGV)")
@@ -147,7 +152,8 @@ def test_a_rank_that_is_lost_while_weights_are_pulled_is_the_one_that_is_named()
 
 def test_a_worker_lost_between_two_calls_fails_the_next_one() -> None:
     async def scenario() -> None:
-        async with TrainingRun(Settings(num_rollout_workers=3)).started() as run:
+        settings = Settings(num_rollout_workers=3, max_deaths=0)
+        async with TrainingRun(settings).started() as run:
             await run.step()
             run.cluster.workers["rollout/2"].end("exit code 3")
             await asyncio.sleep(10.0)
@@ -187,15 +193,16 @@ def test_rejections_below_the_limit_do_not_end_the_run() -> None:
 def test_a_group_that_never_ends_has_a_time_limit_of_its_own() -> None:
     async def scenario() -> None:
         async with slow_run(group_timeout_s=100.0).started() as run:
-            error = await fails_within(161.0, run.step(), RpcTimeout)
+            error = await fails_within(161.0, run.step(), WorkerLost)
             assert "run_group on rollout/" in str(error)
+            assert isinstance(error.__cause__, RpcTimeout)
 
     run_virtual(scenario())
 
 
 def test_a_worker_that_cannot_pull_weights_fails_the_run() -> None:
     async def scenario() -> None:
-        async with TrainingRun(Settings()).started() as run:
+        async with TrainingRun(Settings(max_deaths=0)).started() as run:
 
             async def gone(weights: WeightsReference) -> None:
                 raise ShardGone("shard x is gone")
@@ -347,8 +354,8 @@ def test_an_evaluation_may_end_at_any_moment_of_a_step(evaluation_s: float) -> N
 
 def test_an_evaluation_of_a_lost_worker_fails() -> None:
     async def scenario() -> None:
-        behavior = Behavior(evaluation_s=1000.0)
-        async with TrainingRun(Settings(behavior=behavior)).started() as run:
+        settings = Settings(behavior=Behavior(evaluation_s=1000.0), max_deaths=0)
+        async with TrainingRun(settings).started() as run:
             evaluation = asyncio.create_task(
                 run.rollout.evaluate_async(run.prompts, run.workflow, num_prompts=100)
             )

@@ -11,6 +11,7 @@ import pytest
 from areal_sc.config.schema import (
     RolloutConfig,
     RolloutEngine,
+    SchedulerConfig,
     SGLangConfig,
     WeightUpdateConfig,
     WeightUpdateMethod,
@@ -26,6 +27,8 @@ NUM_WORKERS = 6
 
 class UpdatingFleet:
     """Workers whose updates end when the test says so."""
+
+    config = SchedulerConfig(run_dir="unused")
 
     def __init__(self) -> None:
         self.updating: dict[str, asyncio.Future[None]] = {}
@@ -53,7 +56,7 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
     fleet: Any = UpdatingFleet()
     background = Background(10.0, lambda: "")
     workers = RolloutWorkers(make_generator(config), fleet, background, lambda run: True)
-    report = SimpleNamespace(node="node", store_room_bytes=0)
+    report = SimpleNamespace(node="node", store_room_bytes=0, incarnation="life")
     workers.track(
         SimpleNamespace(name=f"rollout/{i}", worker=report)  # type: ignore[misc]
         for i in range(NUM_WORKERS)
@@ -94,37 +97,38 @@ async def turn() -> None:
 )
 async def test_as_many_at_once_as_may_stand_still(settings: dict[str, Any], at_once: int) -> None:
     workers, fleet = make_workers(**settings)
-    workers.receive_weights(WeightsReference(1))
+    workers.updates.receive(WeightsReference(1))
     num_left = NUM_WORKERS
     while num_left:
         await turn()
         assert len(fleet.updating) == min(at_once, num_left)
         fleet.finish(next(iter(fleet.updating)))
         num_left -= 1
-    await workers.wait_for_weights()
+    await workers.updates.wait_until_newest()
     assert sorted(fleet.updated) == [(f"rollout/{i}", 1) for i in range(NUM_WORKERS)]
 
 
 async def test_whoever_waits_for_its_turn_gets_the_newest() -> None:
     workers, fleet = make_workers(max_unavailable=1)
-    workers.receive_weights(WeightsReference(1))
+    workers.updates.receive(WeightsReference(1))
     await turn()
-    workers.receive_weights(WeightsReference(2))
+    workers.updates.receive(WeightsReference(2))
     while fleet.updating:
         fleet.finish(next(iter(fleet.updating)))
         await turn()
     versions = [version for _, version in fleet.updated]
     assert versions == [1, *[2] * NUM_WORKERS]
-    assert await workers.hold_updates() == 2
+    assert await workers.updates.hold() == 2
 
 
 async def test_nobody_begins_while_updates_are_held() -> None:
     workers, fleet = make_workers(max_unavailable=2)
-    assert await workers.hold_updates() == 0
-    async with workers.held_for_evaluation():
+    assert await workers.updates.hold() == 0
+    async with workers.updates.held_for_evaluation() as held:
+        await held.worker()
         await turn()
     assert not fleet.updating
-    workers.receive_weights(WeightsReference(1))
+    workers.updates.receive(WeightsReference(1))
     await turn()
     assert len(fleet.updating) == 2
     await workers._background.close()
@@ -137,8 +141,9 @@ async def test_a_broadcast_needs_the_worker_that_evaluates(
     method: WeightUpdateMethod, is_held: bool
 ) -> None:
     workers, fleet = make_workers(weight_update=WeightUpdateConfig(method=method))
-    async with workers.held_for_evaluation() as state:
-        workers.receive_weights(WeightsReference(1))
+    async with workers.updates.held_for_evaluation() as held:
+        state = await held.worker()
+        workers.updates.receive(WeightsReference(1))
         await turn()
         assert (state.name not in fleet.updating) == is_held
     await turn()

@@ -68,6 +68,24 @@ def test_numbers_are_acknowledged_when_the_runs_of_their_time_have_ended() -> No
     assert store.plan_sweep("a")[0] == Sweep(5, live=(3,), adopted_live=())
 
 
+def test_what_a_restarted_worker_holds_is_what_takes_room() -> None:
+    owner, store = owner_and_store()
+    kept, lost, running = owner.run(1), owner.run(2), owner.run(3)
+    for run in (kept, lost, running):
+        store.begin(run)
+    store.end(kept, ["life1.1"])
+    store.end(lost, ["life1.2"])
+    store.end(running, [])  # its call failed, but it has sealed a shard
+    assert store.note_adopted(["life1.1", "life1.3"]) == [lost]
+    assert (store.num_running, store.num_held) == (0, 2)
+    assert store.has_dead
+    sweep, dead_ids = store.plan_sweep("life2")
+    assert sweep.adopted_live == ("life1.1",)
+    assert dead_ids == ["life1.3"]
+    store.confirm_sweep("life2", dead_ids, 0)
+    assert store.num_held == 1
+
+
 def test_a_restarted_worker_is_told_no_numbers_of_its_earlier_life() -> None:
     owner, store = owner_and_store()
     for group_id in range(3):

@@ -28,6 +28,7 @@ class Actor:
         self.version = 0
         self.broken: set[int] = set()
         self.loaded: list[int] = []
+        self.noted: list[int] = []
         self.written: Future[None] = Future()
 
     def begin_snapshot(self) -> Future[None]:
@@ -39,6 +40,10 @@ class Actor:
     def begin_save_hf(self, folder: Path) -> Future[None]:
         self.written = Future()
         return self.written
+
+    def note_snapshot(self, step: int) -> None:
+        assert self.folder.snapshot_path(step).exists()
+        self.noted.append(step)
 
     def load_snapshot(self, step: int) -> None:
         if step in self.broken:
@@ -56,6 +61,7 @@ class Rollout:
     def __init__(self) -> None:
         self.version = 0
         self.restored: list[RolloutState] = []
+        self.has_let_go_of_rows = False
 
     def state(self) -> RolloutState:
         return state_of(self.version)
@@ -116,6 +122,7 @@ def test_a_snapshot_has_its_name_once_the_ranks_have_written(
     writer.checkpoints.collect()
     assert names(folder) == ["step-000003"]
     assert events(writer.run) == [("snapshot", 3)]
+    assert writer.actor.noted == [3], "ranks that die may begin from it"
     assert writer.load() == (3, [])
     assert writer.rollout.restored == [state_of(3)]
 
@@ -277,3 +284,12 @@ def test_a_snapshot_of_a_newer_version_is_left_alone(
         writer.snapshot(2)
     with pytest.raises(RunFolderError, match="expected format 3, got 7: another version of areal"):
         writer.load()
+
+
+def test_a_snapshot_is_written_when_the_stores_lack_room_for_rows(run: Run) -> None:
+    run.config.checkpoint = CheckpointConfig(every_steps=100, every_minutes=0)
+    writer = Writer(run)
+    writer.begin(1)
+    writer.rollout.has_let_go_of_rows = True
+    writer.snapshot(2)
+    assert events(run) == [("snapshot", 2)]

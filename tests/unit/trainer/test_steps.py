@@ -20,11 +20,16 @@ def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() ->
     ranks: Future[list[dict[str, float]]] = Future()
     ranks.set_result([{"generated_tokens": 0.0, "cancelled_tokens": 0.0}])
     actor: Any = SimpleNamespace(
-        version=0, num_bytes=0, publication_stats={}, begin_worker_stats=lambda: ranks
+        version=0,
+        num_bytes=0,
+        num_restarts=0,
+        publication_stats={},
+        begin_worker_stats=lambda: ranks,
     )
     rollout: Any = SimpleNamespace(
         rejections=Rejections(window=9, max_rate=1.0),
         num_bytes=0,
+        num_restarts=0,
         batch_metrics={},
         account=lambda: {"rejected": {}},
         worker_stats=list,

@@ -1,0 +1,25 @@
+"""Settings of what a run is saved by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_sc.config.fields import setting
+
+
+@dataclass
+class CheckpointConfig:
+    """When the run is saved."""
+
+    every_steps: int = setting(10, "training steps between snapshots; 0: none", ge=0)
+    every_minutes: float = setting(10.0, "at most between two snapshots; 0: no limit", ge=0)
+    keep: int = setting(2, "newest snapshots that stay", ge=1)
+    memory_every_steps: int = setting(
+        1, "training steps between snapshots in memory, for dead train workers; 0: none", ge=0
+    )
+    keep_rows_steps: int = setting(
+        10, "most steps whose rows stay, room permitting, until a snapshot is on the disk", ge=0
+    )
+    export_every_steps: int = setting(
+        0, "training steps between exported models, all kept; 0: only the final one", ge=0
+    )

@@ -1,0 +1,96 @@
+"""Snapshots of the ranks in their node's memory, every few steps, beside training.
+
+consumes     new versions
+waits for    the ranks: to copy their state, which updates wait for, and to write it, which nobody
+             waits for
+unblocked by their replies, or their death
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.train_history import TrainHistory
+from areal_sc.errors import ArealError, WorkerLost
+from areal_sc.workers import calls
+from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.operations import Operation
+
+logger = logging.getLogger(__name__)
+
+
+class MemorySnapshots:
+    """Writes one snapshot at a time.
+
+    Args:
+        every_steps: versions from one to the next; 0: none are written.
+        on_change: is called when one is begun, and when it has ended.
+    """
+
+    def __init__(
+        self, fleet: Fleet, history: TrainHistory, every_steps: int, on_change: Callable[[], None]
+    ) -> None:
+        self._fleet = fleet
+        self._history = history
+        self._every_steps = every_steps
+        self._on_change = on_change
+        self._writing: asyncio.Task[None] | None = None
+        self._is_taken = asyncio.Event()
+        self._is_taken.set()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def begin_when_due(self) -> None:
+        """Begins one of a version that has just been made.
+
+        None is begun while the ranks write something else: that comes first, and they would stand
+        still until its end.
+        """
+        every, version = self._every_steps, self._history.version
+        if every and version % every == 0 and not (self.is_writing or self._history.is_writing):
+            self._is_taken.clear()
+            self._writing = asyncio.create_task(self._write(version), name="memory snapshot")
+
+    def turn_off(self) -> None:
+        """The ranks share no memory."""
+        if self._every_steps:
+            logger.warning(
+                "checkpoint.memory_every_steps=%d has no effect: the ranks are on several nodes; "
+                "train workers that die begin from the newest snapshot on the disk",
+                self._every_steps,
+            )
+        self._every_steps, self._history.has_memory_snapshots = 0, False
+
+    async def wait_until_taken(self) -> None:
+        """Returns when the ranks may change their state."""
+        await self._is_taken.wait()
+
+    async def close(self) -> None:
+        """Ends the one that is being written."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self, version: int) -> None:
+        operation = Operation(self._history.lineage, version, "memory_snapshot")
+        kept = self._history.make_room_in_memory()
+        snapshot = calls.Snapshot(operation, SnapshotPlace.memory, kept)
+        try:
+            await self._fleet.call_all(calls.BEGIN_SNAPSHOT, snapshot)
+            self._is_taken.set()
+            await self._fleet.call_all(calls.FINISH_WRITE, calls.Change(operation))
+        except WorkerLost as error:
+            logger.info("version=%d has no snapshot in memory: %s", version, error)
+        except ArealError as error:
+            logger.warning("version=%d has no snapshot in memory: %s", version, error)
+        else:
+            if operation.lineage == self._history.lineage:
+                self._history.note_in_memory(version)
+        finally:
+            self._is_taken.set()
+        asyncio.get_running_loop().call_soon(self._on_change)

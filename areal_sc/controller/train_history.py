@@ -1,0 +1,227 @@
+"""Where the ranks of a model stand, and the calls that brought them there since a snapshot.
+
+    snapshot of version 4        calls at 4        calls at 5       begun at 6
+    ----------------------> 4 ------------> 5 ------------> 6 ------------> (not published)
+                                publication     publication
+
+Ranks that are started again load a snapshot and repeat the calls since, in their order: the same
+batches, cut in the same way, so the same weights come out. Only metadata is kept, and no longer
+than a repeat may need it.
+
+Pure state: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from msgspec import structs
+
+from areal_sc.metadata import BatchMetadata
+from areal_sc.weights import ShardReference
+from areal_sc.workers import calls
+from areal_sc.workers.calls import SnapshotPlace
+
+MAX_UNUSED_LOGPROBS: Final = 4
+"""Computed log-probabilities that no update has used; those before them are not repeated."""
+
+MAX_UNCOVERED: Final = 64
+"""Versions whose calls are kept although the snapshots that would cover them fail."""
+
+
+@dataclass(eq=False)
+class ComputedLogprobs:
+    """Log-probabilities that the ranks have computed.
+
+    Attributes:
+        parts: rows of each share.
+        shards: of each share, as the caller got them.
+    """
+
+    parts: Sequence[BatchMetadata]
+    shards: Sequence[ShardReference]
+
+
+@dataclass(eq=False)
+class PPOUpdated:
+    """An update that the ranks were asked for; the arguments of each share."""
+
+    shares: Sequence[calls.PPOUpdate]
+
+
+@dataclass(eq=False)
+class SFTUpdated:
+    """An update that makes the next version by itself."""
+
+    shares: Sequence[calls.SFTUpdate]
+
+
+Updated = PPOUpdated | SFTUpdated
+
+
+@dataclass(eq=False)
+class BegunWrite:
+    """A snapshot or an export that the ranks write, or are asked to; it goes when it is written."""
+
+    change: calls.Change
+
+
+Call = ComputedLogprobs | PPOUpdated | SFTUpdated | BegunWrite
+
+
+class Source(NamedTuple):
+    """A state that ranks can begin from."""
+
+    version: int
+    place: SnapshotPlace
+
+
+class TrainHistory:
+    """The history of one model in this lineage.
+
+    Args:
+        has_memory_snapshots: versions are covered by snapshots in the memory of the node.
+        max_steps: calls since a snapshot on the disk are kept for at most so many versions.
+
+    Attributes:
+        lineage, version: the policy that the ranks are at.
+        has_memory_snapshots: as given.
+    """
+
+    def __init__(self, *, has_memory_snapshots: bool, max_steps: int) -> None:
+        self.has_memory_snapshots = has_memory_snapshots
+        self._max_steps = max_steps
+        self.begin(0, Source(0, SnapshotPlace.initial))
+
+    def begin(self, lineage: int, source: Source) -> None:
+        """A new lineage begins, from the initial model or a snapshot on the disk."""
+        self.lineage = lineage
+        self.version = version = source.version
+        self._durable = source
+        self._first = version  # whose calls are known, as are those of all later ones
+        self._in_memory: list[int] = []
+        self._writes: set[BegunWrite] = set()
+        self._calls: dict[int, list[Call]] = {}
+        self._unused: deque[tuple[int, ComputedLogprobs]] = deque()
+        self._moved: dict[str, ShardReference] = {}
+
+    @property
+    def rows_from(self) -> int:
+        """The rows of this step and later ones may be asked for again."""
+        durable = self._durable.version
+        if self.version - durable <= self._max_steps:
+            return durable
+        if not self.has_memory_snapshots:
+            return self.version
+        newest = self._in_memory[-1] if self._in_memory else durable
+        return newest if self.version - newest <= MAX_UNCOVERED else self.version
+
+    @property
+    def sources(self) -> list[Source]:
+        """What the ranks can begin from, newest first."""
+        found = [Source(version, SnapshotPlace.memory) for version in self._in_memory]
+        found.append(self._durable)
+        known = [source for source in found if source.version >= self._first]
+        return sorted(known, reverse=True, key=lambda source: source.version)
+
+    def calls_at(self, version: int) -> list[Call]:
+        """What was asked for at a version, in order."""
+        return list(self._calls.get(version, []))
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the ranks write something that is not a snapshot in memory."""
+        return bool(self._writes)
+
+    def note(self, call: Call) -> None:
+        """The ranks have done this, or are about to."""
+        self._calls.setdefault(self.version, []).append(call)
+        if isinstance(call, ComputedLogprobs):
+            self._unused.append((self.version, call))
+            if len(self._unused) > MAX_UNUSED_LOGPROBS:
+                self.drop(*self._unused.popleft())
+        elif isinstance(call, BegunWrite):
+            self._writes.add(call)
+        elif isinstance(call, PPOUpdated):
+            read = {
+                s.shard_id for share in call.shares for m in share.minibatches for s in m.shards
+            }
+            self._unused = deque(
+                (version, computed)
+                for version, computed in self._unused
+                if not read & {shard.shard_id for shard in computed.shards}
+            )
+
+    def note_update(self, update: Updated) -> None:
+        """As `note`, unless the operation was noted before."""
+        operation = update.shares[0].operation
+        earlier = [call for call in self.calls_at(operation.version) if isinstance(call, Updated)]
+        if all(operation != call.shares[0].operation for call in earlier):
+            self.note(update)
+
+    def drop(self, version: int, call: Call) -> None:
+        """The call is not to be repeated."""
+        if call in (at := self._calls.get(version, [])):
+            at.remove(call)
+        if isinstance(call, BegunWrite):
+            self._writes.discard(call)
+
+    def advance(self, version: int) -> None:
+        """The ranks have made a new version."""
+        self.version = version
+        self._moved.clear()  # what was computed for an update is of no use any more
+        self._forget()
+
+    def make_room_in_memory(self) -> int:
+        """Before a snapshot is written there; returns the only version that stays, or -1."""
+        del self._in_memory[:-1]
+        return self._in_memory[-1] if self._in_memory else -1
+
+    def note_in_memory(self, version: int) -> None:
+        """The snapshot in memory is whole."""
+        self._in_memory.append(version)
+        self._forget()
+
+    def note_durable(self, version: int) -> None:
+        """The snapshot on the disk is whole."""
+        if version > self._durable.version:
+            self._durable = Source(version, SnapshotPlace.disk)
+            self._forget()
+
+    def note_unreadable(self, source: Source) -> None:
+        """Nothing can begin from it."""
+        if source.place is SnapshotPlace.memory:
+            self._in_memory.remove(source.version)
+        else:
+            self._first = max(self._first, source.version + 1)
+
+    def move(self, shard_id: str, to: ShardReference) -> None:
+        """What a shard held is in another one now, which a later life of a rank has sealed."""
+        self._moved[shard_id] = to
+
+    def current(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch with the shards that hold its rows now."""
+        if not any(shard.shard_id in self._moved for shard in batch.shards):
+            return batch
+        columns = tuple(
+            structs.replace(
+                part,
+                shards=tuple(
+                    structs.replace(shard, **self._moved[shard.shard_id]._asdict())
+                    if shard.shard_id in self._moved
+                    else shard
+                    for shard in part.shards
+                ),
+            )
+            for part in batch.columns
+        )
+        return structs.replace(batch, columns=columns)
+
+    def _forget(self) -> None:
+        self._first = max(self._first, min([self.rows_from, *self._in_memory[-1:]]))
+        for version in [version for version in self._calls if version < self._first]:
+            del self._calls[version]
+        self._unused = deque(pair for pair in self._unused if pair[0] >= self._first)

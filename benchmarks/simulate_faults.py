@@ -1,0 +1,140 @@
+"""Training runs in virtual time whose workers, agents, connections and files fail.
+
+    python benchmarks/simulate_faults.py --seeds 10000
+
+Each seed is a run of some steps with the faults that follow from it, and is the same run each time.
+The real controllers steer simulated workers; the invariants are those of `FaultRun`, in
+tests/simulation. The first violated one ends the process with exit code 1 and the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from simulation import fault_run
+from simulation.plants import PLANTS
+
+SEEDS_PER_TASK = 50
+
+
+@dataclass
+class Outcome:
+    """Of some seeds.
+
+    Attributes:
+        struck: (kind of fault, what the controllers were at) -> number of faults.
+        failures: seed -> what went wrong.
+    """
+
+    num_runs: int = 0
+    num_steps: int = 0
+    num_repeated_steps: int = 0
+    struck: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def add(self, other: Outcome) -> None:
+        self.num_runs += other.num_runs
+        self.num_steps += other.num_steps
+        self.num_repeated_steps += other.num_repeated_steps
+        self.struck += other.struck
+        self.failures |= other.failures
+
+
+def play_all(seeds: Sequence[int], plant: str | None, stops: bool) -> Outcome:
+    """Plays seeds one after the other, up to the first that fails."""
+    logging.disable(logging.CRITICAL)  # every fault is a warning
+    outcome = Outcome()
+    with PLANTS[plant]() if plant else nullcontext():
+        for seed in seeds:
+            outcome.num_runs += 1
+            try:
+                run = fault_run.play(seed)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whatever it is, the seed has found it
+                outcome.failures[seed] = "".join(traceback.format_exception(error))
+                if stops:
+                    break
+                continue
+            outcome.num_steps += run.settings.num_steps
+            outcome.num_repeated_steps += run.num_repeated_steps
+            outcome.struck += run.faults.struck
+    return outcome
+
+
+def outcomes(arguments: argparse.Namespace) -> Iterator[Outcome]:
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    parts = [seeds[i : i + SEEDS_PER_TASK] for i in range(0, len(seeds), SEEDS_PER_TASK)]
+    stops = not arguments.all
+    if arguments.jobs == 1:
+        for part in parts:
+            yield play_all(part, arguments.plant, stops)
+        return
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        tasks = [pool.submit(play_all, part, arguments.plant, stops) for part in parts]
+        try:
+            for task in tasks:
+                yield task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def table(struck: Counter[tuple[str, str]]) -> str:
+    """Kinds of faults in rows, what the controllers were at in columns."""
+    kinds = sorted({kind for kind, _ in struck})
+    states = sorted({state for _, state in struck})
+    rows = [["", *states, "all"]]
+    for kind in kinds:
+        counts = [struck[kind, state] for state in states]
+        rows.append([kind, *map(str, counts), str(sum(counts))])
+    totals = [sum(struck[kind, state] for kind in kinds) for state in states]
+    rows.append(["all", *map(str, totals), str(sum(totals))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--plant", choices=sorted(PLANTS), help="a bug that must be found")
+    parser.add_argument("--all", action="store_true", help="go on after a seed that fails")
+    arguments = parser.parse_args(argv)
+    total, began_s = Outcome(), time.perf_counter()
+    for outcome in outcomes(arguments):
+        total.add(outcome)
+        if total.failures and not arguments.all:
+            break
+    took_s = time.perf_counter() - began_s
+    print(table(total.struck))
+    print(
+        f"{total.num_runs} runs, {total.num_steps} steps and {total.num_repeated_steps} repeated "
+        f"ones, {total.struck.total()} faults, {took_s:.0f} s"
+    )
+    for seed, failure in sorted(total.failures.items()):
+        print(f"\nseed {seed}: {failure}", file=sys.stderr)
+    if total.failures:
+        seeds = ", ".join(map(str, sorted(total.failures)))
+        again = f"{Path(__file__).name} --seeds 1 --first {min(total.failures)} --jobs 1"
+        print(f"failed: seed {seeds}; to see the first again: {again}", file=sys.stderr)
+    return 1 if total.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

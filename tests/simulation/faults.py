@@ -1,0 +1,200 @@
+"""What goes wrong in a simulated run, and when: all of it follows from one seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from simulation.network import Direction, Network, Stage
+
+if TYPE_CHECKING:
+    from simulation.cluster import SimulatedCluster
+    from simulation.network import Peer
+
+KILLED = "signal 9 (SIGKILL)"
+
+
+class FaultKind(StrEnum):
+    kill_rollout = "kill rollout worker"
+    kill_train = "kill train worker"
+    hang_rollout = "hang rollout worker"
+    hang_train = "hang train worker"
+    kill_agent = "kill agent"
+    hang_agent = "hang agent"
+    lose_node = "lose node with its memory"
+    partition = "partition, control"
+    partition_one_way = "partition, control, one way"
+    partition_data = "partition, data"
+    reset = "reset connections"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        target: number of the worker or node, modulo how many there are.
+        at_s: when it strikes; None: at a message.
+        stage, method, count: of that message: the `count`-th one.
+        duration_s: of what ends by itself.
+        direction: of a one-way partition.
+    """
+
+    kind: FaultKind
+    target: int
+    at_s: float | None
+    stage: Stage = Stage.sent
+    method: str = ""
+    count: int = 0
+    duration_s: float = 0.0
+    direction: Direction = Direction.to_worker
+
+
+ROLLOUT_METHODS = ("run_group", "update_weights", "initialize_engine", "sweep")
+TRAIN_METHODS = (
+    "compute_logprobs",
+    "ppo_update",
+    "seal_weights",
+    "save_weights",
+    "sweep",
+    "initialize_rank",
+    "begin_snapshot",
+    "finish_write",
+    "load_snapshot",
+)
+AGENT_METHODS = ("launch", "watch", "stop")
+
+_METHODS = {
+    FaultKind.kill_rollout: (*ROLLOUT_METHODS, *ROLLOUT_METHODS, "launch"),
+    FaultKind.hang_rollout: ROLLOUT_METHODS,
+    FaultKind.kill_train: (*TRAIN_METHODS, *TRAIN_METHODS, "launch"),
+    FaultKind.hang_train: TRAIN_METHODS,
+}
+
+
+def draw_faults(rng: random.Random, kinds: tuple[FaultKind, ...], horizon_s: float) -> list[Fault]:
+    """The faults of a run; half of them strike at a message, wherever it is then."""
+    faults = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
+        kind = rng.choice(kinds)
+        duration_s = rng.choice((0.3, 1.0, 4.0, 15.0, 40.0))
+        if kind is FaultKind.partition_data:
+            duration_s = min(duration_s, 15.0)  # a reader gives an owner up after 30 s
+        target, direction = rng.randrange(6), rng.choice(list(Direction))
+        if rng.random() < 0.4:
+            at_s = rng.choice((0.25, 0.5, 1.0)) * horizon_s * rng.random()
+            faults.append(Fault(kind, target, at_s, duration_s=duration_s, direction=direction))
+            continue
+        methods = _METHODS.get(kind, (*ROLLOUT_METHODS, *TRAIN_METHODS, *AGENT_METHODS))
+        faults.append(
+            Fault(
+                *(kind, target, None, rng.choice(list(Stage)), rng.choice(methods)),
+                count=rng.choice((1, 1, 2, 3, 5, 8, 13)),
+                duration_s=duration_s,
+                direction=direction,
+            )
+        )
+    return faults
+
+
+class FaultInjector:
+    """Makes the faults of a list happen.
+
+    Args:
+        state: what the controllers are at, for the account.
+
+    Attributes:
+        struck: (kind, state) -> number of faults that struck then.
+        last_s: loop time at which the last effect of one ended.
+        is_over: nothing strikes before `begin`, nor after this is set.
+    """
+
+    def __init__(
+        self,
+        cluster: SimulatedCluster,
+        network: Network,
+        faults: list[Fault],
+        state: Callable[[], str],
+    ) -> None:
+        self.struck: Counter[tuple[str, str]] = Counter()
+        self.last_s = 0.0
+        self.is_over = True
+        self._cluster = cluster
+        self._network = network
+        self._timed = [fault for fault in faults if fault.at_s is not None]
+        self._waiting = [fault for fault in faults if fault.at_s is None]
+        self._counts: Counter[tuple[Stage, str]] = Counter()
+        self._state = state
+        network.on_message = self._on_message
+
+    def begin(self) -> None:
+        """The run is up: times and messages are counted from now on."""
+        self.is_over = False
+        loop = asyncio.get_running_loop()
+        for fault in self._timed:
+            assert fault.at_s is not None
+            loop.call_later(fault.at_s, self._strike, fault, None)
+
+    def _on_message(self, stage: Stage, method: str, peer: Peer) -> None:
+        self._cluster.trace(stage, method, peer.name)
+        if self.is_over:
+            return
+        self._counts[stage, method] += 1
+        now = (stage, method, self._counts[stage, method])
+        for fault in list(self._waiting):
+            if (fault.stage, fault.method, fault.count) == now:
+                self._waiting.remove(fault)
+                self._strike(fault, peer)
+
+    def _strike(self, fault: Fault, peer: Peer | None) -> None:
+        if self.is_over:
+            return
+        state = self._state()
+        if self._do(fault, peer):
+            self.struck[fault.kind.value, state] += 1
+            self._cluster.trace("fault", fault.kind.value, fault.target)
+            self.last_s = max(self.last_s, self._cluster.now_s + fault.duration_s)
+
+    def _do(self, fault: Fault, peer: Peer | None) -> bool:
+        kind, cluster = fault.kind, self._cluster
+        loop = asyncio.get_running_loop()
+        if kind in (FaultKind.kill_rollout, FaultKind.hang_rollout):
+            workers: list[Peer] = list(cluster.rollout_workers)
+        elif kind in (FaultKind.kill_train, FaultKind.hang_train):
+            workers = list(cluster.train_workers)
+        else:
+            workers = list(cluster.agents.values())
+        living = [worker for worker in workers if worker.exit_status is None]
+        if not living:
+            return False
+        victim = peer if peer in living else living[fault.target % len(living)]
+        match kind:
+            case FaultKind.kill_rollout | FaultKind.kill_train | FaultKind.kill_agent:
+                victim.end(KILLED)
+            case FaultKind.hang_rollout | FaultKind.hang_train | FaultKind.hang_agent:
+                victim.is_hung = True
+                loop.call_later(fault.duration_s, _wake, victim)
+            case FaultKind.lose_node:
+                cluster.lose_memory(victim.node)
+                victim.end(KILLED)
+            case FaultKind.partition | FaultKind.partition_one_way:
+                both = kind is FaultKind.partition
+                for direction in list(Direction) if both else [fault.direction]:
+                    until_s = cluster.now_s + fault.duration_s
+                    self._network.cuts[victim.node, direction] = until_s
+                    loop.call_later(fault.duration_s, self._network.reset, victim.node)
+            case FaultKind.partition_data:
+                cluster.data_cuts[victim.node] = cluster.now_s + fault.duration_s
+            case FaultKind.reset:
+                self._network.reset(victim.node)
+        return True
+
+
+def _wake(peer: Peer) -> None:
+    if peer.exit_status is None:
+        peer.is_hung = False

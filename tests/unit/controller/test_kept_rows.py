@@ -1,0 +1,93 @@
+"""Rows of trained steps stay as long as the step may be repeated, and room allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_sc.controller.kept_rows import KeptRows
+from areal_sc.controller.ledger import Ledger
+from areal_sc.metadata import (
+    TRAJECTORY_FIELDS,
+    BatchMetadata,
+    Columns,
+    PromptReference,
+    RowMetadata,
+    Run,
+    ShardMetadata,
+)
+
+VERSION = 4
+"""Steps 0 to 3 are trained, each on the group of the same number."""
+
+
+def batch_of(group_id: int) -> BatchMetadata:
+    row = RowMetadata(
+        group_id=group_id,
+        attempt=0,
+        sequence_length=3,
+        reward=0.0,
+        admitted_version=group_id,
+        version_spans=((group_id, 1),),
+        episode=0,
+    )
+    shard = ShardMetadata("rollout/0", "sim://0", f"a.{group_id}", (Run(0, 0, 1),))
+    columns = (Columns(dict(TRAJECTORY_FIELDS), (shard,)),)
+    return BatchMetadata(f"g{group_id}", group_id, columns, (row,))
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    made = Ledger()
+    for step in range(VERSION):
+        group = made.admit(PromptReference(0, step, 0), step)
+        made.start(group.group_id, "rollout/0")
+        made.finish(group.group_id, 0, batch_of(step))
+        made.consume([group.group_id], step)
+    return made
+
+
+def test_nothing_stays_unless_it_is_asked_for(ledger: Ledger) -> None:
+    rows = KeptRows()
+    rows.release(ledger, VERSION - 1)
+    assert ledger.kept_steps == [3], "the batch of the current version"
+    assert not rows.let_go(ledger, VERSION - 1)
+
+
+def test_rows_go_once_their_step_is_covered(ledger: Ledger) -> None:
+    rows = KeptRows()
+    rows.keep_from(2, is_being_covered=False)
+    rows.release(ledger, VERSION)
+    assert ledger.kept_steps == [2, 3]
+    assert ledger.needs_rows(2, 0)
+    assert not ledger.needs_rows(2, 1), "rows of another attempt"
+    assert not ledger.needs_rows(1, 0)
+
+
+def test_where_room_is_short_the_oldest_step_goes_and_it_is_said_once(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = KeptRows()
+    rows.keep_from(0, is_being_covered=False)
+    rows.release(ledger, VERSION)
+    assert rows.let_go(ledger, VERSION)
+    assert rows.let_go(ledger, VERSION)
+    assert ledger.kept_steps == [2, 3]
+    said = [r.getMessage().count("lack room for the rows of step 1,") for r in caplog.records]
+    assert said == [1]
+    assert rows.has_let_go
+    rows.keep_from(3, is_being_covered=False)
+    rows.release(ledger, VERSION)
+    assert rows.has_let_go, "steps are still uncovered"
+    rows.keep_from(4, is_being_covered=False)
+    rows.release(ledger, VERSION)
+    assert not rows.has_let_go
+
+
+def test_rows_that_a_snapshot_will_cover_soon_stay(ledger: Ledger) -> None:
+    rows = KeptRows()
+    rows.keep_from(0, is_being_covered=True)
+    rows.release(ledger, VERSION)
+    assert not rows.let_go(ledger, VERSION)
+    rows.keep_from(3, is_being_covered=True)
+    rows.release(ledger, VERSION)
+    assert ledger.kept_steps == [3]

@@ -1,0 +1,302 @@
+"""Rollout workers die, and the run goes on: in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from simulation.behavior import Behavior
+from simulation.cluster import SimulatedCluster
+from simulation.training_run import Settings, TrainingRun
+from simulation.virtual_loop import run_virtual
+from simulation.workers import SimulatedRolloutWorker
+
+from areal_sc.config.schema import OverBound
+from areal_sc.errors import BatchLost, EngineFailed, WorkerLost
+from areal_sc.workers.calls import RUN_GROUP, GroupAttempt, GroupReply, RunGroup
+
+KILLED = "signal 9 (SIGKILL)"
+
+
+def slow_groups(**changes: object) -> Settings:
+    behavior = Behavior(generation_s=20.0, publication_s=0.5)
+    return Settings(**{"behavior": behavior, "num_rollout_workers": 2, **changes})  # type: ignore[arg-type]
+
+
+def worker_of(run: TrainingRun, number: int) -> SimulatedRolloutWorker:
+    worker = run.cluster.workers[f"rollout/{number}"]
+    assert isinstance(worker, SimulatedRolloutWorker)
+    return worker
+
+
+async def keep_killing(run: TrainingRun, rng: random.Random, mean_s: float) -> None:
+    """Kills random rollout workers, also those that are being started again."""
+    while True:
+        await asyncio.sleep(rng.expovariate(1 / mean_s))
+        victims = [w for w in run.cluster.rollout_workers if w.exit_status is None]
+        if victims:
+            rng.choice(victims).end(KILLED)
+
+
+@pytest.mark.parametrize("mode", OverBound)
+def test_a_run_whose_workers_die_all_the_time_loses_nothing(mode: OverBound) -> None:
+    behavior = Behavior(
+        generation_s=lambda rng: rng.lognormvariate(0.5, 1.0),
+        reply_delay_s=lambda rng: rng.choice([0.0, 0.3]),
+        group_rejection=0.05,
+    )
+
+    async def scenario(seed: int) -> TrainingRun:
+        run = TrainingRun(
+            Settings(
+                num_steps=8,
+                over_bound=mode,
+                num_rollout_workers=3,
+                max_deaths=50,
+                evaluate_every=4,
+                store_groups=40,
+                seed=seed,
+                behavior=behavior,
+            )
+        )
+        async with run.started():
+            killer = asyncio.create_task(keep_killing(run, random.Random(seed), 4.0))
+            for _ in range(run.settings.num_steps):
+                await run.step()
+            killer.cancel()
+            await run.collect_evaluation()
+            await run.check_end()
+        return run
+
+    for seed in range(2):
+        run = run_virtual(scenario(seed))
+        assert any(start.attempt for start in run.cluster.starts)
+        assert run.evaluations
+
+
+def test_a_group_of_a_dead_worker_runs_again_as_another_attempt_of_the_same() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(slow_groups()).started() as run:
+            step = asyncio.create_task(run.step())
+            await asyncio.sleep(10.0)
+            lost = set(worker_of(run, 0).running)
+            others = set(worker_of(run, 1).running)
+            assert lost
+            worker_of(run, 0).end(KILLED)
+            await asyncio.sleep(1.0)
+            assert others <= set(worker_of(run, 1).running), "the other worker goes on"
+            await asyncio.sleep(5.0)
+            starts = {(s.group_id, s.attempt): s for s in run.cluster.starts}
+            for group_id, attempt in lost:
+                again = starts[group_id, attempt + 1]
+                assert again.dataset_index == starts[group_id, attempt].dataset_index
+                assert again.admitted_version == starts[group_id, attempt].admitted_version
+            await step
+            await asyncio.sleep(60.0)
+            account = run.rollout.groups.ledger.account()
+            assert account["rejected"] == {}
+            assert worker_of(run, 0).incarnation in {
+                m.worker.incarnation for m in run.rollout.current_members
+            }
+
+    run_virtual(scenario())
+
+
+def test_weights_come_before_the_first_group_of_a_new_life() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(slow_groups(num_steps=20)).started() as run:
+            for _ in range(3):
+                await run.step(checks_business=False)
+            num_starts = len(run.cluster.starts)
+            worker_of(run, 1).end(KILLED)
+            for _ in range(3):
+                await run.step(checks_business=False)
+            starts = [s for s in run.cluster.starts[num_starts:] if s.worker == "rollout/1"]
+            assert starts
+            assert min(start.worker_version for start in starts) >= 3
+
+    run_virtual(scenario())
+
+
+def test_rows_that_outlive_their_worker_are_trained_and_swept() -> None:
+    async def scenario() -> None:
+        settings = Settings(num_steps=6, max_staleness=3, behavior=Behavior(training_s=30.0))
+        run = TrainingRun(settings)
+        async with run.started():
+            await run.step()
+            await asyncio.sleep(25.0)  # all that may be is finished
+            held = set(worker_of(run, 0).store.group_of)
+            assert held
+            num_starts = len(run.cluster.starts)
+            worker_of(run, 0).end(KILLED)
+            for _ in range(5):
+                await run.step()
+            assert {s.attempt for s in run.cluster.starts[num_starts:]} <= {0}
+            await run.check_end()
+
+    run_virtual(scenario())
+
+
+def test_finished_groups_whose_rows_went_with_their_worker_run_again() -> None:
+    async def scenario() -> None:
+        settings = Settings(num_steps=6, max_staleness=3, behavior=Behavior(training_s=30.0))
+        run = TrainingRun(settings)
+        async with run.started():
+            await run.step()
+            await asyncio.sleep(25.0)
+            lost = set(worker_of(run, 0).store.group_of.values()) - run.trained_at.keys()
+            assert lost
+            worker_of(run, 0).end(KILLED, keeps_memory=False)
+            await asyncio.sleep(0.1)
+            for _ in range(5):
+                await run.step()
+            assert lost <= {s.group_id for s in run.cluster.starts if s.attempt == 1}
+            await run.check_end()
+
+    run_virtual(scenario())
+
+
+def test_a_batch_whose_rows_are_gone_says_so() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(Settings()).started() as run:
+            await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            for worker in run.cluster.rollout_workers:
+                worker.end(KILLED, keeps_memory=False)
+            await asyncio.sleep(5.0)
+            with pytest.raises(BatchLost, match="batch of version 0"):
+                await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            assert not run.rollout._background.has_failed, "a rank may have read it"
+
+    run_virtual(scenario())
+
+
+def test_an_evaluation_goes_on_elsewhere_and_tells_its_versions() -> None:
+    async def scenario() -> None:
+        settings = Settings(behavior=Behavior(evaluation_s=50.0))
+        async with TrainingRun(settings).started() as run:
+            evaluation = asyncio.create_task(
+                run.rollout.evaluate_async(run.prompts, run.workflow, num_prompts=10)
+            )
+            await asyncio.sleep(5.0)
+            (worker,) = (w for w in run.cluster.rollout_workers if w.num_evaluations)
+            worker.end(KILLED)
+            outcome = await evaluation
+            assert (outcome.num_prompts, outcome.num_rejected) == (10, 0)
+            assert outcome.versions == (0, 0)
+
+    run_virtual(scenario())
+
+
+def test_rollout_batch_runs_again_what_a_dead_worker_ran_or_held() -> None:
+    async def scenario() -> None:
+        durations = iter([1.0, 20.0] * 20)
+        settings = Settings(behavior=Behavior(generation_s=lambda rng: next(durations)))
+        async with TrainingRun(settings).started() as run:
+            call = run.rollout.rollout_batch_async(run.prompts, run.workflow, 6)
+            waiting = asyncio.create_task(call)
+            await asyncio.sleep(10.0)
+            worker = worker_of(run, 0)
+            lost = {g for g, _ in worker.running} | set(worker.store.group_of.values())
+            assert len(lost) > len(worker.running) > 0
+            worker.end(KILLED, keeps_memory=False)
+            batch = await waiting
+            assert len(batch.group_ids) == 6
+            assert {row.group_id for row in batch.rows if row.attempt == 1} == lost
+            for shard in batch.shards:
+                (await run.cluster.reach(shard.node_id, shard.node_addr)).require(shard.shard_id)
+
+    run_virtual(scenario())
+
+
+def test_a_silent_worker_gets_no_new_groups() -> None:
+    async def scenario() -> None:
+        settings = Settings(num_steps=20, behavior=Behavior(training_s=5.0))
+        async with TrainingRun(settings).started() as run:
+            await run.step()
+            worker_of(run, 0).is_hung = True
+            await asyncio.sleep(7.0)  # it is not lost yet
+            steps = asyncio.create_task(run.step(checks_business=False))
+            await asyncio.sleep(2.0)
+            silent_since_s = run.cluster.now_s - 4.0
+            late = [s for s in run.cluster.starts if s.time_s > silent_since_s]
+            assert "rollout/0" not in {start.worker for start in late}
+            worker_of(run, 0).is_hung = False
+            await steps
+
+    run_virtual(scenario())
+
+
+def test_an_answer_for_another_run_is_none() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(Settings()).started() as run:
+
+            async def late(group: RunGroup) -> GroupReply:
+                return GroupReply(GroupAttempt(group.group_id, group.attempt - 1))
+
+            first = worker_of(run, 0)
+            first.served["run_group"] = RUN_GROUP.served_by(late)
+            await run.step()
+            assert run.rollout.groups.ledger.account()["rejected"] == {}
+            assert first.exit_status == KILLED
+
+    run_virtual(scenario())
+
+
+def test_an_engine_that_fails_costs_the_worker_not_the_run() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(slow_groups()).started() as run:
+
+            async def fail(group: RunGroup) -> GroupReply:
+                raise EngineFailed("no more memory")
+
+            first = worker_of(run, 0)
+            first.served["run_group"] = RUN_GROUP.served_by(fail)
+            await run.step()
+            assert first.exit_status == KILLED
+            assert worker_of(run, 0) is not first
+
+    run_virtual(scenario())
+
+
+def test_a_worker_that_only_dies_ends_the_run_with_its_last_words() -> None:
+    class Dying(SimulatedCluster):
+        """Later lives of the first worker end before they have done anything."""
+
+        async def start(self, order, node):  # type: ignore[no-untyped-def]
+            worker = await super().start(order, node)
+            if order.name == "rollout/0" and order.port:
+                asyncio.get_running_loop().call_later(0.2, worker.end, "signal 11 (SIGSEGV)")
+            return worker
+
+    async def scenario() -> None:
+        run = TrainingRun(slow_groups(max_deaths=3), cluster_class=Dying)
+        async with run.started():
+            step = asyncio.create_task(run.step())
+            await asyncio.sleep(5.0)
+            log = run.cluster.run_dir / "logs" / "rollout-0.log"
+            log.parent.mkdir(exist_ok=True)
+            log.write_text("cannot read\n")
+            worker_of(run, 0).end(KILLED)
+            with pytest.raises(WorkerLost, match=r"rollout/0.*SIGSEGV") as caught:
+                await step
+            assert caught.value.log_tail == ("cannot read",)
+            assert run.rollout.num_restarts == 3
+
+    run_virtual(scenario())
+
+
+def test_pause_also_holds_a_worker_that_comes_back() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(Settings(num_steps=20)).started() as run:
+            await run.step()
+            worker_of(run, 0).end(KILLED)
+            await asyncio.sleep(0.1)
+            await run.rollout.pause_async()
+            await asyncio.sleep(30.0)
+            assert not worker_of(run, 0).is_awake.is_set()
+            await run.rollout.resume_async()
+            assert worker_of(run, 0).is_awake.is_set()
+            await run.step(checks_business=False)
+
+    run_virtual(scenario())
