@@ -56,6 +56,16 @@ class MemorySnapshots:
             self._is_taken.clear()
             self._writing = asyncio.create_task(self._write(version), name="memory snapshot")
 
+    def turn_off(self) -> None:
+        """The ranks share no memory."""
+        if self._every_steps:
+            logger.warning(
+                "checkpoint.memory_every_steps=%d has no effect: the ranks are on several nodes; "
+                "train workers that die begin from the newest snapshot on the disk",
+                self._every_steps,
+            )
+        self._every_steps, self._history.has_memory_snapshots = 0, False
+
     async def wait_until_taken(self) -> None:
         """Returns when the ranks may change their state."""
         await self._is_taken.wait()

@@ -1,11 +1,11 @@
 """The agent of one node, through all its lives, as the controller of one role sees it.
 
-    calls ──► connection to the newest life
+    launch ──► connection to the newest life
     lost  ──► Supervisor ── Restart ──► pause, Scheduler.renew, new connection ──► serves
-                              └──────── GiveUp ───► NodeLost, for every call from then on
+                              └──────── GiveUp ───► NodeLost, for every launch from then on
 
-consumes     calls; `replace`, by whoever watches the node
-waits for    the agent's replies; while it is started again, its calls wait for that
+consumes     launches; `replace`, by whoever watches the node
+waits for    the agent's replies; while it is started again, launches wait for that
 unblocked by the new agent, or by the end of the attempts, each of which the scheduler bounds
 
 An agent is lost when its process has ended, as the scheduler says; when it is silent for as long as
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from typing import Final
 
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.supervisor import (
@@ -28,17 +30,28 @@ from areal_sc.controller.supervisor import (
     StartFailed,
     Supervisor,
 )
-from areal_sc.errors import ArealError, NodeLost, PeerLost, WorkerError, WorkerLost
+from areal_sc.errors import (
+    ArealError,
+    NodeLost,
+    PeerLost,
+    TransportError,
+    WorkerError,
+    WorkerLost,
+    WorkerStartError,
+)
 from areal_sc.log import log_tail
 from areal_sc.schedulers.base import Node, Scheduler
-from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Connection
+from areal_sc.workers.spec import LAUNCH, Launch, Launched, WorkerOrder, WorkerReport
 
 logger = logging.getLogger(__name__)
 
+RPC_MARGIN_S: Final = 30.0
+"""What a call of an agent may take beyond the time that it says."""
+
 
 class NodeAgent:
-    """Calls the agent of a node, and has it started again.
+    """Starts workers through the agent of a node, and has the agent started again.
 
     Attributes:
         connection: to the newest life that is known here.
@@ -59,19 +72,37 @@ class NodeAgent:
         """Sent and received on all connections so far."""
         return self._past_bytes + self.connection.bytes_sent + self.connection.bytes_received
 
-    async def call(self, method: Method[A, R], args: A, *, timeout_s: float) -> R:
-        """Reply of the agent, once it serves.
+    async def launch(self, orders: Sequence[WorkerOrder]) -> list[WorkerReport]:
+        """Starts workers, once the agent serves; they are in the order of the orders.
 
-        Raises: NodeLost: it cannot be started again. TransportError: it gave no reply.
+        Raises: WorkerStartError: one did not come up; the agent has ended the others. NodeLost: the
+            agent cannot be started again.
         """
+        launch = Launch(list(orders), self._scheduler.config.startup_timeout_s)
+        try:
+            try:
+                launched = await self._launch(launch)
+            except PeerLost:
+                self.lose()  # whoever watches finds out what became of it
+                launched = await self._launch(launch)
+        except TransportError as error:
+            path = self._node.log_path
+            what = f"the agent of node {self._node.name} started no workers: {error}"
+            raise WorkerStartError.with_log(what, path, log_tail(path)) from error
+        if launched.failure:
+            raise WorkerStartError(
+                launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
+            )
+        self._supervisor.on(Progressed(self._node.name))
+        for worker in launched.workers:
+            logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
+        return launched.workers
+
+    async def _launch(self, launch: Launch) -> Launched:
         await self._serves.wait()
         if self._failure is not None:
             raise self._failure
-        return await self.connection.call(method, args, timeout_s=timeout_s)
-
-    def note_progress(self) -> None:
-        """The agent has started workers."""
-        self._supervisor.on(Progressed(self._node.name))
+        return await self.connection.call(LAUNCH, launch, timeout_s=launch.timeout_s + RPC_MARGIN_S)
 
     async def how_it_ended(self) -> str | None:
         """In words that follow "its agent"; None: nobody says that it has ended.
@@ -83,8 +114,12 @@ class NodeAgent:
         how = (await self._scheduler.ended_nodes()).get(self._node)
         return None if how is None else f"ended with {how}"
 
+    def note_heard(self) -> None:
+        """It answers: whoever took it for lost was wrong."""
+        self._serves.set()
+
     def lose(self) -> None:
-        """Ends the calls that wait; later ones wait for `replace`."""
+        """Ends the calls that wait; later launches wait for `replace`, or for `note_heard`."""
         self._serves.clear()
         self.connection.fail_pending(PeerLost(f"the agent of node {self._node.name} is lost"))
 

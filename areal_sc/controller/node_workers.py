@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from areal_sc.controller.node_agent import NodeAgent
+from areal_sc.controller.node_agent import RPC_MARGIN_S, NodeAgent
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError, TransportError, WorkerLost, WorkerStartError
+from areal_sc.errors import ArealError, TransportError, WorkerLost
 from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
@@ -35,13 +35,11 @@ from areal_sc.transport.rpc.transport import Connection
 from areal_sc.transport.sockets.interface import port_of
 from areal_sc.workers.beats import BLOCKED_WARNING_S
 from areal_sc.workers.spec import (
-    LAUNCH,
     LOG_TAIL,
     STOP,
     WATCH,
     Beat,
     EndedWorker,
-    Launch,
     News,
     Stop,
     Watch,
@@ -58,8 +56,6 @@ RETRY_S: Final = 0.25
 LOG_TAIL_LIMIT_S: Final = 2.0
 KILL_LIMIT_S: Final = 15.0
 """An agent waits for 10 s until a process has died of SIGKILL."""
-RPC_MARGIN_S: Final = 30.0
-"""What a call of an agent may take beyond the time that it says."""
 
 
 @dataclass(eq=False)
@@ -155,7 +151,7 @@ class NodeWorkers:
         Raises: WorkerStartError: one did not come up; the agent has ended the others.
         """
         for order, worker in zip(
-            self._first_orders, await self._start(self._first_orders), strict=True
+            self._first_orders, await self.agent.launch(self._first_orders), strict=True
         ):
             self.add(Member(order, worker, self._connect(worker)))
 
@@ -172,7 +168,7 @@ class NodeWorkers:
             port = port_of(member.worker.address)
             new_id = self._runtime.new_id()
             member.order = replace(member.order, incarnation=new_id, port=port)
-        workers = await self._start([member.order for member in members])
+        workers = await self.agent.launch([member.order for member in members])
         for member, worker in zip(members, workers, strict=True):
             past = member.connection
             await past.close()
@@ -208,25 +204,6 @@ class NodeWorkers:
             await self.agent.connection.call(STOP, stop, timeout_s=KILL_LIMIT_S)
         except TransportError as error:
             logger.warning("node=%s its agent killed no workers: %s", self._node.name, error)
-
-    async def _start(self, orders: Sequence[WorkerOrder]) -> list[WorkerReport]:
-        launch = Launch(list(orders), self._config.startup_timeout_s)
-        try:
-            launched = await self.agent.call(
-                LAUNCH, launch, timeout_s=launch.timeout_s + RPC_MARGIN_S
-            )
-        except TransportError as error:
-            path = self._node.log_path
-            what = f"the agent of node {self._node.name} started no workers: {error}"
-            raise WorkerStartError.with_log(what, path, log_tail(path)) from error
-        if launched.failure:
-            raise WorkerStartError(
-                launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
-            )
-        self.agent.note_progress()
-        for worker in launched.workers:
-            logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
-        return launched.workers
 
     def _connect(self, worker: WorkerReport) -> Connection:
         return self._runtime.transport.connect(
@@ -283,7 +260,7 @@ class NodeWorkers:
         self._heard_s = asyncio.get_running_loop().time()
         while True:
             try:
-                news = await self.agent.call(
+                news = await self.agent.connection.call(
                     WATCH, Watch(self._role, num_ended, hold_s), timeout_s=hold_s + interval_s
                 )
             except TransportError as error:
@@ -293,6 +270,7 @@ class NodeWorkers:
                     num_ended = 0  # the new agent counts its own
             else:
                 self._is_agent_heard = True
+                self.agent.note_heard()
                 self._heard_s = asyncio.get_running_loop().time()
                 num_ended, hold_s = news.num_ended, interval_s
                 await self._note(news)

@@ -66,7 +66,7 @@ class RowsNeeded(NamedTuple):
 
     Attributes:
         first_step: they are those of this step and later ones.
-        is_being_covered: a snapshot is being written, so that fewer will be needed soon.
+        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
     """
 
     first_step: int
@@ -117,6 +117,8 @@ class Ranks:
     async def start(self, lineage: int) -> Recovery:
         """The ranks meet, and build their engines; returns what restarts them from then on."""
         await self._meet(lineage)
+        if len({member.worker.node for member in self._fleet.members}) > 1:
+            self.memory.turn_off()
         self.history.begin(lineage, Source(0, SnapshotPlace.initial))
         members = self._fleet.members
         self._recovery = Recovery(
@@ -125,13 +127,15 @@ class Ranks:
             self._fleet.config.max_deaths,
             self._bring_back,
             self._on_given_up,
+            self._tell_rows,
         )
         return self._recovery
 
     def note_loss(self) -> None:
         """A rank has died, and will be started again: what goes on ends."""
         for body in self._bodies:
-            body.reschedule(asyncio.get_running_loop().time())
+            if not body.expired():  # by the loss of another rank, just before
+                body.reschedule(asyncio.get_running_loop().time())
 
     async def repeated(self, body: Callable[[], Awaitable[T]]) -> T:
         """The result of a body that calls the ranks; it is repeated when some of them die.
@@ -202,7 +206,10 @@ class Ranks:
         return (await self._fleet.call_all(calls.BEGIN_SAVE_HF, change))[0]
 
     def _tell_rows(self) -> None:
-        self._on_rows_needed(RowsNeeded(self.history.rows_from, self.memory.is_writing))
+        """Those of steps that are being repeated stay, however short room is."""
+        is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
+        is_covered_soon = self.memory.is_writing or is_being_repeated
+        self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
 
     @property
     def _num_restarts(self) -> int:
@@ -247,6 +254,9 @@ class Ranks:
                     await self._repeat(call)
                 weights = await self._advance_again(version)
             await self._announce_again(weights)
+            if source.version < history.version:
+                self.memory.begin_when_due()
+                await self.memory.wait_until_taken()
             for call in history.calls_at(history.version):
                 await self._repeat(call)
         except ShardGone as error:

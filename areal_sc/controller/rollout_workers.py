@@ -119,6 +119,13 @@ class RolloutWorkers:
         await asyncio.gather(*(self._bring_up(s) for s in self._states if s.member in members))
 
     async def _bring_up(self, state: RolloutWorkerState) -> None:
+        try:
+            await self._bring_back(state)
+        except BaseException:  # it is killed, and started again
+            self.note_loss(state.member)
+            raise
+
+    async def _bring_back(self, state: RolloutWorkerState) -> None:
         member = state.member
         held = await self._fleet.call(member, calls.ADOPTED_SHARDS, None)
         lost = state.store.note_adopted(held)

@@ -88,10 +88,11 @@ class TrainHistory:
 
     Attributes:
         lineage, version: the policy that the ranks are at.
+        has_memory_snapshots: as given.
     """
 
     def __init__(self, *, has_memory_snapshots: bool, max_steps: int) -> None:
-        self._has_memory_snapshots = has_memory_snapshots
+        self.has_memory_snapshots = has_memory_snapshots
         self._max_steps = max_steps
         self.begin(0, Source(0, SnapshotPlace.initial))
 
@@ -113,7 +114,7 @@ class TrainHistory:
         durable = self._durable.version
         if self.version - durable <= self._max_steps:
             return durable
-        if not self._has_memory_snapshots:
+        if not self.has_memory_snapshots:
             return self.version
         newest = self._in_memory[-1] if self._in_memory else durable
         return newest if self.version - newest <= MAX_UNCOVERED else self.version

@@ -252,7 +252,10 @@ def _is_input_closed() -> bool:
 
 
 def _announce(what: NodeFacts | str) -> None:
-    os.write(sys.stdout.fileno(), json.encode(what) + b"\n")
+    try:
+        os.write(sys.stdout.fileno(), json.encode(what) + b"\n")
+    except BrokenPipeError as error:
+        raise WorkerStartError("nobody needs the agent: the script has ended") from error
 
 
 def main(

@@ -10,11 +10,12 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.run_process import tiny_run
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.controller.fleet import Fleet
@@ -46,9 +47,22 @@ def processes(run_dir: Path) -> dict[int, str]:
     return found
 
 
-def pid_of(run_dir: Path, name: str) -> int:
-    (pid,) = [pid for pid, its_name in processes(run_dir).items() if its_name == f"areal:{name}"]
-    return pid
+def pid_of(run_dir: Path, name: str) -> int | None:
+    """Of the agent, or of its own fork server; None while there is none."""
+    named = [pid for pid, its_name in processes(run_dir).items() if its_name == f"areal:{name}"]
+    if name == "forks":  # a rollout worker has one, too
+        agent = pid_of(run_dir, "agent")
+        named = [pid for pid in named if parent_of(pid) == agent]
+    return named[0] if named else None
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def kill(pid: int | None) -> None:
+    assert pid
+    os.kill(pid, signal.SIGKILL)
 
 
 async def until(is_so: Callable[[], Any]) -> None:
@@ -139,7 +153,7 @@ async def test_a_node_that_is_lost_is_lent_anew(tmp_path: Path, killed: list[str
             if name == "memory":  # another run has cleaned up at a bad moment
                 shutil.rmtree(user_folder(tmp_path / "memory"))
             else:
-                os.kill(pid_of(tmp_path, name), signal.SIGKILL)
+                kill(pid_of(tmp_path, name))
         await until(lambda: not guarded.recovery.is_ready(guarded.fleet.members[0]))
         await guarded.wait_until_ready()
         after = [member.worker for member in guarded.fleet.members]
@@ -207,3 +221,29 @@ async def test_a_scheduler_that_is_closed_while_it_lends_anew_leaves_nothing(
     outcomes = await asyncio.gather(renewing, again, return_exceptions=True)
     assert all(outcome is None or isinstance(outcome, WorkerStartError) for outcome in outcomes)
     assert_nothing_is_left(tmp_path)
+
+
+def test_runs_that_end_while_their_node_is_lent_anew_leave_nothing(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    ends = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+    with ExitStack() as stack:
+        runs = {}
+        for signum in ends:
+            settings = ("total_steps=100000", f"transport.shared_memory={tmp_path / signum.name}")
+            run = tiny_run(tmp_path / f"run-{signum.name}", tiny_model_folder, *settings)
+            runs[signum] = stack.enter_context(run)
+        for signum, run in runs.items():
+            run.wait_for_step(1)
+            agent = pid_of(run.run_dir, "agent")
+            kill(agent)
+            run.wait_until(
+                lambda run=run, agent=agent: pid_of(run.run_dir, "agent") not in (agent, None),
+                "a new agent",
+            )
+            run.send(signum)
+        for signum, run in runs.items():
+            assert run.wait() == ends[signum], run.story()
+            run.wait_until_gone()
+            assert list((tmp_path / signum.name).iterdir()) == []
+            assert not RunFolder(run.run_dir).keys_path.exists()

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import random
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from simulation.workers import (
 )
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
-from areal_sc.errors import CheckpointError, PeerSilent
+from areal_sc.errors import BatchLost, CheckpointError, PeerSilent, ShardGone, StepsLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.workers.spec import WorkerOrder
 
@@ -46,12 +47,14 @@ class FaultyCluster(SimulatedCluster):
 
     Attributes:
         lives: of all workers, in the order of their starts.
+        num_lost_memories: of nodes.
         data_cuts: node -> loop time until which nothing is read from it.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
         super().__init__(run_dir, behavior, seed)
         self.network = Network(self)
+        self.num_lost_memories = 0
         self.lives: list[SimulatedWorker] = []
         self.data_cuts: dict[str, float] = {}
         self.on_end = self.network.end
@@ -60,15 +63,17 @@ class FaultyCluster(SimulatedCluster):
         self.config.hung_after_s = 20.0
         self.config.startup_timeout_s = 30.0
         self.config.transport.call_timeout_s = 100.0
-        self.config.transport.stalled_peer_timeout_s = 8.0
+        self.config.transport.stalled_peer_timeout_s = 30.0
 
     def transport(self) -> NetworkTransport:
         return NetworkTransport(self.network)
 
     async def reach(self, node_id: str, address: str) -> SimulatedStore:
-        """An owner that is stopped or cut off is waited for, and then given up."""
+        """An owner that is dead, stopped or cut off is waited for, and then given up."""
         give_up_s = self.now_s + self.config.transport.stalled_peer_timeout_s
         while self._is_silent(self.workers[node_id]):
+            if self.now_s >= give_up_s and self.workers[node_id].exit_status is not None:
+                raise ShardGone(f"a shard is gone with its owner {node_id} at {address}")
             if self.now_s >= give_up_s:
                 raise PeerSilent(f"{node_id} at {address} gives no sign of life")
             await asyncio.sleep(0.5)
@@ -76,10 +81,11 @@ class FaultyCluster(SimulatedCluster):
 
     def _is_silent(self, worker: SimulatedWorker) -> bool:
         is_cut = self.data_cuts.get(worker.node, 0.0) > self.now_s
-        return worker.exit_status is None and (worker.is_hung or is_cut)
+        return worker.exit_status is not None or worker.is_hung or is_cut
 
     def lose_memory(self, node: str) -> None:
         """The shards of a node are gone, those included that a life would adopt."""
+        self.num_lost_memories += 1
         for worker in self.workers_on(node):
             worker.store.lose()
         for key in [key for key in self.snapshots if key.node == node]:
@@ -99,8 +105,7 @@ class FaultyCluster(SimulatedCluster):
         return self._trace.hexdigest()
 
 
-ROLLOUT_KINDS = (FaultKind.kill_rollout, FaultKind.hang_rollout, FaultKind.reset)
-ALL_KINDS = ROLLOUT_KINDS
+ALL_KINDS = tuple(FaultKind)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,9 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
     """Small settings, and some faults."""
     rng = random.Random(seed)
     num_workers, batch_groups = rng.randint(1, 3), rng.randint(1, 3)
-    memory_every = rng.choice((0, 1, 1, 2))
+    num_ranks = rng.randint(1, 2)
+    is_on_one_node = num_ranks == 1 or num_workers < 3
+    memory_every = rng.choice((0, 1, 1, 2)) if is_on_one_node else 0
     least_store = -(-batch_groups // num_workers)
     generation_s, training_s = rng.choice((0.5, 2.0, 6.0)), rng.choice((0.5, 2.0, 4.0))
     behavior = Behavior(
@@ -140,7 +147,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         batch_groups=batch_groups,
         group_size=rng.randint(1, 2),
         num_rollout_workers=num_workers,
-        num_ranks=rng.randint(1, 2),
+        num_ranks=num_ranks,
         num_minibatches=rng.randint(1, 2),
         max_concurrent_groups=rng.choice((2, 40)),
         store_groups=rng.choice((least_store, least_store + 1, 1000))
@@ -170,6 +177,7 @@ class FaultRun(TrainingRun):
 
     Attributes:
         phase: what the loop is at.
+        has_lost_steps: it has ended early, since rows went with a node's memory.
     """
 
     cluster: FaultyCluster
@@ -178,11 +186,17 @@ class FaultRun(TrainingRun):
         super().__init__(scenario.settings, FaultyCluster)
         self.phase = "start"
         self.broken_callbacks: list[str] = []
+        self.has_lost_steps = False
         self.snapshot_every = scenario.snapshot_every
         self._snapshot: asyncio.Task[None] | None = None
         network = self.cluster.network
         network.duplication, network.jitter_s = scenario.duplication, scenario.jitter_s
         self.faults = FaultInjector(self.cluster, network, scenario.faults, lambda: self.state)
+
+    @property
+    def num_repeated_steps(self) -> int:
+        """Steps that ranks made again after a death."""
+        return sum(len(step.minibatches) > 0 for step in self.cluster.trained) - len(self.batches)
 
     @property
     def state(self) -> str:
@@ -196,24 +210,47 @@ class FaultRun(TrainingRun):
 
     async def play(self) -> FaultRun:
         asyncio.get_running_loop().set_exception_handler(self._note_broken_callback)
+        try:
+            await self._play()
+        except (StepsLost, BatchLost, ShardGone):
+            # rows of a step went with their node: the run ends, to go on from a snapshot
+            if not self.cluster.num_lost_memories:
+                raise
+            self.has_lost_steps = True
+        assert not self.broken_callbacks, self.broken_callbacks
+        return self
+
+    async def _play(self) -> None:
         async with self.started():
             self.faults.begin()
             while self.actor.version < self.settings.num_steps:
-                await self.step()
+                await self._unless_given_up(self.step())
             self.duration_s = self.cluster.now_s
             self.phase = "end"
-            await self._collect_evaluation()
+            await self.collect_evaluation()
             if self._snapshot is not None:
                 await self._snapshot
             self.faults.is_over = True
             await self._until_recovered()
             await self.check_end()
             self.phase = "close"
-        assert not self.broken_callbacks, self.broken_callbacks
-        return self
 
     def _note_broken_callback(self, _: Any, context: dict[str, Any]) -> None:
         self.broken_callbacks.append(repr(context.get("exception") or context["message"]))
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, Any]) -> None:
+        """As `ControlLoop.run`: a worker that is given up ends every call."""
+        task = asyncio.create_task(work, name="the script")
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=5.0)
+                for controller in (self.actor, self.rollout):
+                    if controller.worker_lost is not None and not task.done():
+                        raise controller.worker_lost
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        task.result()
 
     async def _until_recovered(self) -> None:
         """Workers that died at the end come back, too."""
@@ -300,7 +337,8 @@ class FaultRun(TrainingRun):
                     trained.update(rows if version == batch.global_step else ())
             expected = Counter(map(row_key, batch.rows))
             assert trained == expected, (
-                f"step {batch.global_step}: {trained - expected} too much, {expected - trained} missing"
+                f"step {batch.global_step}: too much: {trained - expected}, missing: "
+                f"{expected - trained}"
             )
 
 

@@ -83,6 +83,8 @@ def draw_faults(rng: random.Random, kinds: tuple[FaultKind, ...], horizon_s: flo
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
         kind = rng.choice(kinds)
         duration_s = rng.choice((0.3, 1.0, 4.0, 15.0, 40.0))
+        if kind is FaultKind.partition_data:
+            duration_s = min(duration_s, 15.0)  # a reader gives an owner up after 30 s
         target, direction = rng.randrange(6), rng.choice(list(Direction))
         if rng.random() < 0.4:
             at_s = rng.choice((0.25, 0.5, 1.0)) * horizon_s * rng.random()

@@ -213,7 +213,8 @@ class NetworkConnection:
         def repeat() -> None:
             if self._epoch == epoch:
                 for request_id in list(self._pending):
-                    self._send(request_id)
+                    if request_id in self._pending:
+                        self._send(request_id)
 
         asyncio.get_running_loop().call_later(RECONNECT_S, repeat)
 

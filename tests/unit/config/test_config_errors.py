@@ -83,7 +83,7 @@ WriteYaml = Callable[..., Path]
             "checkpoint=3",
             "override checkpoint=3: checkpoint: "
             "expected a section with the keys every_steps, every_minutes, keep, "
-            "export_every_steps, got 3",
+            "memory_every_steps, keep_rows_steps, export_every_steps, got 3",
         ),
         (
             "checkpoint={kep:3}",

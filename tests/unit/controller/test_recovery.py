@@ -337,6 +337,7 @@ def test_random_faults_leave_one_life_of_each_worker_and_all_come_back(
                         agent.is_hung = True
                     case "progress":
                         rollout.progress()
+            await asyncio.sleep(2 * LOST_AFTER_S)  # the last fault is noticed, and what it hid
             limit_s = 3 * LOST_AFTER_S + 60.0  # and pauses
             await rollout.wait_until_ready(limit_s)
             await train.wait_until_ready(limit_s)
