@@ -319,6 +319,9 @@ class FaultRun(TrainingRun):
     async def check_end(self) -> None:
         await super().check_end()
         self.check_history()
+        for group_id, reason in self.rejected.items():
+            has_cause = reason == "stale" or group_id in self.cluster.rejected_groups
+            assert has_cause, f"group {group_id} is rejected as {reason}, and no worker said so"
         for worker in self.cluster.lives:
             if isinstance(worker, SimulatedRolloutWorker):
                 versions = [version for _, version in worker.history]
