@@ -150,6 +150,8 @@ class Ranks:
             try:
                 async with scope:
                     self._bodies.add(scope)
+                    # what follows must come after it on every rank, writes among them
+                    await self.memory.wait_until_taken()
                     return await body()
             except TimeoutError:
                 if not scope.expired():
@@ -194,7 +196,6 @@ class Ranks:
 
     async def update(self, update: Updated) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be."""
-        await self.memory.wait_until_taken()
         self.history.note_update(update)
         return await self._update(update)
 
@@ -276,7 +277,9 @@ class Ranks:
             if tried and source.place is SnapshotPlace.initial:
                 # a load that has failed may have changed some of it
                 raise WorkerStartError("no snapshot could be read; the ranks begin anew")
-            operation = Operation(self.history.lineage, source.version, "load_snapshot")
+            # named by its place: another rank may still be at the one that failed
+            name = f"load_snapshot/{source.place}"
+            operation = Operation(self.history.lineage, source.version, name)
             try:
                 await self._fleet.call_all(
                     calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place)
