@@ -231,6 +231,7 @@ class FaultRun(TrainingRun):
             if self._snapshot is not None:
                 await self._snapshot
             self.faults.is_over = True
+            self.cluster.network.jitter_s = 0.0  # else somebody may still miss its heartbeats
             await self._until_recovered()
             await self.check_end()
             self.phase = "close"
