@@ -75,6 +75,7 @@ class SimulatedCluster:
         attempt_of: shard id -> the attempt of its group that sealed it.
         starts: groups that workers were asked to run, in order.
         sealed_rows: (group id, attempt) -> the rows that a worker sealed.
+        rejected_groups: whose rows a worker has all rejected.
         trained: what the ranks trained, in order.
         sealed_versions: (time, version) of each rank's publications.
         on_forgotten: is told the id and the group of every shard of rows that a sweep drops.
@@ -94,6 +95,7 @@ class SimulatedCluster:
         self.starts: list[GroupStart] = []
         self.sealed_rows: dict[tuple[int, int], tuple[RowMetadata, ...]] = {}
         self.trained: list[TrainedStep] = []
+        self.rejected_groups: set[int] = set()
         self.sealed_versions: list[tuple[float, int]] = []
         self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
         self.on_end: Callable[[SimulatedWorker | SimulatedAgent], None] = lambda peer: None

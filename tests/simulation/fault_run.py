@@ -231,6 +231,7 @@ class FaultRun(TrainingRun):
             if self._snapshot is not None:
                 await self._snapshot
             self.faults.is_over = True
+            self.cluster.network.jitter_s = 0.0  # else somebody may still miss its heartbeats
             await self._until_recovered()
             await self.check_end()
             self.phase = "close"
@@ -319,6 +320,9 @@ class FaultRun(TrainingRun):
     async def check_end(self) -> None:
         await super().check_end()
         self.check_history()
+        for group_id, reason in self.rejected.items():
+            has_cause = reason == "stale" or group_id in self.cluster.rejected_groups
+            assert has_cause, f"group {group_id} is rejected as {reason}, and no worker said so"
         for worker in self.cluster.lives:
             if isinstance(worker, SimulatedRolloutWorker):
                 versions = [version for _, version in worker.history]

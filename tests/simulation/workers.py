@@ -313,6 +313,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         rejection = Rejection(RejectionKind.reward_error, "it raised")
         rejected = (calls.RejectedEpisodes(num_rejected, rejection),) if num_rejected else ()
         if not kept:
+            self.cluster.rejected_groups.add(group.group_id)
             return calls.GroupReply(run, rejected=rejected)
         rows = tuple(
             self._row(group, began, episode)
