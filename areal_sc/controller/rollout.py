@@ -99,7 +99,6 @@ class RolloutController(Controller):
             self._sources.make_readable,
             self._journal.durable,
             new_id,
-            self._make_room,
         )
         self._samples = BatchSamples(
             self.config.samples,
@@ -310,9 +309,7 @@ class RolloutController(Controller):
             is_being_covered: a snapshot is being written. Admission waits for its end rather than
                 that rows go which it will cover.
         """
-        self.groups.kept_rows.keep_from(first_step, is_being_covered=is_being_covered)
-        self.groups.kept_rows.release(self.groups.ledger, self.version)
-        self._workers.sweep()
+        self.groups.keep_rows(first_step, is_being_covered=is_being_covered)
         self._background.notify()
 
     @property
@@ -366,13 +363,6 @@ class RolloutController(Controller):
     def _needs(self, run: calls.GroupAttempt) -> bool:
         owner = self._outside if run.group_id < 0 else self.groups
         return owner.needs(run)
-
-    def _make_room(self) -> None:
-        """Admission has no room: the oldest rows go that are kept only for a repeat of a step."""
-        if self._workers.is_sweeping:
-            return
-        if self.groups.kept_rows.let_go(self.groups.ledger, self.version):
-            self._workers.sweep()
 
     def register(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         """Names both for the workers; to be called beforehand only to see what is wrong early.

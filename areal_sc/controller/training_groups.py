@@ -45,7 +45,6 @@ class TrainingGroups:
         make_readable: returns when workers can read a row of a dataset.
         durable: returns when all changes of the ledger until now are on the disk; see `Journal`.
         new_id: names batches.
-        make_room: is called when admission lacks room in the stores.
 
     Attributes:
         version: the policy version that admission and batch forming count from.
@@ -64,7 +63,6 @@ class TrainingGroups:
         make_readable: MakeReadable,
         durable: Callable[[], Awaitable[None]],
         new_id: Callable[[], str],
-        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.ledger = Ledger()
         self.kept_rows = KeptRows()
@@ -79,7 +77,6 @@ class TrainingGroups:
         self._make_readable = make_readable
         self._durable = durable
         self._new_id = new_id
-        self._make_room = make_room
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
@@ -165,6 +162,12 @@ class TrainingGroups:
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweep()
 
+    def keep_rows(self, first_step: int, *, is_being_covered: bool) -> None:
+        """As `RolloutController.keep_rows`."""
+        self.kept_rows.keep_from(first_step, is_being_covered=is_being_covered)
+        self.kept_rows.release(self.ledger, self.version)
+        self._workers.sweep()
+
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
         """The rows of these runs went with their worker: groups that wait to be trained run again.
 
@@ -231,6 +234,11 @@ class TrainingGroups:
         self.ledger = Ledger.restore(state)
         self.ledger.requeue_all("the workers of before are gone")
         self._restored = {group.group_id: group for group in self.ledger.unconsumed()}
+
+    def _make_room(self) -> None:
+        """Admission has no room: the oldest rows go that are kept only for a repeat of a step."""
+        if not self._workers.is_sweeping and self.kept_rows.let_go(self.ledger, self.version):
+            self._workers.sweep()
 
     @property
     def _has_slot(self) -> bool:

@@ -338,6 +338,8 @@ def _kept_row_warnings(config: GRPOConfig) -> Iterator[str]:
             f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: without snapshots in memory "
             "the run ends when a train worker dies later than so many steps after a snapshot"
         )
+    if not rollout.max_context_tokens:  # of a model that is not there yet
+        return
     limits = [rollout.num_workers * rollout.store_bytes, rollout.node_store_bytes]
     num_groups = min(limit for limit in limits if limit) // max_group_bytes(rollout)
     # what is admitted, and the batch that is trained, come first

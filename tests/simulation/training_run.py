@@ -22,6 +22,7 @@ from simulation.cluster import SimulatedCluster
 from simulation.disk import SimulatedDisk
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import run_virtual
+from simulation.workers import SnapshotKey
 
 from areal_sc.config.schema import (
     ActorConfig,
@@ -183,6 +184,7 @@ class TrainingRun:
         return {
             "controllers": msgspec.msgpack.encode(await self.rollout.state_async()),
             "version": self.actor.version,
+            "ranks": {rank.name: list(rank.past) for rank in self.cluster.train_workers},
             "batches": list(self.batches),
             "admitted": list(self.admitted),
             "rejected": dict(self.rejected),
@@ -192,6 +194,8 @@ class TrainingRun:
     async def load(self, saved: dict[str, Any]) -> None:
         """Goes on from there, as the trainer does, with other workers."""
         state = msgspec.msgpack.decode(saved["controllers"], type=RolloutState)
+        for name, past in saved["ranks"].items():
+            self.cluster.snapshots[SnapshotKey("", -1, saved["version"], name)] = past
         await self.actor.load_snapshot_async(saved["version"])
         self.rollout.restore(state)
         ledger = self.rollout.groups.ledger
