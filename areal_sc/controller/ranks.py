@@ -133,9 +133,8 @@ class Ranks:
 
     def note_loss(self) -> None:
         """A rank has died, and will be started again: what goes on ends."""
-        for body in self._bodies:
-            if not body.expired():  # by the loss of another rank, just before
-                body.reschedule(asyncio.get_running_loop().time())
+        while self._bodies:  # each is ended once
+            self._bodies.pop().reschedule(asyncio.get_running_loop().time())
 
     async def repeated(self, body: Callable[[], Awaitable[T]]) -> T:
         """The result of a body that calls the ranks; it is repeated when some of them die.
@@ -150,17 +149,18 @@ class Ranks:
             try:
                 async with scope:
                     self._bodies.add(scope)
-                    # what follows must come after it on every rank, writes among them
-                    await self.memory.wait_until_taken()
-                    return await body()
+                    try:
+                        # what follows must come after it on every rank, writes among them
+                        await self.memory.wait_until_taken()
+                        return await body()
+                    finally:
+                        self._bodies.discard(scope)
             except TimeoutError:
                 if not scope.expired():
                     raise
             except _OF_A_DEATH as error:
                 if isinstance(error, StaleCall) or not await self._has_died_since(num_restarts):
                     raise
-            finally:
-                self._bodies.discard(scope)
             logger.info("ranks have died: a call waits for them, and is repeated then")
 
     def note_published(self, version: int, renew: Callable[[WeightsReference], None]) -> None:
