@@ -30,12 +30,13 @@ from chaos_run import BOOKS, ROOT
 from processes import process_tree
 
 KINDS: Final = {
-    "rollout": r"areal:rollout/",
-    "train": r"areal:train/",
-    "reward": r"areal:reward/",
-    "forks": r"areal:forks",
-    "agent": r"areal:agent",
-    "stopped": r"areal:rollout/",
+    "rollout": "areal:rollout/",
+    "train": "areal:train/",
+    "reward": "areal:reward/",
+    "forks": "areal:forks",
+    "reward_forks": "areal:forks",
+    "agent": "areal:agent",
+    "stopped": "areal:rollout/",
 }
 """What is killed, and how its processes are called; what is stopped is a rollout worker."""
 
@@ -59,7 +60,7 @@ class Kill:
 
     def recovered_s(self, books: Books) -> float | None:
         """Until a process that is new did work of that kind; None: none did."""
-        book = {"train": books.trained, "reward": books.rewards}.get(self.kind, books.sealed)
+        book = {"train": books.trained, "reward": books.rewards}.get(self.kind, books.begun)
         after = (r["time"] for r in book if r["time"] > self.time_s and r["pid"] not in self.alive)
         first = next(after, None)
         return None if first is None else first - self.time_s
@@ -69,6 +70,7 @@ class Kill:
 class Books:
     """What the workers wrote down, in order of time."""
 
+    begun: list[dict[str, Any]] = field(default_factory=list)
     sealed: list[dict[str, Any]] = field(default_factory=list)
     trained: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Books:
     @classmethod
     def read(cls, folder: Path) -> Books:
         books = cls()
-        for name in ("sealed", "trained", "rewards"):
+        for name in ("begun", "sealed", "trained", "rewards"):
             records = getattr(books, name)
             for path in folder.glob(f"{name}-*.jsonl"):
                 # the last line of a killed process may be torn
@@ -85,16 +87,30 @@ class Books:
         return books
 
 
+KILLS: Final = {
+    "rollout": 25,
+    "train": 25,
+    "reward": 8,
+    "forks": 6,
+    "reward_forks": 4,
+    "agent": 3,
+    "stopped": 3,
+}
+
+
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of training")
     parser.add_argument("--ranks", type=int, default=1, help="of the trained model")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--config", default="configs/letter_sort.yaml", help="of the job")
-    for kind, num in dict(rollout=25, train=25, reward=8, forks=6, agent=3, stopped=3).items():
-        parser.add_argument(f"--{kind}", type=int, default=num, help=f"kills of kind {kind}")
-    quick = {"steps": 30, "rollout": 2, "train": 2, "reward": 1, "forks": 1, "agent": 0}
-    arguments = report.parse(parser, **quick, stopped=0)
+    for kind, num in KILLS.items():
+        parser.add_argument(
+            f"--{kind.replace('_', '-')}", type=int, default=num, help=f"kills of kind {kind}"
+        )
+    quick = {"steps": 30, "rollout": 2, "train": 2, "reward": 1, "forks": 1}
+    quick |= {"reward_forks": 0, "agent": 0, "stopped": 0}
+    arguments = report.parse(parser, **quick)
     with (
         tempfile.TemporaryDirectory(prefix="chaos-") as folder,
         tempfile.TemporaryDirectory(prefix="chaos-", dir="/dev/shm") as memory,
@@ -159,13 +175,30 @@ def strike(job: subprocess.Popen[bytes], run_dir: Path, arguments: Any) -> Itera
                 return
             time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 0.8 if is_at_once else 0.3))
-        while not (pids := list(processes_of(run_dir, KINDS[kind]))):
+        while not (pids := targets(run_dir, kind)):
             if job.poll() is not None:
                 return
             time.sleep(0.02)  # all of the kind are dead now
         alive, pid = frozenset(processes_of(run_dir)), rng.choice(pids)
         os.kill(pid, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
         yield Kill(kind, time.time(), alive, is_at_once)
+
+
+def targets(run_dir: Path, kind: str) -> list[int]:
+    """Processes that such a kill may hit."""
+    pids = list(processes_of(run_dir, KINDS[kind]))
+    if "forks" in kind:  # of the agent, or of a rollout worker's rewards
+        agents = set(processes_of(run_dir, KINDS["agent"]))
+        pids = [pid for pid in pids if (_parent(pid) in agents) == (kind == "forks")]
+    return pids
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    return int(status.partition("PPid:")[2].split()[0])
 
 
 def account(books: Books, kills: list[Kill], run_dir: Path, num_steps: int) -> dict[str, float]:
@@ -243,7 +276,7 @@ def _right_answer(text: str) -> bool:
 def version_of(run_dir: Path) -> int:
     """Training steps that the metrics file tells of."""
     try:
-        return (run_dir / "metrics.jsonl").read_text().count('"kind": "step"')
+        return (run_dir / "metrics.jsonl").read_text().count('"kind":"step"')
     except OSError:
         return 0
 
