@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -57,6 +58,17 @@ class Kill:
     time_s: float
     alive: frozenset[int]
     is_nested: bool
+    pid: int
+
+    def told(self, books: Books) -> dict[str, Any]:
+        """For a line of JSON."""
+        return {
+            "time": self.time_s,
+            "kind": self.kind,
+            "pid": self.pid,
+            "is_nested": self.is_nested,
+            "recovered_s": self.recovered_s(books),
+        }
 
     def recovered_s(self, books: Books) -> float | None:
         """Until a process that is new did work of that kind; None: none did."""
@@ -103,6 +115,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of training")
     parser.add_argument("--ranks", type=int, default=1, help="of the trained model")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the run folder there")
     parser.add_argument("--config", default="configs/letter_sort.yaml", help="of the job")
     for kind, num in KILLS.items():
         parser.add_argument(
@@ -148,10 +161,16 @@ def play(folder: Path, memory: Path, arguments: Any) -> dict[str, float]:
     if code:
         print(output[-6000:], file=sys.stderr)
         raise SystemExit(f"the job ended with exit code {code}, after {len(kills)} kills")
-    metrics = account(Books.read(books), kills, run_dir, arguments.steps)
+    read = Books.read(books)
+    (run_dir / "kills.jsonl").write_text(
+        "".join(json.dumps(kill.told(read)) + "\n" for kill in kills)
+    )
+    metrics = account(read, kills, run_dir, arguments.steps)
     left = [*run_dir.rglob("*.partial"), *run_dir.glob("keys.json"), *processes_of(run_dir)]
     left += list(memory.glob("*/*"))
     metrics["leftovers"] = len(left)
+    if arguments.keep:
+        shutil.copytree(folder, arguments.keep)
     report.print_table(
         "Kills at random",
         {"steps": arguments.steps, "ranks": arguments.ranks, "seed": arguments.seed},
@@ -181,7 +200,7 @@ def strike(job: subprocess.Popen[bytes], run_dir: Path, arguments: Any) -> Itera
             time.sleep(0.02)  # all of the kind are dead now
         alive, pid = frozenset(processes_of(run_dir)), rng.choice(pids)
         os.kill(pid, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
-        yield Kill(kind, time.time(), alive, is_at_once)
+        yield Kill(kind, time.time(), alive, is_at_once, pid)
 
 
 def targets(run_dir: Path, kind: str) -> list[int]:
