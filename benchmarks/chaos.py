@@ -38,8 +38,12 @@ KINDS: Final = {
     "reward_forks": "areal:forks",
     "agent": "areal:agent",
     "stopped": "areal:rollout/",
+    "server": "",
 }
-"""What is killed, and how its processes are called; what is stopped is a rollout worker."""
+"""What is killed, and how its processes are called; what is stopped is a rollout worker, and a
+server's process is known by its program."""
+
+SERVER_PROGRAM: Final = b"servers/launcher.py"
 
 DURING_RECOVERY_SHARE: Final = 0.35
 """Of the kills, those that follow at once on the one before."""
@@ -107,6 +111,7 @@ KILLS: Final = {
     "reward_forks": 4,
     "agent": 3,
     "stopped": 3,
+    "server": 0,
 }
 
 
@@ -117,6 +122,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the run folder there")
     parser.add_argument("--config", default="configs/letter_sort.yaml", help="of the job")
+    parser.add_argument("overrides", nargs="*", help="settings of the job, key=value")
     for kind, num in KILLS.items():
         parser.add_argument(
             f"--{kind.replace('_', '-')}", type=int, default=num, help=f"kills of kind {kind}"
@@ -144,6 +150,7 @@ def play(folder: Path, memory: Path, arguments: Any) -> dict[str, float]:
             *(f"actor.parallel.data={arguments.ranks}", "scheduler.hung_after_s=5"),
             *("scheduler.heartbeat_interval_s=0.5", "checkpoint.every_steps=5"),
             *(f"actor.path={folder / 'warm_start'}", f"transport.shared_memory={memory}"),
+            *arguments.overrides,
         ],
         cwd=ROOT,
         env=os.environ | {BOOKS: str(books), "PYTHONPATH": str(ROOT / "benchmarks")},
@@ -206,10 +213,19 @@ def strike(job: subprocess.Popen[bytes], run_dir: Path, arguments: Any) -> Itera
 def targets(run_dir: Path, kind: str) -> list[int]:
     """Processes that such a kill may hit."""
     pids = list(processes_of(run_dir, KINDS[kind]))
+    if kind == "server":
+        pids = [pid for pid in pids if SERVER_PROGRAM in _command_line(pid)]
     if "forks" in kind:  # of the agent, or of a rollout worker's rewards
         agents = set(processes_of(run_dir, KINDS["agent"]))
         pids = [pid for pid in pids if (_parent(pid) in agents) == (kind == "forks")]
     return pids
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _parent(pid: int) -> int | None:
