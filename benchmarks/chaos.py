@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -30,14 +31,19 @@ from chaos_run import BOOKS, ROOT
 from processes import process_tree
 
 KINDS: Final = {
-    "rollout": r"areal:rollout/",
-    "train": r"areal:train/",
-    "reward": r"areal:reward/",
-    "forks": r"areal:forks",
-    "agent": r"areal:agent",
-    "stopped": r"areal:rollout/",
+    "rollout": "areal:rollout/",
+    "train": "areal:train/",
+    "reward": "areal:reward/",
+    "forks": "areal:forks",
+    "reward_forks": "areal:forks",
+    "agent": "areal:agent",
+    "stopped": "areal:rollout/",
+    "server": "",
 }
-"""What is killed, and how its processes are called; what is stopped is a rollout worker."""
+"""What is killed, and how its processes are called; what is stopped is a rollout worker, and a
+server's process is known by its program."""
+
+SERVER_PROGRAM: Final = b"servers/launcher.py"
 
 DURING_RECOVERY_SHARE: Final = 0.35
 """Of the kills, those that follow at once on the one before."""
@@ -56,10 +62,21 @@ class Kill:
     time_s: float
     alive: frozenset[int]
     is_nested: bool
+    pid: int
+
+    def told(self, books: Books) -> dict[str, Any]:
+        """For a line of JSON."""
+        return {
+            "time": self.time_s,
+            "kind": self.kind,
+            "pid": self.pid,
+            "is_nested": self.is_nested,
+            "recovered_s": self.recovered_s(books),
+        }
 
     def recovered_s(self, books: Books) -> float | None:
         """Until a process that is new did work of that kind; None: none did."""
-        book = {"train": books.trained, "reward": books.rewards}.get(self.kind, books.sealed)
+        book = {"train": books.trained, "reward": books.rewards}.get(self.kind, books.begun)
         after = (r["time"] for r in book if r["time"] > self.time_s and r["pid"] not in self.alive)
         first = next(after, None)
         return None if first is None else first - self.time_s
@@ -69,6 +86,7 @@ class Kill:
 class Books:
     """What the workers wrote down, in order of time."""
 
+    begun: list[dict[str, Any]] = field(default_factory=list)
     sealed: list[dict[str, Any]] = field(default_factory=list)
     trained: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +94,7 @@ class Books:
     @classmethod
     def read(cls, folder: Path) -> Books:
         books = cls()
-        for name in ("sealed", "trained", "rewards"):
+        for name in ("begun", "sealed", "trained", "rewards"):
             records = getattr(books, name)
             for path in folder.glob(f"{name}-*.jsonl"):
                 # the last line of a killed process may be torn
@@ -85,16 +103,33 @@ class Books:
         return books
 
 
+KILLS: Final = {
+    "rollout": 25,
+    "train": 25,
+    "reward": 8,
+    "forks": 6,
+    "reward_forks": 4,
+    "agent": 3,
+    "stopped": 3,
+    "server": 0,
+}
+
+
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of training")
     parser.add_argument("--ranks", type=int, default=1, help="of the trained model")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the run folder there")
     parser.add_argument("--config", default="configs/letter_sort.yaml", help="of the job")
-    for kind, num in dict(rollout=25, train=25, reward=8, forks=6, agent=3, stopped=3).items():
-        parser.add_argument(f"--{kind}", type=int, default=num, help=f"kills of kind {kind}")
-    quick = {"steps": 30, "rollout": 2, "train": 2, "reward": 1, "forks": 1, "agent": 0}
-    arguments = report.parse(parser, **quick, stopped=0)
+    parser.add_argument("overrides", nargs="*", help="settings of the job, key=value")
+    for kind, num in KILLS.items():
+        parser.add_argument(
+            f"--{kind.replace('_', '-')}", type=int, default=num, help=f"kills of kind {kind}"
+        )
+    quick = {"steps": 30, "rollout": 2, "train": 2, "reward": 1, "forks": 1}
+    quick |= {"reward_forks": 0, "agent": 0, "stopped": 0}
+    arguments = report.parse(parser, **quick)
     with (
         tempfile.TemporaryDirectory(prefix="chaos-") as folder,
         tempfile.TemporaryDirectory(prefix="chaos-", dir="/dev/shm") as memory,
@@ -115,6 +150,7 @@ def play(folder: Path, memory: Path, arguments: Any) -> dict[str, float]:
             *(f"actor.parallel.data={arguments.ranks}", "scheduler.hung_after_s=5"),
             *("scheduler.heartbeat_interval_s=0.5", "checkpoint.every_steps=5"),
             *(f"actor.path={folder / 'warm_start'}", f"transport.shared_memory={memory}"),
+            *arguments.overrides,
         ],
         cwd=ROOT,
         env=os.environ | {BOOKS: str(books), "PYTHONPATH": str(ROOT / "benchmarks")},
@@ -132,10 +168,16 @@ def play(folder: Path, memory: Path, arguments: Any) -> dict[str, float]:
     if code:
         print(output[-6000:], file=sys.stderr)
         raise SystemExit(f"the job ended with exit code {code}, after {len(kills)} kills")
-    metrics = account(Books.read(books), kills, run_dir, arguments.steps)
+    read = Books.read(books)
+    (run_dir / "kills.jsonl").write_text(
+        "".join(json.dumps(kill.told(read)) + "\n" for kill in kills)
+    )
+    metrics = account(read, kills, run_dir, arguments.steps)
     left = [*run_dir.rglob("*.partial"), *run_dir.glob("keys.json"), *processes_of(run_dir)]
     left += list(memory.glob("*/*"))
     metrics["leftovers"] = len(left)
+    if arguments.keep:
+        shutil.copytree(folder, arguments.keep)
     report.print_table(
         "Kills at random",
         {"steps": arguments.steps, "ranks": arguments.ranks, "seed": arguments.seed},
@@ -159,13 +201,39 @@ def strike(job: subprocess.Popen[bytes], run_dir: Path, arguments: Any) -> Itera
                 return
             time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 0.8 if is_at_once else 0.3))
-        while not (pids := list(processes_of(run_dir, KINDS[kind]))):
+        while not (pids := targets(run_dir, kind)):
             if job.poll() is not None:
                 return
             time.sleep(0.02)  # all of the kind are dead now
         alive, pid = frozenset(processes_of(run_dir)), rng.choice(pids)
         os.kill(pid, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
-        yield Kill(kind, time.time(), alive, is_at_once)
+        yield Kill(kind, time.time(), alive, is_at_once, pid)
+
+
+def targets(run_dir: Path, kind: str) -> list[int]:
+    """Processes that such a kill may hit."""
+    pids = list(processes_of(run_dir, KINDS[kind]))
+    if kind == "server":
+        pids = [pid for pid in pids if SERVER_PROGRAM in _command_line(pid)]
+    if "forks" in kind:  # of the agent, or of a rollout worker's rewards
+        agents = set(processes_of(run_dir, KINDS["agent"]))
+        pids = [pid for pid in pids if (_parent(pid) in agents) == (kind == "forks")]
+    return pids
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    return int(status.partition("PPid:")[2].split()[0])
 
 
 def account(books: Books, kills: list[Kill], run_dir: Path, num_steps: int) -> dict[str, float]:
@@ -243,7 +311,7 @@ def _right_answer(text: str) -> bool:
 def version_of(run_dir: Path) -> int:
     """Training steps that the metrics file tells of."""
     try:
-        return (run_dir / "metrics.jsonl").read_text().count('"kind": "step"')
+        return (run_dir / "metrics.jsonl").read_text().count('"kind":"step"')
     except OSError:
         return 0
 

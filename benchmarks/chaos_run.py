@@ -5,6 +5,7 @@
 
 The books are lines of JSON, appended by whoever did something when it was done, one file a process:
 
+    begun-<pid>     a rollout worker has begun a group
     sealed-<pid>    a rollout worker has sealed a row: its group, attempt, episode, hash, and reward
     trained-<pid>   a rank has trained a row: the same, and the policy version it began from
     rewards-<pid>   a reward process has judged an answer
@@ -60,7 +61,15 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     from areal_sc.workers.rollout_worker import RolloutWorker
     from areal_sc.workers.train_worker import TrainWorker
 
-    seal, ppo_update = RolloutWorker._seal, TrainWorker.ppo_update
+    run_group, seal, ppo_update = (
+        RolloutWorker.run_group,
+        RolloutWorker._seal,
+        TrainWorker.ppo_update,
+    )
+
+    async def booked_group(self: RolloutWorker, group: Any) -> Any:
+        note("begun", [{"group": group.group_id, "attempt": group.attempt}])
+        return await run_group(self, group)
 
     def booked_seal(self: RolloutWorker, group: Any, episodes: Any) -> Any:
         batch = seal(self, group, episodes)
@@ -100,6 +109,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
         note("trained", records)
         return metrics
 
+    RolloutWorker.run_group = booked_group  # type: ignore[method-assign]
     RolloutWorker._seal = booked_seal  # type: ignore[method-assign]
     TrainWorker.ppo_update = booked_update  # type: ignore[method-assign]
     return entry.run_worker(spec_dict)
