@@ -178,6 +178,7 @@ class FaultRun(TrainingRun):
     Attributes:
         phase: what the loop is at.
         has_lost_steps: it has ended early, since rows went with a node's memory.
+        num_lost_batches: that were formed anew, for the same reason.
     """
 
     cluster: FaultyCluster
@@ -187,6 +188,7 @@ class FaultRun(TrainingRun):
         self.phase = "start"
         self.broken_callbacks: list[str] = []
         self.has_lost_steps = False
+        self.num_lost_batches = 0
         self.snapshot_every = scenario.snapshot_every
         self._snapshot: asyncio.Task[None] | None = None
         network = self.cluster.network
@@ -212,8 +214,8 @@ class FaultRun(TrainingRun):
         asyncio.get_running_loop().set_exception_handler(self._note_broken_callback)
         try:
             await self._play()
-        except (StepsLost, BatchLost, ShardGone):
-            # rows of a step went with their node: the run ends, to go on from a snapshot
+        except StepsLost:
+            # rows of a trained step went with their node: the run goes on from a snapshot
             if not self.cluster.num_lost_memories:
                 raise
             self.has_lost_steps = True
@@ -224,7 +226,12 @@ class FaultRun(TrainingRun):
         async with self.started():
             self.faults.begin()
             while self.actor.version < self.settings.num_steps:
-                await self._unless_given_up(self.step())
+                try:
+                    await self._unless_given_up(self.step())
+                except BatchLost:
+                    assert self.cluster.num_lost_memories
+                    self.num_lost_batches += 1
+                    self.forget_batch()
             self.duration_s = self.cluster.now_s
             self.phase = "end"
             await self.collect_evaluation()
