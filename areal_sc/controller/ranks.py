@@ -112,7 +112,7 @@ class Ranks:
         self._on_rows_needed = on_rows_needed
         self._on_given_up = on_given_up
         self._recovery: Recovery | None = None
-        self._bodies: set[asyncio.Timeout] = set()
+        self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._announced = -1
         self._renew: Callable[[WeightsReference], None] = lambda _: None
 
@@ -136,7 +136,8 @@ class Ranks:
     def note_loss(self) -> None:
         """A rank has died, and will be started again: what goes on ends."""
         while self._bodies:  # each is ended once
-            self._bodies.pop().reschedule(asyncio.get_running_loop().time())
+            body, _ = self._bodies.popitem()
+            body.reschedule(asyncio.get_running_loop().time())
 
     async def repeated(self, body: Callable[[], Awaitable[T]]) -> T:
         """The result of a body that calls the ranks; it is repeated when some of them die.
@@ -150,13 +151,13 @@ class Ranks:
             scope = asyncio.timeout(None)
             try:
                 async with scope:
-                    self._bodies.add(scope)
+                    self._bodies[scope] = None
                     try:
                         # what follows must come after it on every rank, writes among them
                         await self.memory.wait_until_taken()
                         return await body()
                     finally:
-                        self._bodies.discard(scope)
+                        self._bodies.pop(scope, None)
             except TimeoutError:
                 if not scope.expired():
                     raise

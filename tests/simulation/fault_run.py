@@ -36,6 +36,8 @@ from areal_sc.metadata import BatchMetadata
 from areal_sc.workers.spec import WorkerOrder
 
 MAX_VIRTUAL_S = 3000.0
+MAX_REST_S = 400.0
+"""All steps are made by then, if nothing goes wrong any more."""
 MAX_RECOVERY_S = 300.0
 NOTICE_S = 30.0
 """After this time a death or a hang has been noticed, also over a slow network."""
@@ -233,6 +235,7 @@ class FaultRun(TrainingRun):
                     self.num_lost_batches += 1
                     self.forget_batch()
             self.duration_s = self.cluster.now_s
+            assert self.duration_s < self.faults.last_s + MAX_REST_S, "it has made no progress"
             self.phase = "end"
             await self.collect_evaluation()
             if self._snapshot is not None:

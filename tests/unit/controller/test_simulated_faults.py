@@ -17,7 +17,7 @@ from simulation.faults import FaultKind
 from simulation.plants import PLANTS
 
 TESTS = Path(__file__).parents[2]
-NUM_SEEDS = 150
+NUM_SEEDS = 100
 MAX_SEEDS = 1000
 
 FOUND_BY = {
