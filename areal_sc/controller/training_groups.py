@@ -27,6 +27,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import mean_metrics
 from areal_sc.controller.group import Group, GroupState, MakeReadable, RolloutSource
+from areal_sc.controller.group_deaths import GroupDeaths, rejected_reply
 from areal_sc.controller.kept_rows import KeptRows
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState
@@ -86,6 +87,7 @@ class TrainingGroups:
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
+        self._suspects = asyncio.Lock()
         self._lost: set[int] = set()  # groups of that batch whose rows are gone
         self._restored: dict[int, Group] = {}  # queued groups without a task
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
@@ -289,15 +291,19 @@ class TrainingGroups:
     async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
         await self._make_readable(group.prompt.dataset, group.prompt.index)
-        while True:
-            await self._durable()  # its admission, or new attempt, before a worker hears of it
-            worker = await self._workers.take(group.admitted_version)
-            attempt = self.ledger.start(group.group_id, worker.name)
-            try:
-                reply = await self._workers.run_group(worker, group, source)
-                break
-            except WorkerLost:  # says nothing of the group
-                self.ledger.requeue(group.group_id, f"{worker.name} was lost")
+        deaths = GroupDeaths(group.prompt, self._suspects)
+        reply: GroupReply | None = None
+        while reply is None:
+            async with deaths.turn:
+                await self._durable()  # its admission, or new attempt, before a worker hears of it
+                worker = await self._workers.take(group.admitted_version)
+                attempt = self.ledger.start(group.group_id, worker.name)
+                try:
+                    reply = await self._workers.run_group(worker, group, source)
+                except WorkerLost as death:  # says nothing of the group, unless it is to blame
+                    self.ledger.requeue(group.group_id, f"{worker.name} was lost")
+                    if rejection := deaths.note(death):
+                        reply = rejected_reply(group, rejection, self._config.group_size)
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, _main_cause(reply))

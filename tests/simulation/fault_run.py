@@ -331,7 +331,11 @@ class FaultRun(TrainingRun):
         await super().check_end()
         self.check_history()
         for group_id, reason in self.rejected.items():
-            has_cause = reason == "stale" or group_id in self.cluster.rejected_groups
+            attempts = {
+                start.attempt for start in self.cluster.starts if start.group_id == group_id
+            }
+            is_blamed = reason == "worker_died" and len(attempts) >= 5
+            has_cause = reason == "stale" or group_id in self.cluster.rejected_groups or is_blamed
             assert has_cause, f"group {group_id} is rejected as {reason}, and no worker said so"
         for worker in self.cluster.lives:
             if isinstance(worker, SimulatedRolloutWorker):
