@@ -31,6 +31,7 @@ from simulation.workers import (
 )
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
+from areal_sc.controller.group_deaths import DEATHS_TO_BLAME
 from areal_sc.errors import BatchLost, CheckpointError, PeerSilent, ShardGone, StepsLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.workers.spec import WorkerOrder
@@ -331,12 +332,12 @@ class FaultRun(TrainingRun):
         await super().check_end()
         self.check_history()
         for group_id, reason in self.rejected.items():
-            attempts = {
-                start.attempt for start in self.cluster.starts if start.group_id == group_id
-            }
-            is_blamed = reason == "worker_died" and len(attempts) >= 5
-            has_cause = reason == "stale" or group_id in self.cluster.rejected_groups or is_blamed
-            assert has_cause, f"group {group_id} is rejected as {reason}, and no worker said so"
+            attempts = {s.attempt for s in self.cluster.starts if s.group_id == group_id}
+            is_to_blame = reason == "worker_died" and len(attempts) > DEATHS_TO_BLAME
+            has_cause = is_to_blame or group_id in self.cluster.rejected_groups
+            assert has_cause or reason == "stale", (
+                f"group {group_id} is rejected as {reason}, and no worker said so"
+            )
         for worker in self.cluster.lives:
             if isinstance(worker, SimulatedRolloutWorker):
                 versions = [version for _, version in worker.history]
