@@ -132,7 +132,10 @@ class ShardGone(TransportError):
 
 
 class BatchLost(TransportError):
-    """Rows of the batch that is being trained are gone with their worker and its memory."""
+    """Rows of the batch that is being trained are gone with their worker and its memory.
+
+    The weights are those before the step. `prepare_batch` forms the batch anew.
+    """
 
 
 class StoreFull(TransportError):

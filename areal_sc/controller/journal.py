@@ -11,6 +11,7 @@
     start, finish                 the worker can tell again
     rejection                     the group would run again, or its worker tells again
     release                       a step would be kept for longer
+    taking back a step            its groups' new attempts, and their consumption, come after it
 
 Records keep their order: what is durable is always a prefix of the ledger's history, so a rejection
 that made room for an admission is durable with it, and a finish with the consumption of its rows.

@@ -2,7 +2,8 @@
 
     admit        start          finish           consume(step)
     -----> queued -----> running -----> finished ------------> consumed
-              ^------------'---------------'  requeue(cause): its worker is gone
+              ^            |               | ^------------------'  take_back(step): rows are gone
+              '------------'---------------'  requeue(cause): its worker is gone
               '------------'---------------'-----------------> rejected   reject(reason)
 
 A group is the completions of one prompt; its id is given once, in order of admission, and never
@@ -10,7 +11,7 @@ again. An infrastructure failure is no result: a new *attempt* of the same group
 same admission version, and what an earlier attempt still sends is ignored.
 
 Pure state: nothing here waits, reads a clock or touches a file. Each change is first handed to the
-`journal`, as a record, and made when that returns; `replay` makes the same changes from the
+`journal`, as a record, and made when that returns; `ledger_replay` makes the same changes from the
 records. Rejected groups, and consumed ones once their step is released, leave nothing but counts,
 so the ledger is as large as the groups in flight, however long the run.
 """
@@ -224,6 +225,38 @@ class Ledger:
         state.rows_consumed += sum(batch.total_batch_size for batch in batches)
         return batches
 
+    def take_back(self, step: int) -> list[Group]:
+        """consumed -> finished: all groups of a step, before any of them is trained.
+
+        Groups whose rows are gone are to be requeued then.
+
+        Raises: LedgerError: the step is not the newest one, or some of its rows were trained.
+        """
+        state, groups = self._state, self._kept.get(step, {})
+        if not groups or step != state.untrained_step or state.untrained != groups.keys():
+            raise LedgerError(
+                f"take back step {step}: expected {len(groups)} untrained groups, got "
+                f"{len(state.untrained)} of step {state.untrained_step}"
+            )
+        self._write(kinds.TakeBack(state.lineage, step))
+        del self._kept[step]
+        state.untrained = set()
+        state.num_consumed -= len(groups)
+        for group in groups.values():
+            assert group.batch is not None
+            state.rows_consumed -= group.batch.total_batch_size
+            group.state = GroupState.finished
+            self._insert(group)
+        self._unconsumed = dict(sorted(self._unconsumed.items()))
+        return list(groups.values())
+
+    def was_taken_back(self, row: RowMetadata) -> bool:
+        """Whether its group was given for training, and is not any more, or as another attempt."""
+        of_steps = (of_step.get(row.group_id) for of_step in self._kept.values())
+        group = self._unconsumed.get(row.group_id) or next(filter(None, of_steps), None)
+        is_consumed = group is not None and group.state is GroupState.consumed
+        return group is not None and not (is_consumed and group.attempt == row.attempt)
+
     def record_trained(self, rows: Iterable[RowMetadata]) -> None:
         """Counts the rows that one training step was really given, once it is done.
 
@@ -232,9 +265,10 @@ class Ledger:
 
         Raises: LedgerError: a row's group was not consumed.
         """
-        self._record_trained(Counter(row.group_id for row in rows))
+        self.record_trained_counts(Counter(row.group_id for row in rows))
 
-    def _record_trained(self, num_rows: Mapping[int, int]) -> None:
+    def record_trained_counts(self, num_rows: Mapping[int, int]) -> None:
+        """As `record_trained`, from the number of rows of each group."""
         for group_id in num_rows:
             if group_id >= self._state.next_id or group_id in self._unconsumed:
                 raise LedgerError(
@@ -304,52 +338,6 @@ class Ledger:
         for kept in state.kept:
             ledger._kept[kept.step] = {g.group_id: g for g in _copies(kept.groups)}
         return ledger
-
-    def replay(self, records: Iterable[Record]) -> None:
-        """Makes the changes of a journal again; nothing is journalled.
-
-        Raises: LedgerError: a record does not follow on the state; those before it did.
-        """
-        journal = self.journal
-        try:
-            for record in records:
-                self._repeat(record)
-        finally:
-            self.journal = journal
-
-    def _repeat(self, record: Record) -> None:
-        """Calls the method that made the record; it must make it again."""
-
-        def compare(made: Record | None) -> None:
-            self.journal = None
-            if made != record:
-                raise LedgerError(
-                    f"replay: the journal holds {record}, but the state before it gives {made}: "
-                    "records are missing or repeated"
-                )
-
-        self.journal = compare
-        match record:
-            case kinds.Admit(prompt=prompt, version=version):
-                self.admit(prompt, version)
-            case kinds.Start(group_id=group_id, worker=worker):
-                self.start(group_id, worker)
-            case kinds.Finish():
-                self.finish(record.group_id, record.attempt, record.batch, record.metrics)
-            case kinds.Requeue(group_id=group_id, cause=cause):
-                self.requeue(group_id, cause)
-            case kinds.Reject(group_id=group_id, reason=reason, returns_prompt=returns_prompt):
-                self.reject(group_id, reason, returns_prompt=returns_prompt)
-            case kinds.Consume(group_ids=group_ids, step=step):
-                self.consume(group_ids, step)
-            case kinds.Trained(num_rows=num_rows):
-                self._record_trained(num_rows)
-            case kinds.Publish(version=version):
-                self.publish(version)
-            case kinds.Release(step=step):
-                self.release(step)
-        if self.journal is compare:
-            compare(None)
 
     def _write(self, record: Record) -> None:
         if self.journal is not None:

@@ -22,6 +22,7 @@ from areal_sc.controller.journal import segment_paths
 from areal_sc.controller.journal_file import Segment, read_segment
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger_replay import replay
 from areal_sc.disk import Disk
 from areal_sc.errors import LedgerError, RunFolderError
 
@@ -179,6 +180,8 @@ class _Reader:
                     self.end_step()
                 for group_id in group_ids:
                     self._of_step[group_id] = self._group(group_id, "consumed", step=step)
+            case kinds.TakeBack():
+                self._of_step.clear()
             case kinds.Trained(num_rows=num_rows, step=step):
                 for group_id, count in num_rows.items():
                     if group_id in self._of_step:
@@ -186,7 +189,7 @@ class _Reader:
                         self._of_step[group_id].num_trained += count
                     else:
                         self._account.trained_again.append((group_id, step))
-        self.ledger.replay([record])
+        replay(self.ledger, [record])
 
     def end_step(self) -> None:
         """The newest step is over: what it has not trained never will be."""

@@ -117,5 +117,14 @@ class Release(Struct, frozen=True, array_like=True, tag=9):
     step: int
 
 
-Record = Admit | Start | Finish | Requeue | Reject | Consume | Trained | Publish | Release
+class TakeBack(Struct, frozen=True, array_like=True, tag=10):
+    """The groups of the step that was consumed last are finished again; none was trained."""
+
+    lineage: int
+    step: int
+
+
+Record = (
+    Admit | Start | Finish | Requeue | Reject | Consume | Trained | Publish | Release | TakeBack
+)
 """A change of the ledger: the call of the method that makes it."""

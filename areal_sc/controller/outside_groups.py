@@ -17,11 +17,18 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import Group, MakeReadable, RolloutSource
+from areal_sc.controller.group_deaths import GroupDeaths, rejected_reply
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
-from areal_sc.workers.calls import RUN_EVALUATION, EvaluationReply, GroupAttempt, RunEvaluation
+from areal_sc.workers.calls import (
+    RUN_EVALUATION,
+    EvaluationReply,
+    GroupAttempt,
+    GroupReply,
+    RunEvaluation,
+)
 from areal_sc.workflows.rejection import describe_counts
 
 logger = logging.getLogger(__name__)
@@ -59,6 +66,7 @@ class OutsideGroups:
         self.num_open = 0
         self.num_finished = 0
         self._num_groups = 0
+        self._suspects = asyncio.Lock()
         self._lost: set[int] = set()  # groups whose rows are gone
         self._needed: dict[int, int] = {}  # attempts of groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
@@ -78,13 +86,17 @@ class OutsideGroups:
 
         async def run(group: Group) -> BatchMetadata | None:
             await self._make_readable(group.prompt.dataset, group.prompt.index)
-            while True:
-                worker = await self._workers.take(version)
-                try:
-                    reply = await self._workers.run_group(worker, group, source)
-                    break
-                except WorkerLost:
-                    self._begin_attempt(group)
+            deaths = GroupDeaths(group.prompt, self._suspects)
+            reply: GroupReply | None = None
+            while reply is None:
+                async with deaths.turn:
+                    worker = await self._workers.take(version)
+                    try:
+                        reply = await self._workers.run_group(worker, group, source)
+                    except WorkerLost as death:
+                        self._begin_attempt(group)
+                        if rejection := deaths.note(death):
+                            reply = rejected_reply(group, rejection, self._config.group_size)
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
                 self._workers.on_room()
@@ -150,13 +162,17 @@ class OutsideGroups:
                 prompt = source.prompt(index, self._config.seed)
                 await self._make_readable(prompt.dataset, prompt.index)
                 episode = RunEvaluation(prompt, source.workflow, temperature)
-                while True:
-                    worker = await held.worker()
-                    try:
-                        reply = await self._workers.call(worker, RUN_EVALUATION, episode)
-                        break
-                    except WorkerLost:
-                        logger.warning("an evaluated prompt runs again: %s is lost", worker.name)
+                deaths = GroupDeaths(prompt, self._suspects)
+                reply: EvaluationReply | None = None
+                while reply is None:
+                    async with deaths.turn:
+                        worker = await held.worker()
+                        try:
+                            reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                        except WorkerLost as death:
+                            logger.warning("an evaluated prompt is lost with %s", worker.name)
+                            if rejection := deaths.note(death):
+                                reply = EvaluationReply(None, rejection=rejection)
                 if reply.rejection is None:
                     self._workers.on_progress(worker.member)
                     self.num_finished += 1

@@ -39,12 +39,14 @@ from areal_sc.controller.train_history import (
     Updated,
 )
 from areal_sc.errors import (
+    BatchLost,
     CheckpointError,
     ShardGone,
     StaleCall,
     StepsLost,
     TransportError,
     WorkerError,
+    WorkerLost,
     WorkerStartError,
 )
 from areal_sc.metadata import BatchMetadata
@@ -160,7 +162,8 @@ class Ranks:
                 if not scope.expired():
                     raise
             except _OF_A_DEATH as error:
-                if isinstance(error, StaleCall) or not await self._has_died_since(num_restarts):
+                is_final = isinstance(error, StaleCall | BatchLost)
+                if is_final or not await self._has_died_since(num_restarts):
                     raise
             logger.info("ranks have died: a call waits for them, and is repeated then")
 
@@ -199,6 +202,18 @@ class Ranks:
         """Metrics of an update; it is noted, and so made again where it has to be."""
         self.history.note_update(update)
         return await self._update(update)
+
+    def undo_step(self) -> None:
+        """The rows of the step that goes on are gone: the ranks are where it began, or go there.
+
+        They go there by new lives: some ranks may have begun to change their weights.
+        """
+        has_updates = self.history.has_updates
+        self.history.drop_step()
+        first = self._fleet.members[0]
+        if has_updates:
+            cause = "has begun a step whose rows are gone, and goes back to its beginning"
+            self._fleet.lose(first, first.worker.incarnation, cause)
 
     async def begin_write(self, change: calls.Change) -> str:
         """The ranks take what they write; returns where they write an export."""
@@ -259,18 +274,29 @@ class Ranks:
             if source.version < history.version:
                 self.memory.begin_when_due()
                 await self.memory.wait_until_taken()
-            for call in history.calls_at(history.version):
-                await self._repeat(call)
         except ShardGone as error:
             raise StepsLost(
                 f"train workers were started again from the {source.place} state of version "
                 f"{source.version}, and the steps since cannot be repeated: {error}; run the same "
                 "command again: it goes on from the newest snapshot on the disk"
             ) from error
+        await self._repeat_step()
         logger.warning(
             "ranks are back at version=%d, from version=%d (%s)",
             *(history.version, source.version, source.place),
         )
+
+    async def _repeat_step(self) -> None:
+        """The step that goes on; if its rows are gone, new lives begin it anew, with a new batch.
+
+        Raises: WorkerLost: they are.
+        """
+        try:
+            for call in self.history.calls_at(self.history.version):
+                await self._repeat(call)
+        except ShardGone as error:
+            self.history.drop_step()
+            raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 
     async def _load_newest(self) -> Source:
         tried = 0

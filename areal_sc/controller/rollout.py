@@ -63,10 +63,10 @@ class RolloutState(Struct, frozen=True):
 class RolloutController(Controller):
     """Runs the user's workflow over prompts on any number of rollout workers.
 
-    Methods block; each has an awaitable twin, named `..._async`: see TrainController.
+    Methods block, and have awaitable twins: see TrainController.
 
     Attributes:
-        groups: those of training: their ledger, the policy version, the position in the prompts.
+        groups: those of training, and their ledger.
         rejections: what was thrown away.
         has_display: whether a `Run` shows the samples.
     """
@@ -183,7 +183,7 @@ class RolloutController(Controller):
         Its rows live until the next version is published. Generation goes on from here, also
         between two calls, and admits what the staleness bound allows. New prompts, or a new
         workflow, are for groups that are admitted from now on; groups that were admitted before
-        keep theirs.
+        keep theirs. A batch whose rows are lost with a node's memory is formed anew.
 
         Raises: WorkflowError: the workflow or dataset cannot be used, or a stream ended.
             ConfigError: all of `total_steps` are trained. TooManyRejections: most episodes are
@@ -290,6 +290,10 @@ class RolloutController(Controller):
         self.groups.record_version(version, trained_rows)
         await self._journal.durable()
 
+    def has_taken_back(self, rows: Iterable[RowMetadata]) -> bool:
+        """Whether some of these rows were in a batch that was formed anew."""
+        return any(map(self.groups.ledger.was_taken_back, rows))
+
     def receive_weights(self, weights: WeightsReference) -> None:
         """A new policy version exists: workers begin to pull it, admission counts from it."""
         self.groups.begin_version(weights.version)
@@ -323,6 +327,10 @@ class RolloutController(Controller):
         Returns: the oldest version that a worker holds.
         """
         return await self._workers.updates.hold()
+
+    def end_hold(self) -> None:
+        """The version that updates were held for does not come."""
+        self._workers.updates.end_hold()
 
     async def wait_for_weights_async(self) -> None:
         """Waits until every worker holds the newest version, but for those that are lost.

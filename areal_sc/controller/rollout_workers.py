@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
@@ -165,6 +165,14 @@ class RolloutWorkers:
         It is not while one is being started again, until it has told which ones outlived it.
         """
         return all(state.are_rows_known for state in self._states if state.name in workers)
+
+    async def notice_losses(self, workers: Collection[str]) -> None:
+        """Returns when each of these workers has answered, or is known to be lost."""
+        states = [state for state in self._states if state.name in workers]
+        pings = (self._call(state, calls.PING, None) for state in states)
+        for outcome in await asyncio.gather(*pings, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerLost):
+                raise outcome
 
     def has_room(self, num_queued: int) -> bool:
         """Whether the stores hold one more group at its worst-case size beside the queued ones."""

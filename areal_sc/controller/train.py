@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -45,13 +44,15 @@ from areal_sc.controller.train_history import (
     SFTUpdated,
     Source,
 )
+from areal_sc.controller.train_step import TrainStep, trained_content
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import (
     ArealError,
     ConfigError,
+    ShardGone,
     WorkerLost,
 )
-from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights import WeightsReference
@@ -96,12 +97,11 @@ class TrainController(Controller):
         super().__init__(engine, scheduler, role, runtime)
         self.config: ActorConfig = engine.config
         self._folder = RunFolder(scheduler.config.run_dir)
-        self._num_updates = 0  # that returned since the last publication
-        self._trained_rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
         self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
         self._ranks = Ranks(
             self.config, self.fleet, self._publisher, self._tell_rows_needed, self._give_up
         )
+        self._step = TrainStep(self._ranks)
         self._writes = RankWrites(self._ranks, self.fleet)
         self._readers: set[RolloutController] = set()  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
@@ -140,6 +140,8 @@ class TrainController(Controller):
         The batch is returned as it is when nobody needs the field: with `ppo.clip_center:
         behavior`, and with one minibatch, whose own forward is that of the proximal policy. A
         further `ppo_update` of the same policy version needs the field in any case.
+
+        Raises: BatchLost: as `ppo_update`.
         """
         if not self._needs_proximal_logprobs:
             return batch
@@ -151,7 +153,10 @@ class TrainController(Controller):
         for rows in share_rows:  # there may be none, and then the share has no fields
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
             parts.append(selected.take(rows))
-        shards = await self._ranks.repeated(lambda: self._ranks.compute_logprobs(parts))
+        try:
+            shards = await self._ranks.repeated(lambda: self._ranks.compute_logprobs(parts))
+        except ShardGone as error:
+            raise self._step.lose_rows(batch, error) from error
         self._ranks.history.note(ComputedLogprobs(parts, shards))
         await asyncio.sleep(0)
         return with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
@@ -180,7 +185,8 @@ class TrainController(Controller):
         published.
 
         Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
-        Raises: StaleCall: a call was given up, and this one has another batch.
+        Raises: StaleCall: a call was given up, and this one has another batch. BatchLost: rows
+            are gone; the weights are those before the step, whose batch can be formed anew.
         """
         needed = ["proximal_logprobs"] if self._needs_proximal_logprobs else []
         batch.select([*PPO_FIELDS, *needed])  # which must be there; a loss may read any other
@@ -191,15 +197,16 @@ class TrainController(Controller):
                 await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
                 minibatches.append(batch.take(rows))
             shares.append(tuple(minibatches))
-        number = self._num_updates
-        # noted first: the workers train on them even if this call is given up
-        self._trained_rows.setdefault(number, batch.rows)
-        operation = self._ranks.operation(f"ppo_update/{number}", _trained_content(batch))
-        metrics = await self._update(
-            PPOUpdated([calls.PPOUpdate(operation, minibatches) for minibatches in shares])
-        )
+        number = self._step.num_updates
+        self._step.note_update(batch)
+        operation = self._ranks.operation(f"ppo_update/{number}", trained_content(batch))
+        updated = PPOUpdated([calls.PPOUpdate(operation, minibatches) for minibatches in shares])
+        try:
+            metrics = await self._update(updated)
+        except ShardGone as error:
+            raise self._step.lose_rows(batch, error) from error
         if self.version == operation.version:
-            self._num_updates = number + 1
+            self._step.num_updates = number + 1
         return metrics
 
     async def sft_update_async(
@@ -227,19 +234,22 @@ class TrainController(Controller):
 
         Returns once the weights are sealed, broadcast or written; generation goes on. An update
         to the version before that is still going on is waited for.
+
+        Raises: BatchLost: train workers died, and rows that they need to make the step again are
+            gone; the weights are those before the step, whose batch can be formed anew.
         """
 
         version = self.version + 1
 
         async def announce(weights: WeightsReference) -> None:
-            trained_rows = list(chain.from_iterable(self._trained_rows.values()))
-            await rollout.record_version_async(version, trained_rows)
+            await rollout.record_version_async(version, self._step.rows)
             self._note_reader(rollout, version)
             self._advance(version)
             rollout.receive_weights(weights)
 
         async def publish() -> None:
             if self.version < version:
+                self._step.check(rollout)
                 operation = self._ranks.operation(f"publish_weights/{version}")
                 await self._publisher.publish(operation, version, rollout, announce)
 
@@ -312,7 +322,7 @@ class TrainController(Controller):
     @property
     def _needs_proximal_logprobs(self) -> bool:
         """Whether the weights change between the proximal policy and the last minibatch."""
-        ppo, is_first_update = self.config.ppo, self._num_updates == 0
+        ppo, is_first_update = self.config.ppo, self._step.num_updates == 0
         is_one_forward = ppo.num_minibatches == 1 and is_first_update
         return ppo.clip_center == ClipCenter.proximal and not is_one_forward
 
@@ -334,14 +344,15 @@ class TrainController(Controller):
         self._ranks.advance(version)
 
     def _begin_version(self) -> None:
-        self._num_updates = 0
-        self._trained_rows.clear()
+        self._step.begin()
 
     async def _update(self, update: PPOUpdated | SFTUpdated) -> dict[str, float]:
         """Metrics of the update, which every rank makes once."""
         version = self.version
         try:
             return await self._ranks.repeated(lambda: self._ranks.update(update))
+        except ShardGone:
+            raise
         except ArealError:  # unlike one that is given up, it does not go on in the workers
             self._ranks.history.drop(version, update)
             raise
@@ -365,14 +376,3 @@ class TrainController(Controller):
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)
     load_snapshot = blocking(load_snapshot_async)
-
-
-def _trained_content(batch: BatchMetadata) -> list[Any]:
-    """All that decides what an update on a batch does, but for what the weights themselves give.
-
-    Shards never change, so their ids stand for their values. Those of `proximal_logprobs` are other
-    ones each time that they are computed.
-    """
-    given = [columns for columns in batch.columns if "proximal_logprobs" not in columns.dtypes]
-    shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
-    return [batch.rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]

@@ -162,6 +162,17 @@ class TrainHistory:
         if all(operation != call.shares[0].operation for call in earlier):
             self.note(update)
 
+    @property
+    def has_updates(self) -> bool:
+        """Whether the ranks have begun to train the next version."""
+        return any(isinstance(call, Updated) for call in self.calls_at(self.version))
+
+    def drop_step(self) -> None:
+        """The rows of the step that goes on are gone: nothing of it is to be repeated."""
+        for call in self.calls_at(self.version):
+            if not isinstance(call, BegunWrite):
+                self.drop(self.version, call)
+
     def drop(self, version: int, call: Call) -> None:
         """The call is not to be repeated."""
         if call in (at := self._calls.get(version, [])):

@@ -20,22 +20,26 @@ event loop and change the ledger between two awaits only, so there is nothing to
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import mean_metrics
 from areal_sc.controller.group import Group, GroupState, MakeReadable, RolloutSource
+from areal_sc.controller.group_deaths import GroupDeaths, rejected_reply
 from areal_sc.controller.kept_rows import KeptRows
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import STALE, Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
-from areal_sc.errors import BatchLost, ConfigError, WorkerLost
+from areal_sc.errors import ConfigError, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workflows.prompts import prompt_at
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingGroups:
@@ -83,7 +87,8 @@ class TrainingGroups:
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
-        self._batch_loss: BatchLost | None = None
+        self._suspects = asyncio.Lock()
+        self._lost: set[int] = set()  # groups of that batch whose rows are gone
         self._restored: dict[int, Group] = {}  # queued groups without a task
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
         workers.on_room = self.admit
@@ -106,8 +111,7 @@ class TrainingGroups:
         """As `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
-            a group. WaitTimeout: nothing changed for too long. BatchLost: it was given before, and
-            its rows are gone.
+            a group. WaitTimeout: nothing changed for too long.
         """
         if self.total_steps is not None and self.version >= self.total_steps:
             raise ConfigError(
@@ -116,13 +120,19 @@ class TrainingGroups:
             )
         self._source = source
         self.admit()
+        if self._batch is not None:  # it is asked for again, because rows of it are gone, say
+            await self._workers.notice_losses({shard.node_id for shard in self._batch.shards})
         while True:
             self._background.raise_failure()
-            if self._batch_loss is not None:
-                raise self._batch_loss
+            if self._lost:
+                self._take_back()
             if self._batch is not None:
-                await self._durable()
-                return self._batch
+                owners = {shard.node_id for shard in self._batch.shards}
+                if self._workers.are_rows_known(*owners):
+                    await self._durable()
+                    return self._batch
+                await self._background.wait("workers to tell what they still hold of the batch")
+                continue
             decision = self._policy.form_batch(self.ledger.unconsumed(), self.version)
             if decision.stale:
                 self._reject_stale(decision.stale)
@@ -156,7 +166,8 @@ class TrainingGroups:
     def begin_version(self, version: int) -> None:
         """The version is the current one; `admit` follows when workers may get it."""
         if version != self.version:
-            self._batch, self._batch_loss = None, None
+            self._batch = None
+            self._lost.clear()
         self.kept_rows.release(self.ledger, version)
         self.version = version
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
@@ -171,22 +182,35 @@ class TrainingGroups:
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
         """The rows of these runs went with their worker: groups that wait to be trained run again.
 
-        Those of the current batch cannot be generated again as they were. That matters if they were
-        not read yet: then whoever needs them fails, and so does who asks for the batch again.
+        Those of the current batch may have been read: the batch stays as it is until it is asked
+        for again, and nothing takes the room of these rows meanwhile.
         """
         in_batch = {(row.group_id, row.attempt) for row in self._batch.rows} if self._batch else ()
         for run in runs:
             if (run.group_id, run.attempt) in in_batch:
-                self._batch_loss = BatchLost(
-                    f"rows of group {run.group_id}, in the batch of version {self.version}, are "
-                    "gone with the worker that held them, and with its node's memory"
-                )
+                self._lost.add(run.group_id)
             elif self.ledger.needs_rows(run.group_id, run.attempt) and (
                 group := self.ledger.get(run.group_id)
             ):
-                self.ledger.requeue(run.group_id, "its rows are gone with their worker")
-                self._restored[run.group_id] = group
+                self._requeue(group)
         self.admit()
+
+    def _take_back(self) -> None:
+        """Groups of the current batch that have lost their rows run again; it is formed anew."""
+        logger.warning(
+            "step=%d its batch is formed anew: the rows of %d groups are gone",
+            *(self.version + 1, len(self._lost)),
+        )
+        for group in self.ledger.take_back(self.version):
+            if group.group_id in self._lost:
+                self._requeue(group)
+        self._batch = None
+        self._lost.clear()
+        self.admit()
+
+    def _requeue(self, group: Group) -> None:
+        self.ledger.requeue(group.group_id, "its rows are gone with their worker")
+        self._restored[group.group_id] = group
 
     def end(self) -> None:
         """Nothing more is admitted, whatever room comes back, until the next batch is asked for."""
@@ -208,6 +232,8 @@ class TrainingGroups:
         while self._restored and self._has_slot:
             group_id = next(iter(self._restored))
             self._start(self._restored.pop(group_id), self._source)
+        if self._lost:
+            return
         num_counted = self.ledger.num_admitted_not_rejected
         num_admissible = self._policy.num_admissible(self.version, num_counted)
         if self.total_steps is not None:
@@ -265,15 +291,19 @@ class TrainingGroups:
     async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
         await self._make_readable(group.prompt.dataset, group.prompt.index)
-        while True:
-            await self._durable()  # its admission, or new attempt, before a worker hears of it
-            worker = await self._workers.take(group.admitted_version)
-            attempt = self.ledger.start(group.group_id, worker.name)
-            try:
-                reply = await self._workers.run_group(worker, group, source)
-                break
-            except WorkerLost:  # says nothing of the group
-                self.ledger.requeue(group.group_id, f"{worker.name} was lost")
+        deaths = GroupDeaths(group.prompt, self._suspects)
+        reply: GroupReply | None = None
+        while reply is None:
+            async with deaths.turn:
+                await self._durable()  # its admission, or new attempt, before a worker hears of it
+                worker = await self._workers.take(group.admitted_version)
+                attempt = self.ledger.start(group.group_id, worker.name)
+                try:
+                    reply = await self._workers.run_group(worker, group, source)
+                except WorkerLost as death:  # says nothing of the group, unless it is to blame
+                    self.ledger.requeue(group.group_id, f"{worker.name} was lost")
+                    if rejection := deaths.note(death):
+                        reply = rejected_reply(group, rejection, self._config.group_size)
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, _main_cause(reply))

@@ -136,6 +136,11 @@ class WeightUpdates:
         newest = self._weights.version if self._weights else 0
         return min((s.version for s in self.states if s.version != NO_VERSION), default=newest)
 
+    def end_hold(self) -> None:
+        """No new version comes for now: workers may update to the newest one."""
+        self._are_held = False
+        self.begin_all()
+
     @property
     def current_members(self) -> list[Member]:
         """The workers that hold weights. Only they take part in a broadcast: the others pull."""

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
+from areal_sc.errors import BatchLost
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import Summary
@@ -63,15 +64,19 @@ class PPOTrainer(Run):
                 if actor.version == 0:
                     evaluations.begin("before")
                 for step in steps:
-                    with step.timed("wait"):
-                        batch = rollout.prepare_batch(prompts, workflow)
-                    with step.timed("train"):
-                        batch = actor.compute_advantages(batch)
-                        batch = actor.compute_proximal_logprobs(batch)
-                        stats = actor.ppo_update(batch)
-                    evaluations.collect(wait=step.number == 1)  # the first sees no publication
-                    with step.timed("sync"):
-                        actor.publish_weights(rollout)
+                    try:
+                        with step.timed("wait"):
+                            batch = rollout.prepare_batch(prompts, workflow)
+                        with step.timed("train"):
+                            batch = actor.compute_advantages(batch)
+                            batch = actor.compute_proximal_logprobs(batch)
+                            stats = actor.ppo_update(batch)
+                        evaluations.collect(wait=step.number == 1)  # the first sees no publication
+                        with step.timed("sync"):
+                            actor.publish_weights(rollout)
+                    except BatchLost as error:  # with the memory of a node
+                        step.lose(error)
+                        continue
                     step.record(batch, stats)
                     evaluations.after_step()
                     checkpoints.after_step()

@@ -138,7 +138,8 @@ class Run:
         """Starts the workers, goes back to the newest snapshot, and gives the steps that are left.
 
         As with `start`, every worker is gone when the block has ended. A step ends when the next
-        one is asked for, and must have published its weights by then.
+        one is asked for, and must have published its weights by then. A loop that catches
+        `BatchLost` calls `step.lose(error)`, and goes on with the next step.
 
         Raises: ModelError: a model cannot be used. CheckpointError: no snapshot can be read. And
             what `start` raises.
@@ -220,6 +221,8 @@ class Run:
             while actor.version < total:
                 step = Step(actor, rollout, counters, tell)
                 yield step
+                if step.is_lost:
+                    continue
                 if actor.version != step.number:
                     raise RuntimeError(
                         f"step {step.number} ended at policy version {actor.version}: call "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,8 +11,11 @@ from typing import Literal
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.staleness import StalenessStats
 from areal_sc.controller.train import TrainController
+from areal_sc.errors import BatchLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.trainer.metrics import StepMetrics
+
+logger = logging.getLogger(__name__)
 
 _REJECTED = "rejected_episodes/"
 """Before a cause in the counters."""
@@ -42,6 +46,7 @@ class Step:
     Attributes:
         number: from 1.
         counters: as of the end of the step before; once it is recorded, of its own.
+        is_lost: it ends without a new version.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Step:
     ) -> None:
         self.number = actor.version + 1
         self.counters = counters
+        self.is_lost = False
         self._actor = actor
         self._rollout = rollout
         self._tell = tell
@@ -67,6 +73,11 @@ class Step:
             yield
         finally:
             self._spent[part] += time.monotonic() - began
+
+    def lose(self, error: BatchLost) -> None:
+        """Ends the step, whose rows are gone; the next one has the same number, and a new batch."""
+        logger.warning("step=%d begins anew: %s", self.number, error)
+        self.is_lost = True
 
     def record(self, batch: BatchMetadata, stats: Mapping[str, float]) -> StepMetrics:
         """Ends the step, and tells what was measured of it.

@@ -38,6 +38,7 @@ class RejectionKind(StrEnum):
     too_long: its rows have more tokens than are allowed.
     workflow_error: the workflow raised, or returned what cannot be trained.
     rejected: the workflow returned None.
+    worker_died: the worker died again and again while it ran.
     """
 
     reward_error = "reward_error"
@@ -50,6 +51,7 @@ class RejectionKind(StrEnum):
     too_long = "too_long"
     workflow_error = "workflow_error"
     rejected = "rejected"
+    worker_died = "worker_died"
 
 
 class Rejection(Struct, frozen=True, array_like=True):

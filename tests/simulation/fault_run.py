@@ -31,6 +31,7 @@ from simulation.workers import (
 )
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
+from areal_sc.controller.group_deaths import DEATHS_TO_BLAME
 from areal_sc.errors import BatchLost, CheckpointError, PeerSilent, ShardGone, StepsLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.workers.spec import WorkerOrder
@@ -180,6 +181,7 @@ class FaultRun(TrainingRun):
     Attributes:
         phase: what the loop is at.
         has_lost_steps: it has ended early, since rows went with a node's memory.
+        num_lost_batches: that were formed anew, for the same reason.
     """
 
     cluster: FaultyCluster
@@ -189,6 +191,7 @@ class FaultRun(TrainingRun):
         self.phase = "start"
         self.broken_callbacks: list[str] = []
         self.has_lost_steps = False
+        self.num_lost_batches = 0
         self.snapshot_every = scenario.snapshot_every
         self._snapshot: asyncio.Task[None] | None = None
         network = self.cluster.network
@@ -214,8 +217,8 @@ class FaultRun(TrainingRun):
         asyncio.get_running_loop().set_exception_handler(self._note_broken_callback)
         try:
             await self._play()
-        except (StepsLost, BatchLost, ShardGone):
-            # rows of a step went with their node: the run ends, to go on from a snapshot
+        except StepsLost:
+            # rows of a trained step went with their node: the run goes on from a snapshot
             if not self.cluster.num_lost_memories:
                 raise
             self.has_lost_steps = True
@@ -226,7 +229,12 @@ class FaultRun(TrainingRun):
         async with self.started():
             self.faults.begin()
             while self.actor.version < self.settings.num_steps:
-                await self._unless_given_up(self.step())
+                try:
+                    await self._unless_given_up(self.step())
+                except BatchLost:
+                    assert self.cluster.num_lost_memories
+                    self.num_lost_batches += 1
+                    self.forget_batch()
             self.duration_s = self.cluster.now_s
             assert self.duration_s < self.faults.last_s + MAX_REST_S, "it has made no progress"
             self.phase = "end"
@@ -324,8 +332,12 @@ class FaultRun(TrainingRun):
         await super().check_end()
         self.check_history()
         for group_id, reason in self.rejected.items():
-            has_cause = reason == "stale" or group_id in self.cluster.rejected_groups
-            assert has_cause, f"group {group_id} is rejected as {reason}, and no worker said so"
+            attempts = {s.attempt for s in self.cluster.starts if s.group_id == group_id}
+            is_to_blame = reason == "worker_died" and len(attempts) > DEATHS_TO_BLAME
+            has_cause = is_to_blame or group_id in self.cluster.rejected_groups
+            assert has_cause or reason == "stale", (
+                f"group {group_id} is rejected as {reason}, and no worker said so"
+            )
         for worker in self.cluster.lives:
             if isinstance(worker, SimulatedRolloutWorker):
                 versions = [version for _, version in worker.history]

@@ -179,6 +179,14 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ recovery
 
+    def forget_batch(self) -> None:
+        """The newest one is formed anew: what was trained on it is undone."""
+        batch, trained = self.batches.pop(), self.cluster.trained
+        for group_id in batch.group_ids:
+            del self.trained_at[group_id]
+        if trained and trained[-1].version == batch.global_step:
+            trained.pop()
+
     async def save(self) -> dict[str, Any]:
         """What a snapshot holds, as it would lie on the disk, and this book."""
         return {

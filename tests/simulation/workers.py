@@ -185,7 +185,7 @@ class SimulatedWorker:
             for take in inbox:
                 take()
         else:
-            self._woken = asyncio.Event()
+            self._woken.clear()
 
     async def spend(self, duration: Number) -> None:
         """The worker is at work for so long; while it is stopped it gets nowhere."""

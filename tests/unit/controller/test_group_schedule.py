@@ -23,6 +23,7 @@ from areal_sc.config.schema import OverBound
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger_replay import replay
 from areal_sc.controller.staleness import StalenessPolicy, StalenessStats
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
@@ -244,7 +245,7 @@ class Run:
     def restart(self) -> None:
         """The controller dies with all workers; a new one has the journal."""
         again = Ledger.restore(msgspec.msgpack.decode(self.base, type=LedgerState))
-        again.replay(msgspec.msgpack.decode(record, type=Record) for record in self.records)
+        replay(again, [msgspec.msgpack.decode(record, type=Record) for record in self.records])
         assert again.snapshot() == self.ledger.snapshot()
         self.ledger = again
         self.begin_journal()

@@ -18,6 +18,7 @@ from areal_sc.controller.journal import Journal, segment_paths
 from areal_sc.controller.journal_file import HEADER, read_segment, to_frame
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState
+from areal_sc.controller.ledger_replay import replay
 from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError
 from areal_sc.metadata import PromptReference
@@ -40,7 +41,7 @@ def admit(ledger: Ledger) -> None:
 def replayed(content: bytes, path: Path = FIRST) -> Ledger:
     segment = read_segment(content, path)
     ledger = Ledger.restore(segment.state)
-    ledger.replay(segment.records)
+    replay(ledger, segment.records)
     return ledger
 
 

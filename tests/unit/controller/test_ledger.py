@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from areal_sc.controller.group import GroupState
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger_replay import replay
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
@@ -236,6 +237,33 @@ def test_training_on_a_group_that_was_not_consumed_is_an_error() -> None:
         ledger.record_trained(batch_of(1).rows)
 
 
+def test_a_step_is_taken_back_until_it_is_trained() -> None:
+    ledger = Ledger()
+    for group_id in range(3):
+        ledger.admit(PROMPT, 0)
+        ledger.start(group_id, "rollout/0")
+        ledger.finish(group_id, 0, batch_of(group_id))
+    before = ledger.snapshot()
+    (row, *_) = batch_of(0).rows
+    ledger.consume([0, 2], 0)
+    assert not ledger.was_taken_back(row)
+    assert [group.group_id for group in ledger.take_back(0)] == [0, 2]
+    assert ledger.snapshot() == before
+    assert ledger.was_taken_back(row)
+    ledger.requeue(0, "its rows are gone")
+    ledger.start(0, "rollout/1")
+    ledger.finish(0, 1, batch_of(0, attempt=1))
+    batches = ledger.consume([0, 1], 0)
+    assert ledger.was_taken_back(row)
+    assert not ledger.was_taken_back(batches[0].rows[0])
+    ledger.record_trained(batches[0].rows)
+    for step in (0, 1):
+        with pytest.raises(LedgerError, match=f"take back step {step}"):
+            ledger.take_back(step)
+    ledger.record_trained(batches[1].rows)
+    assert ledger.account()["rows_trained_twice"] == 0
+
+
 def test_groups_come_in_order_of_admission_whatever_their_history() -> None:
     ledger = Ledger()
     for _ in range(4):
@@ -287,6 +315,9 @@ def a_change(ledger: Ledger, draw: st.DrawFn) -> None:
     kinds = ["admit", "publish", "release"]
     kinds += ["finish", "requeue", "reject"] * bool(groups)
     kinds += ["consume"] * bool(finished) + ["trained"] * bool(kept)
+    newest = [step for step in ledger.snapshot().kept if step.step == ledger.version]
+    is_untrained = newest and ledger.snapshot().untrained == {g.group_id for g in newest[0].groups}
+    kinds += ["take back"] * bool(is_untrained)
     group = draw(st.sampled_from(groups)) if groups else None
     match draw(st.sampled_from(kinds)):
         case "admit":
@@ -307,6 +338,8 @@ def a_change(ledger: Ledger, draw: st.DrawFn) -> None:
         case "trained":
             trained = draw(st.lists(st.sampled_from(kept), min_size=1))
             ledger.record_trained([row for g in trained if g.batch for row in g.batch.rows])
+        case "take back":
+            ledger.take_back(ledger.version)
         case "publish":
             ledger.publish(ledger.version + 1)
         case "release":
@@ -330,7 +363,7 @@ def test_replaying_any_part_of_a_history_gives_the_ledger_of_then(data: st.DataO
     again = Ledger.restore(states[first])
     for record, state in zip(records[first:], states[first:], strict=False):
         assert again.snapshot() == state
-        again.replay([record])
+        replay(again, [record])
     assert again.snapshot() == states[-1]
     assert again.account() == ledger.account()
 
@@ -347,6 +380,7 @@ def test_the_journal_comes_first_and_a_failing_one_changes_nothing() -> None:
         (GroupState.finished, CHANGES["consume"]),
         (GroupState.consumed, lambda ledger: ledger.record_trained(batch_of(0).rows)),
         (GroupState.consumed, lambda ledger: ledger.release(0)),
+        (GroupState.consumed, lambda ledger: ledger.take_back(0)),
         (GroupState.consumed, lambda ledger: ledger.publish(1)),
         (GroupState.queued, lambda ledger: ledger.admit(PROMPT, 0)),
     ):
@@ -367,13 +401,13 @@ def test_replay_refuses_records_that_do_not_follow() -> None:
     ledger.finish(0, 0, batch_of(0))
     ledger.consume([0], 0)
     ledger.release(0)
-    Ledger().replay(records)
+    replay(Ledger(), records)
     for place, record in enumerate(records):
         with pytest.raises(LedgerError):
-            Ledger().replay([*records[:place], record, *records[place:]])
+            replay(Ledger(), [*records[:place], record, *records[place:]])
     for place in range(len(records) - 1):
         with pytest.raises(LedgerError):
-            Ledger().replay(records[:place] + records[place + 1 :])
+            replay(Ledger(), records[:place] + records[place + 1 :])
 
 
 def test_the_ledgers_size_is_that_of_the_groups_in_flight() -> None:

@@ -19,6 +19,7 @@ from areal_sc.controller.journal import segment_paths
 from areal_sc.controller.journal_file import read_segment
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_account import GroupAccount, read_account
+from areal_sc.controller.ledger_replay import replay
 from areal_sc.errors import RunFolderError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.weights import WeightsReference
@@ -46,7 +47,7 @@ class CheckedCluster(SimulatedCluster):
         path = segment_paths(folder, self.disk)[-1]
         segment = read_segment(self.disk.durable[path], path)
         ledger = Ledger.restore(segment.state)
-        ledger.replay(segment.records)
+        replay(ledger, segment.records)
         return ledger
 
     def note_start(self, worker: SimulatedRolloutWorker, group: RunGroup) -> None:

@@ -13,7 +13,7 @@ from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
-from areal_sc.errors import BatchLost, EngineFailed, WorkerLost
+from areal_sc.errors import EngineFailed, WorkerLost
 from areal_sc.workers.calls import RUN_GROUP, GroupAttempt, GroupReply, RunGroup
 
 KILLED = "signal 9 (SIGKILL)"
@@ -153,20 +153,6 @@ def test_finished_groups_whose_rows_went_with_their_worker_run_again() -> None:
                 await run.step()
             assert lost <= {s.group_id for s in run.cluster.starts if s.attempt == 1}
             await run.check_end()
-
-    run_virtual(scenario())
-
-
-def test_a_batch_whose_rows_are_gone_says_so() -> None:
-    async def scenario() -> None:
-        async with TrainingRun(Settings()).started() as run:
-            await run.rollout.prepare_batch_async(run.prompts, run.workflow)
-            for worker in run.cluster.rollout_workers:
-                worker.end(KILLED, keeps_memory=False)
-            await asyncio.sleep(5.0)
-            with pytest.raises(BatchLost, match="batch of version 0"):
-                await run.rollout.prepare_batch_async(run.prompts, run.workflow)
-            assert not run.rollout._background.has_failed, "a rank may have read it"
 
     run_virtual(scenario())
 
