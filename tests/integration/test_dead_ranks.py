@@ -131,6 +131,7 @@ def test_the_model_is_that_of_the_undisturbed_run(
         with controllers(config, scheduler) as (actor, rollout):
             steps = Steps(config, actor, rollout, tmp_path / "model")
             write_snapshot(actor, folder)
+            at_the_start = rollout.state()
             expected, metrics = [], []
             for _ in range(NUM_STEPS):
                 metrics.append(steps.update())
@@ -138,6 +139,7 @@ def test_the_model_is_that_of_the_undisturbed_run(
                 expected.append(steps.model())
             assert len(set(expected)) == NUM_STEPS
             actor.load_snapshot(0)
+            rollout.restore(at_the_start)
 
             def check() -> None:
                 steps.publish()
