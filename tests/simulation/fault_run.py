@@ -179,7 +179,7 @@ class FaultRun(TrainingRun):
 
     Attributes:
         phase: what the loop is at.
-        has_lost_steps: it has ended early, since rows went with a node's memory.
+        end: how it has ended.
     """
 
     cluster: FaultyCluster
@@ -188,7 +188,7 @@ class FaultRun(TrainingRun):
         super().__init__(scenario.settings, FaultyCluster)
         self.phase = "start"
         self.broken_callbacks: list[str] = []
-        self.has_lost_steps = False
+        self.end = "completed"
         self.snapshot_every = scenario.snapshot_every
         self._snapshot: asyncio.Task[None] | None = None
         network = self.cluster.network
@@ -218,7 +218,7 @@ class FaultRun(TrainingRun):
             # rows of a step went with their node: the run ends, to go on from a snapshot
             if not self.cluster.num_lost_memories:
                 raise
-            self.has_lost_steps = True
+            self.end = "ended by lost rows"
         assert not self.broken_callbacks, self.broken_callbacks
         return self
 
