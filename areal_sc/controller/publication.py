@@ -15,7 +15,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,7 +22,7 @@ from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.node_workers import Member
 from areal_sc.controller.rollout import RolloutController
-from areal_sc.errors import ArealError, EngineFailed, TransportError, WorkerError
+from areal_sc.errors import EngineFailed, TransportError, WorkerError
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
@@ -171,8 +170,8 @@ class Publisher:
         finally:
             sending.cancel()  # if the ranks have died meanwhile
             received.cancel()
-            with suppress(ArealError, asyncio.CancelledError):
-                await received  # what went wrong there is the rollout's own
+            # what went wrong there is the rollout's own; a body that a death ends reads neither
+            await asyncio.gather(sending, received, return_exceptions=True)
         self.times.publish_broadcast_s += time.perf_counter() - started
         self.times.published_bytes += result.num_bytes
         if result.failure:
