@@ -65,6 +65,7 @@ class FaultyCluster(SimulatedCluster):
         num_lost_snapshots: parts of snapshots that did.
         snapshot_write_s: what the write of a part takes longer.
         fails_snapshots: writes of them fail.
+        num_failed_snapshots: parts that were not written for that reason.
         data_cuts: node -> loop time until which nothing is read from it.
     """
 
@@ -75,6 +76,7 @@ class FaultyCluster(SimulatedCluster):
         self.num_lost_snapshots = 0
         self.snapshot_write_s = 0.0
         self.fails_snapshots = False
+        self.num_failed_snapshots = 0
         self.lives: list[SimulatedWorker] = []
         self.data_cuts: dict[str, float] = {}
         self.on_end = self.network.end
@@ -123,6 +125,7 @@ class FaultyCluster(SimulatedCluster):
         await super().write_snapshot(rank)
         await rank.spend(self.snapshot_write_s)
         if self.fails_snapshots:
+            self.num_failed_snapshots += 1
             raise CheckpointError(f"{rank.name} cannot write its part: the disk is full")
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
@@ -224,6 +227,7 @@ class FaultRun(TrainingRun):
         self.phase = "start"
         self.broken_callbacks: list[str] = []
         self.end = "completed"
+        self._has_let_go = False
         self.snapshot_every = scenario.snapshot_every
         self.segment_bytes = scenario.segment_bytes
         self._snapshot: asyncio.Task[None] | None = None
@@ -276,9 +280,14 @@ class FaultRun(TrainingRun):
 
     @property
     def _has_lost_rows_of_a_step(self) -> bool:
-        """Rows of a batch went with a node's memory, or a snapshot that they are covered by."""
-        has_lost_rows = bool(self.cluster.lost_groups & self.trained_at.keys())
-        return has_lost_rows or self.cluster.num_lost_snapshots > 0
+        """Rows of a batch went with a node's memory, or a snapshot that covers them.
+
+        They also go when the stores have no room for them and snapshots cannot be written.
+        """
+        cluster = self.cluster
+        has_lost_rows = bool(cluster.lost_groups & self.trained_at.keys())
+        has_let_go = self._has_let_go and cluster.num_failed_snapshots > 0
+        return has_lost_rows or cluster.num_lost_snapshots > 0 or has_let_go
 
     async def _play(self) -> None:
         async with self.started():
@@ -344,6 +353,10 @@ class FaultRun(TrainingRun):
         if self.snapshot_every and self.actor.version % self.snapshot_every == 0:
             await self._begin_snapshot()
         return batch
+
+    def before_forgotten(self, shard_id: str, group_id: int) -> None:
+        super().before_forgotten(shard_id, group_id)
+        self._has_let_go |= self.rollout.has_let_go_of_rows
 
     def before_announcement(self, version: int) -> None:
         self.journal.check_announced(version)

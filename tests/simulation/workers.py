@@ -185,7 +185,7 @@ class SimulatedWorker:
             inbox, self.inbox = self.inbox, []
             for take in inbox:
                 take()
-        else:
+        elif self._woken.is_set():
             self._woken = asyncio.Event()
 
     async def spend(self, duration: Number) -> None:
