@@ -174,8 +174,10 @@ class RolloutController(Controller):
         await self._background.close()
         self._samples.close()
         self.groups.ledger.journal = None  # a later start begins to write it anew
-        await self._journal.close()
-        await super().close_async()
+        try:
+            await self._journal.close()
+        finally:
+            await super().close_async()
 
     async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
         """The batch to train the current policy version on, however often it is asked for.
