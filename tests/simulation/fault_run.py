@@ -271,12 +271,19 @@ class FaultRun(TrainingRun):
             self.end = "ended by their journal"
         else:
             assert not self.disk.num_failures, "the journal has failed, and nobody noticed"
+        self._check_workers_ended()
         if self.disk.num_failures:
             self.journal.durable.account()
         else:
             self.journal.check_end(self.rollout.groups.ledger)
         assert not self.broken_callbacks, self.broken_callbacks
         return self
+
+    def _check_workers_ended(self) -> None:
+        """However the run has ended, unless a fault may have kept the news from them."""
+        if not {kind for kind, _ in self.faults.struck} - NO_DEATH - {FaultKind.lose_node}:
+            left = [worker.name for worker in self.cluster.lives if worker.exit_status is None]
+            assert not left, f"workers outlive the run: {left}"
 
     @property
     def _has_lost_rows_of_a_step(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from msgspec.structs import replace
+from simulation.virtual_loop import VirtualTimeLoop
 
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.memory_snapshots import MemorySnapshots
@@ -107,6 +108,17 @@ def version_announced_before_its_record() -> Iterator[None]:
 
 
 @contextmanager
+def pause_counted_as_silence() -> Iterator[None]:
+    """The controllers' clock goes on while they stand still."""
+
+    def pause(self: VirtualTimeLoop, duration_s: float) -> None:
+        self.paused_until_s = max(self.world_s, self.paused_until_s) + duration_s
+
+    with patch.object(VirtualTimeLoop, "pause", pause):
+        yield
+
+
+@contextmanager
 def late_rejection_taken() -> Iterator[None]:
     """The end of an attempt that was lost counts as a rejection of its group."""
     run_group = RolloutWorkers.run_group
@@ -143,6 +155,7 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         group_sent_before_its_record,
         version_announced_before_its_record,
         snapshot_counted_when_begun,
+        pause_counted_as_silence,
         late_rejection_taken,
         shard_not_swept,
     )

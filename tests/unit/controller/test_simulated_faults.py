@@ -27,6 +27,7 @@ FOUND_BY = {
     "group-sent-before-its-record": 0,
     "version-announced-before-its-record": 0,
     "snapshot-counted-when-begun": 15,
+    "pause-counted-as-silence": 146,
     "late-rejection-taken": 16,
     "shard-not-swept": 5,
 }
