@@ -162,9 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             took_s = time.perf_counter() - began_s
             if took_s - shown_s > PROGRESS_S:
                 shown_s = took_s
-                failed = ", ".join(map(str, sorted(total.failures))) or "none"
-                progress = f"{total.num_runs} of {arguments.seeds} seeds, failed: {failed}"
-                print(f"{progress}, {took_s:.0f} s", file=sys.stderr, flush=True)
+                progress = f"{total.num_runs} of {arguments.seeds} seeds in {took_s:.0f} s"
+                print(f"{progress}, {len(total.failures)} failed", file=sys.stderr, flush=True)
             if total.failures and not arguments.all:
                 break
         is_complete = True
