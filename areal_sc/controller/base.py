@@ -21,7 +21,7 @@ from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
-from areal_sc.errors import WorkerError, WorkerLost
+from areal_sc.errors import RunFolderError, WorkerError, WorkerLost
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import STATS
 from areal_sc.workers.spec import WorkerOrder
@@ -61,12 +61,13 @@ class Controller(ABC):
     Attributes:
         role: names its workers, logs and snapshots.
         fleet: its workers.
-        worker_lost: why the run cannot go on, once one of its workers was given up.
+        worker_lost: why the run cannot go on, once one of its workers was given up, or its journal
+            has failed.
         measures_free_memory: whether its engines take a share of the GPU memory that is free when
             they start.
     """
 
-    worker_lost: WorkerError | None = None
+    worker_lost: WorkerError | RunFolderError | None = None
     measures_free_memory: bool = False
     _control_loop: ControlLoop | None = None
     _recovery: Recovery | None = None  # from when the workers do their work
@@ -158,7 +159,7 @@ class Controller(ABC):
         else:
             self._recovery.note_loss(member, loss)
 
-    def _give_up(self, cause: WorkerError) -> None:
+    def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         """The run cannot go on: every call that waits ends with the cause."""
         self.worker_lost = self.worker_lost or cause
 

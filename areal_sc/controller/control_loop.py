@@ -19,7 +19,13 @@ from typing import Any, TypeVar
 from areal_sc import interrupts
 from areal_sc.controller.base import Controller
 from areal_sc.controller.pausable_loop import PausableLoop
-from areal_sc.errors import ConfigError, TransportError, WaitTimeout, WorkerError
+from areal_sc.errors import (
+    ConfigError,
+    RunFolderError,
+    TransportError,
+    WaitTimeout,
+    WorkerError,
+)
 
 T = TypeVar("T")
 
@@ -91,8 +97,8 @@ class ControlLoop:
         """Whether the calling coroutine runs on this loop."""
         return asyncio.get_running_loop() is self._loop
 
-    def worker_lost(self) -> WorkerError | None:
-        """Why the first worker was given up, if one was."""
+    def worker_lost(self) -> WorkerError | RunFolderError | None:
+        """Why the run cannot go on, as the first controller says that knows it."""
         losses = (controller.worker_lost for controller in self._controllers)
         return next((loss for loss in losses if loss is not None), None)
 
@@ -186,7 +192,7 @@ async def _start_all(controllers: Sequence[Controller]) -> None:
         raise errors.exceptions[0] from None
 
 
-async def _notice_loss(control_loop: ControlLoop) -> WorkerError | None:
+async def _notice_loss(control_loop: ControlLoop) -> WorkerError | RunFolderError | None:
     loop = asyncio.get_running_loop()
     give_up = loop.time() + LOSS_NOTICE_S
     while True:

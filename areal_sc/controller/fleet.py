@@ -20,7 +20,7 @@ from typing import Any
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost, OnSilence
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import ArealError, WorkerLost
+from areal_sc.errors import ArealError, PeerLost, WorkerLost
 from areal_sc.schedulers.base import Scheduler, placed
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import SHUTDOWN
@@ -162,14 +162,17 @@ class Fleet:
         Raises: as `call`, but for losses.
         """
         living = [member for member in members if member.failure is None]
+        incarnations = [member.worker.incarnation for member in living]
         outcomes = await self._runtime.transport.call_all(
             [(member.connection, args) for member in living],
             method,
             timeout_s=self._deadline_s(method),
         )
         replies = {}
-        for member, outcome in zip(living, outcomes, strict=True):
-            if isinstance(outcome, WorkerLost):
+        for member, incarnation, outcome in zip(living, incarnations, outcomes, strict=True):
+            if isinstance(outcome, PeerLost):  # faster than the news of its death
+                self.lose(member, incarnation, f"is of no use any more: {outcome}")
+            if isinstance(outcome, WorkerLost | PeerLost):
                 continue
             if isinstance(outcome, ArealError):
                 raise outcome

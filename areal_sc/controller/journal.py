@@ -61,9 +61,19 @@ class _Part:
 
 
 class Journal:
-    """Writes the journal of one ledger to a folder, which is made when it is needed."""
+    """Writes the journal of one ledger to a folder, which is made when it is needed.
 
-    def __init__(self, folder: Path, disk: Disk) -> None:
+    Args:
+        on_failure: is told why nothing can be written any more.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        disk: Disk,
+        on_failure: Callable[[RunFolderError], None] = lambda failure: None,
+    ) -> None:
+        self._on_failure = on_failure
         self._folder = folder
         self._disk = disk
         self._take_state: Callable[[], LedgerState] = LedgerState
@@ -145,6 +155,8 @@ class Journal:
             )
         else:
             self._num_durable = num_appended
+        if self._failure is not None:
+            self._on_failure(self._failure)
 
     def _write(self, parts: list[_Part]) -> None:
         """Blocks until all is on the disk."""

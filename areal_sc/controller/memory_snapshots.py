@@ -45,6 +45,12 @@ class MemorySnapshots:
     def is_writing(self) -> bool:
         return self._writing is not None and not self._writing.done()
 
+    @property
+    def is_due_soon(self) -> bool:
+        """Whether the ranks are making a version that one is due of."""
+        every, history = self._every_steps, self._history
+        return every > 0 and (history.version + 1) % every == 0 and history.is_updating
+
     def begin_when_due(self) -> None:
         """Begins one of a version that has just been made.
 
@@ -91,6 +97,12 @@ class MemorySnapshots:
         else:
             if operation.lineage == self._history.lineage:
                 self._history.note_in_memory(version)
+                asyncio.get_running_loop().call_soon(self._begin_late, version)
         finally:
             self._is_taken.set()
         asyncio.get_running_loop().call_soon(self._on_change)
+
+    def _begin_late(self, written: int) -> None:
+        """That of a version which was made meanwhile, as long as the ranks are still at it."""
+        if written < self._history.version and not self._history.is_updating:
+            self.begin_when_due()

@@ -15,15 +15,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.node_workers import Member
 from areal_sc.controller.rollout import RolloutController
-from areal_sc.errors import ArealError, EngineFailed, TransportError, WorkerError
+from areal_sc.errors import EngineFailed, TransportError, WorkerError
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
@@ -159,9 +159,11 @@ class Publisher:
             )
         )
         sent = WeightBroadcast(self._group, sealed.shards[0], self._layouts)
-        await announce(WeightsReference(version, sealed.shards, broadcast=sent))
-        received = asyncio.create_task(rollout.wait_for_weights_async())
+        tasks: list[asyncio.Task[Any]] = [sending]
         try:
+            await announce(WeightsReference(version, sealed.shards, broadcast=sent))
+            received = asyncio.create_task(rollout.wait_for_weights_async())
+            tasks.append(received)
             await asyncio.wait({sending, received}, return_when=asyncio.FIRST_COMPLETED)
             if received.done() and received.exception() is None:
                 await asyncio.wait({sending}, timeout=SENT_AFTER_S)
@@ -169,10 +171,9 @@ class Publisher:
                 await self._call_root(calls.CANCEL_BROADCAST, self._group)
             result = (await sending)[0]
         finally:
-            sending.cancel()  # if the ranks have died meanwhile
-            received.cancel()
-            with suppress(ArealError, asyncio.CancelledError):
-                await received  # what went wrong there is the rollout's own
+            for task in tasks:  # the ranks may have died meanwhile
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # failures are the rollout's own
         self.times.publish_broadcast_s += time.perf_counter() - started
         self.times.published_bytes += result.num_bytes
         if result.failure:

@@ -201,6 +201,7 @@ class Ranks:
     async def update(self, update: Updated) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be."""
         self.history.note_update(update)
+        self._tell_rows()
         return await self._update(update)
 
     def undo_step(self) -> None:
@@ -225,7 +226,7 @@ class Ranks:
     def _tell_rows(self) -> None:
         """Those of steps that are being repeated stay, however short room is."""
         is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
-        is_covered_soon = self.memory.is_writing or is_being_repeated
+        is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
         self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
 
     @property

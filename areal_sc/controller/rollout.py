@@ -39,7 +39,7 @@ from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.training_groups import TrainingGroups
 from areal_sc.controller.weight_updates import RPC_MARGIN_S, update_timeout_s
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import WorkerError, WorkerLost
+from areal_sc.errors import RunFolderError, WorkerError, WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.samples import Sample
@@ -90,7 +90,7 @@ class RolloutController(Controller):
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         new_id = self._runtime.new_id
         self._folder = RunFolder(scheduler.config.run_dir)
-        self._journal = Journal(self._folder.ledger, self._runtime.disk)
+        self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up)
         self.groups = TrainingGroups(
             self.config,
             self._workers,
@@ -174,8 +174,10 @@ class RolloutController(Controller):
         await self._background.close()
         self._samples.close()
         self.groups.ledger.journal = None  # a later start begins to write it anew
-        await self._journal.close()
-        await super().close_async()
+        try:
+            await self._journal.close()
+        finally:
+            await super().close_async()
 
     async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
         """The batch to train the current policy version on, however often it is asked for.
@@ -356,7 +358,7 @@ class RolloutController(Controller):
         self._workers.note_loss(member)
         super()._note_loss(member, loss)
 
-    def _give_up(self, cause: WorkerError) -> None:
+    def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         super()._give_up(cause)
         self._background.fail(cause)
 

@@ -132,6 +132,11 @@ class TrainHistory:
         return list(self._calls.get(version, []))
 
     @property
+    def is_updating(self) -> bool:
+        """Whether the ranks have begun to change the weights of this version."""
+        return any(isinstance(call, Updated) for call in self._calls.get(self.version, ()))
+
+    @property
     def is_writing(self) -> bool:
         """Whether the ranks write something that is not a snapshot in memory."""
         return bool(self._writes)

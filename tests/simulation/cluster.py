@@ -15,6 +15,7 @@ from pathlib import Path
 from simulation.agent import SimulatedAgent
 from simulation.behavior import Behavior, Number
 from simulation.connection import SimulatedConnection
+from simulation.weight_groups import SimulatedWeightGroup
 from simulation.workers import (
     RowKey,
     SimulatedRolloutWorker,
@@ -80,6 +81,7 @@ class SimulatedCluster:
         sealed_versions: (time, version) of each rank's publications.
         on_forgotten: is told the id and the group of every shard of rows that a sweep drops.
         snapshots: what ranks have written: the `past` of each.
+        weight_groups: all there ever were, by name.
         on_end: is told of every life of a worker that ends.
     """
 
@@ -100,6 +102,7 @@ class SimulatedCluster:
         self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
         self.on_end: Callable[[SimulatedWorker | SimulatedAgent], None] = lambda peer: None
         self.snapshots: dict[SnapshotKey, list[tuple[int, tuple[RowKey, ...]]]] = {}
+        self.weight_groups: dict[str, SimulatedWeightGroup] = {}
         self.agents: dict[str, SimulatedAgent] = {}
         self.num_nodes = 1
         self._nodes: list[Node] = []
@@ -186,6 +189,10 @@ class SimulatedCluster:
         for key in list(self.snapshots):
             if key[:2] == (node, lineage) and key.version != kept:
                 del self.snapshots[key]
+
+    async def write_snapshot(self, rank: SimulatedTrainWorker) -> None:
+        """A rank writes its part. Raises: CheckpointError: it could not be written."""
+        await rank.spend(self.behavior.sealing_s)
 
     def new_port(self) -> int:
         return next(self._ports)

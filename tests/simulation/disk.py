@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,9 @@ class SimulatedDisk(Disk):
         before: is called before each change with its name (`write`, `sync`, ...) and the file;
             what it raises is the disk's failure.
         num_syncs: so many times a file was synced.
+        room_bytes: that are left on it; None: without end.
+        is_broken: syncs fail.
+        num_failures: of writes and syncs, for these two reasons.
     """
 
     def __init__(self, latency_s: Number = 0.002, seed: int = 0) -> None:
@@ -35,6 +40,9 @@ class SimulatedDisk(Disk):
         self.before: Callable[[str, Path], None] = lambda change, path: None
         self.max_write_bytes = 1 << 30
         self.num_syncs = 0
+        self.room_bytes: int | None = None
+        self.is_broken = False
+        self.num_failures = 0
         self._rng = random.Random(seed)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -50,7 +58,26 @@ class SimulatedDisk(Disk):
 
     def create(self, path: Path, content: bytes) -> None:
         self.before("create", path)
+        if self.take_room(len(content)) < len(content):
+            self.fail(errno.ENOSPC)
+        self.check_sync()
         self.files[path] = self.durable[path] = content
+
+    def take_room(self, num_bytes: int) -> int:
+        """So many of these bytes find room."""
+        if self.room_bytes is None:
+            return num_bytes
+        taken = min(num_bytes, self.room_bytes)
+        self.room_bytes -= taken
+        return taken
+
+    def check_sync(self) -> None:
+        if self.is_broken:
+            self.fail(errno.EIO)
+
+    def fail(self, number: int) -> None:
+        self.num_failures += 1
+        raise OSError(number, os.strerror(number))
 
     def append_to(self, path: Path) -> SimulatedFile:
         return SimulatedFile(self, path)
@@ -73,12 +100,16 @@ class SimulatedFile:
 
     def write(self, content: memoryview) -> int:
         self._disk.before("write", self._path)
-        taken = content[: self._disk.max_write_bytes]
+        wanted = min(len(content), self._disk.max_write_bytes)
+        taken = content[: self._disk.take_room(wanted)]
+        if wanted and not taken:
+            self._disk.fail(errno.ENOSPC)
         self._disk.files[self._path] += bytes(taken)
         return len(taken)
 
     def sync(self) -> None:
         self._disk.before("sync", self._path)
+        self._disk.check_sync()
         self._disk.durable[self._path] = self._disk.files[self._path]
         self._disk.num_syncs += 1
 

@@ -15,25 +15,37 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
-from simulation.faults import Fault, FaultInjector, FaultKind, draw_faults
+from simulation.faults import NO_DEATH, Fault, FaultInjector, FaultKind, draw_faults
+from simulation.journal_watch import JournalWatch
 from simulation.network import Network, NetworkTransport
 from simulation.training_run import SLOWEST_MESSAGES_S, Settings, TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import IS_PAUSABLE, VirtualTimeLoop, run_virtual
 from simulation.workers import (
     RowKey,
     SimulatedRolloutWorker,
     SimulatedStore,
+    SimulatedTrainWorker,
     SimulatedWorker,
     row_key,
 )
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
+from areal_sc.controller import journal
 from areal_sc.controller.group_deaths import DEATHS_TO_BLAME
-from areal_sc.errors import BatchLost, CheckpointError, PeerSilent, ShardGone, StepsLost
+from areal_sc.errors import (
+    BatchLost,
+    CheckpointError,
+    PeerSilent,
+    RunFolderError,
+    ShardGone,
+    StepsLost,
+)
 from areal_sc.metadata import BatchMetadata
+from areal_sc.run_folder import RunFolder
 from areal_sc.workers.spec import WorkerOrder
 
 MAX_VIRTUAL_S = 3000.0
@@ -50,14 +62,22 @@ class FaultyCluster(SimulatedCluster):
 
     Attributes:
         lives: of all workers, in the order of their starts.
-        num_lost_memories: of nodes.
+        lost_groups: whose rows went with a node's memory.
+        num_lost_snapshots: parts of snapshots that did.
+        snapshot_write_s: what the write of a part takes longer.
+        fails_snapshots: writes of them fail.
+        num_failed_snapshots: parts that were not written for that reason.
         data_cuts: node -> loop time until which nothing is read from it.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
         super().__init__(run_dir, behavior, seed)
         self.network = Network(self)
-        self.num_lost_memories = 0
+        self.lost_groups: set[int] = set()
+        self.num_lost_snapshots = 0
+        self.snapshot_write_s = 0.0
+        self.fails_snapshots = False
+        self.num_failed_snapshots = 0
         self.lives: list[SimulatedWorker] = []
         self.data_cuts: dict[str, float] = {}
         self.on_end = self.network.end
@@ -88,11 +108,26 @@ class FaultyCluster(SimulatedCluster):
 
     def lose_memory(self, node: str) -> None:
         """The shards of a node are gone, those included that a life would adopt."""
-        self.num_lost_memories += 1
         for worker in self.workers_on(node):
+            self.lost_groups.update(worker.store.group_of.values())
             worker.store.lose()
         for key in [key for key in self.snapshots if key.node == node]:
+            self.num_lost_snapshots += 1
             del self.snapshots[key]
+
+    @property
+    def now_s(self) -> float:
+        """Also in a pause of the controllers."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        return loop.world_s
+
+    async def write_snapshot(self, rank: SimulatedTrainWorker) -> None:
+        await super().write_snapshot(rank)
+        await rank.spend(self.snapshot_write_s)
+        if self.fails_snapshots:
+            self.num_failed_snapshots += 1
+            raise CheckpointError(f"{rank.name} cannot write its part: the disk is full")
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
         worker = await super().start(order, node)
@@ -120,6 +155,7 @@ class Scenario:
     duplication: float
     jitter_s: float
     snapshot_every: int
+    segment_bytes: int
 
 
 def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenario:
@@ -158,7 +194,8 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         else 1000,
         evaluate_every=rng.choice((0, 0, 2)),
         group_timeout_s=60.0,
-        weight_update=rng.choice((WeightUpdateMethod.pull, WeightUpdateMethod.disk)),
+        weight_update=rng.choice(list(WeightUpdateMethod)),
+        weight_step_timeout_s=20.0,
         max_deaths=1000,
         memory_every=memory_every,
         keep_rows_steps=rng.choice((0, 2, 10)) if memory_every else 10,
@@ -172,6 +209,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         duplication=rng.choice((0.0, 0.2)),
         jitter_s=rng.choice((0.0, 0.5, 1.0)),
         snapshot_every=rng.choice((0, 1, 2)),
+        segment_bytes=rng.choice((500, 4 << 20)),
     )
 
 
@@ -180,8 +218,8 @@ class FaultRun(TrainingRun):
 
     Attributes:
         phase: what the loop is at.
-        has_lost_steps: it has ended early, since rows went with a node's memory.
-        num_lost_batches: that were formed anew, for the same reason.
+        end: how it has ended.
+        num_lost_batches: that were formed anew, since rows went with a node's memory.
     """
 
     cluster: FaultyCluster
@@ -190,18 +228,24 @@ class FaultRun(TrainingRun):
         super().__init__(scenario.settings, FaultyCluster)
         self.phase = "start"
         self.broken_callbacks: list[str] = []
-        self.has_lost_steps = False
+        self.end = "completed"
         self.num_lost_batches = 0
+        self._has_let_go = False
         self.snapshot_every = scenario.snapshot_every
+        self.segment_bytes = scenario.segment_bytes
         self._snapshot: asyncio.Task[None] | None = None
         network = self.cluster.network
         network.duplication, network.jitter_s = scenario.duplication, scenario.jitter_s
-        self.faults = FaultInjector(self.cluster, network, scenario.faults, lambda: self.state)
+        self.journal = JournalWatch(self.disk, RunFolder(self.cluster.config.run_dir).ledger)
+        network.on_call = self.journal.before_call
+        self.faults = FaultInjector(
+            self.cluster, network, self.disk, scenario.faults, lambda: self.state
+        )
 
     @property
     def num_repeated_steps(self) -> int:
         """Steps that ranks made again after a death."""
-        return sum(len(step.minibatches) > 0 for step in self.cluster.trained) - len(self.batches)
+        return len(self.cluster.trained) - len({step.version for step in self.cluster.trained})
 
     @property
     def state(self) -> str:
@@ -215,15 +259,45 @@ class FaultRun(TrainingRun):
 
     async def play(self) -> FaultRun:
         asyncio.get_running_loop().set_exception_handler(self._note_broken_callback)
+        IS_PAUSABLE.set(True)
         try:
-            await self._play()
+            with patch.object(journal, "SEGMENT_BYTES", self.segment_bytes):
+                await self._play()
         except StepsLost:
-            # rows of a trained step went with their node: the run goes on from a snapshot
-            if not self.cluster.num_lost_memories:
+            # rows of a trained step went with their node: the run ends, to go on from a snapshot
+            if not self._has_lost_rows_of_a_step:
                 raise
-            self.has_lost_steps = True
+            self.end = "ended by lost rows"
+        except RunFolderError as error:
+            if not self.disk.num_failures or "cannot write" not in str(error):
+                raise
+            self.end = "ended by their journal"
+        else:
+            assert not self.disk.num_failures, "the journal has failed, and nobody noticed"
+        self._check_workers_ended()
+        if self.disk.num_failures:
+            self.journal.durable.account()
+        else:
+            self.journal.check_end(self.rollout.groups.ledger)
         assert not self.broken_callbacks, self.broken_callbacks
         return self
+
+    def _check_workers_ended(self) -> None:
+        """However the run has ended, unless a fault may have kept the news from them."""
+        if not {kind for kind, _ in self.faults.struck} - NO_DEATH - {FaultKind.lose_node}:
+            left = [worker.name for worker in self.cluster.lives if worker.exit_status is None]
+            assert not left, f"workers outlive the run: {left}"
+
+    @property
+    def _has_lost_rows_of_a_step(self) -> bool:
+        """Rows of a batch went with a node's memory, or a snapshot that covers them.
+
+        They also go when the stores have no room for them and snapshots cannot be written.
+        """
+        cluster = self.cluster
+        has_lost_rows = bool(cluster.lost_groups & self.trained_at.keys())
+        has_let_go = self._has_let_go and cluster.num_failed_snapshots > 0
+        return has_lost_rows or cluster.num_lost_snapshots > 0 or has_let_go
 
     async def _play(self) -> None:
         async with self.started():
@@ -232,7 +306,7 @@ class FaultRun(TrainingRun):
                 try:
                     await self._unless_given_up(self.step())
                 except BatchLost:
-                    assert self.cluster.num_lost_memories
+                    assert self.cluster.lost_groups & self.trained_at.keys()
                     self.num_lost_batches += 1
                     self.forget_batch()
             self.duration_s = self.cluster.now_s
@@ -244,11 +318,13 @@ class FaultRun(TrainingRun):
             self.faults.is_over = True
             self.cluster.network.jitter_s = 0.0  # else somebody may still miss its heartbeats
             await self._until_recovered()
+            if not {kind for kind, _ in self.faults.struck} - NO_DEATH:
+                assert not self.actor.num_restarts + self.rollout.num_restarts, "for no reason"
             await self.check_end()
             self.phase = "close"
 
     def _note_broken_callback(self, _: Any, context: dict[str, Any]) -> None:
-        self.broken_callbacks.append(repr(context.get("exception") or context["message"]))
+        self.broken_callbacks.append(repr(context))
 
     async def _unless_given_up(self, work: Coroutine[Any, Any, Any]) -> None:
         """As `ControlLoop.run`: a worker that is given up ends every call."""
@@ -278,6 +354,7 @@ class FaultRun(TrainingRun):
         rollout, actor = self.rollout, self.actor
         self.phase = "waiting for a batch"
         batch = await rollout.prepare_batch_async(self.prompts, self.workflow)
+        self.journal.check_batch(batch)
         self.batches.append(batch)
         self.check_batch(batch)
         await self._evaluate_when_due()
@@ -292,12 +369,22 @@ class FaultRun(TrainingRun):
             await self._begin_snapshot()
         return batch
 
+    def before_forgotten(self, shard_id: str, group_id: int) -> None:
+        super().before_forgotten(shard_id, group_id)
+        self._has_let_go |= self.rollout.has_let_go_of_rows
+
+    def before_announcement(self, version: int) -> None:
+        self.journal.check_announced(version)
+
     async def _begin_snapshot(self) -> None:
         """One on the disk; written beside training, as `Checkpoints` does."""
         if self._snapshot is not None:
             await self._snapshot
         self.phase, step = "beginning a snapshot", self.actor.version
-        finish = await self.actor._writes.snapshot()
+        try:
+            finish = await self.actor._writes.snapshot()
+        except CheckpointError:
+            return  # a warning, and the run goes on without this one
 
         async def complete() -> None:
             with contextlib.suppress(CheckpointError):

@@ -6,14 +6,17 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from simulation.network import Direction, Network, Stage
+from simulation.virtual_loop import VirtualTimeLoop
 
 if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
+    from simulation.disk import SimulatedDisk
+    from simulation.fault_run import FaultyCluster
     from simulation.network import Peer
 
 KILLED = "signal 9 (SIGKILL)"
@@ -31,6 +34,36 @@ class FaultKind(StrEnum):
     partition_one_way = "partition, control, one way"
     partition_data = "partition, data"
     reset = "reset connections"
+    pause = "pause the controllers"
+    slow_disk = "journal, slow disk"
+    short_writes = "journal, short writes"
+    full_disk = "journal, disk full"
+    broken_sync = "journal, sync fails"
+    slow_snapshot = "snapshots, slow"
+    failing_snapshot = "snapshots, writes fail"
+
+
+NO_DEATH = frozenset(
+    {
+        FaultKind.reset,
+        FaultKind.partition_data,
+        FaultKind.pause,
+        FaultKind.slow_disk,
+        FaultKind.short_writes,
+        FaultKind.full_disk,
+        FaultKind.broken_sync,
+        FaultKind.slow_snapshot,
+        FaultKind.failing_snapshot,
+    }
+)
+"""These are no reason to start a worker again."""
+
+_RARE = {FaultKind.full_disk: 0.15, FaultKind.broken_sync: 0.15}
+"""The run ends with them, so few have them."""
+
+SLOW_DISK_S = 3.0
+SHORT_WRITE_BYTES = 7
+SLOW_SNAPSHOT_S = 12.0
 
 
 @dataclass(frozen=True)
@@ -55,11 +88,18 @@ class Fault:
     direction: Direction = Direction.to_worker
 
 
-ROLLOUT_METHODS = ("run_group", "update_weights", "initialize_engine", "sweep")
+ROLLOUT_METHODS = (
+    "run_group",
+    "update_weights",
+    "initialize_engine",
+    "sweep",
+    "join_weight_group",
+)
 TRAIN_METHODS = (
     "compute_logprobs",
     "ppo_update",
     "seal_weights",
+    "broadcast_weights",
     "save_weights",
     "sweep",
     "initialize_rank",
@@ -81,7 +121,7 @@ def draw_faults(rng: random.Random, kinds: tuple[FaultKind, ...], horizon_s: flo
     """The faults of a run; half of them strike at a message, wherever it is then."""
     faults = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
-        kind = rng.choice(kinds)
+        kind = rng.choices(kinds, [_RARE.get(kind, 1.0) for kind in kinds])[0]
         duration_s = rng.choice((0.3, 1.0, 4.0, 15.0, 40.0))
         if kind is FaultKind.partition_data:
             duration_s = min(duration_s, 15.0)  # a reader gives an owner up after 30 s
@@ -116,8 +156,9 @@ class FaultInjector:
 
     def __init__(
         self,
-        cluster: SimulatedCluster,
+        cluster: FaultyCluster,
         network: Network,
+        disk: SimulatedDisk,
         faults: list[Fault],
         state: Callable[[], str],
     ) -> None:
@@ -126,6 +167,7 @@ class FaultInjector:
         self.is_over = True
         self._cluster = cluster
         self._network = network
+        self._disk = disk
         self._timed = [fault for fault in faults if fault.at_s is not None]
         self._waiting = [fault for fault in faults if fault.at_s is None]
         self._counts: Counter[tuple[Stage, str]] = Counter()
@@ -138,7 +180,7 @@ class FaultInjector:
         loop = asyncio.get_running_loop()
         for fault in self._timed:
             assert fault.at_s is not None
-            loop.call_later(fault.at_s, self._strike, fault, None)
+            loop.call_later(fault.at_s, self._strike, fault, None, context=Context())
 
     def _on_message(self, stage: Stage, method: str, peer: Peer) -> None:
         self._cluster.trace(stage, method, peer.name)
@@ -163,6 +205,11 @@ class FaultInjector:
     def _do(self, fault: Fault, peer: Peer | None) -> bool:
         kind, cluster = fault.kind, self._cluster
         loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+
+        def later(act: Callable[..., object], *args: object) -> None:
+            loop.call_later(fault.duration_s, act, *args, context=Context())
+
         if kind in (FaultKind.kill_rollout, FaultKind.hang_rollout):
             workers: list[Peer] = list(cluster.rollout_workers)
         elif kind in (FaultKind.kill_train, FaultKind.hang_train):
@@ -178,7 +225,7 @@ class FaultInjector:
                 victim.end(KILLED)
             case FaultKind.hang_rollout | FaultKind.hang_train | FaultKind.hang_agent:
                 victim.is_hung = True
-                loop.call_later(fault.duration_s, _wake, victim)
+                later(_wake, victim)
             case FaultKind.lose_node:
                 cluster.lose_memory(victim.node)
                 victim.end(KILLED)
@@ -187,11 +234,28 @@ class FaultInjector:
                 for direction in list(Direction) if both else [fault.direction]:
                     until_s = cluster.now_s + fault.duration_s
                     self._network.cuts[victim.node, direction] = until_s
-                    loop.call_later(fault.duration_s, self._network.reset, victim.node)
+                    later(self._network.reset, victim.node)
             case FaultKind.partition_data:
                 cluster.data_cuts[victim.node] = cluster.now_s + fault.duration_s
             case FaultKind.reset:
                 self._network.reset(victim.node)
+            case FaultKind.pause:
+                loop.pause(fault.duration_s)
+            case FaultKind.slow_disk:
+                later(setattr, self._disk, "latency_s", self._disk.latency_s)
+                self._disk.latency_s = SLOW_DISK_S
+            case FaultKind.short_writes:
+                self._disk.max_write_bytes = SHORT_WRITE_BYTES
+            case FaultKind.full_disk:
+                self._disk.room_bytes = 50 * fault.target
+            case FaultKind.broken_sync:
+                self._disk.is_broken = True
+            case FaultKind.slow_snapshot:
+                cluster.snapshot_write_s = SLOW_SNAPSHOT_S
+                later(setattr, cluster, "snapshot_write_s", 0.0)
+            case FaultKind.failing_snapshot:
+                cluster.fails_snapshots = True
+                later(setattr, cluster, "fails_snapshots", False)
         return True
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from simulation.cluster import SimulatedTransport
+from simulation.virtual_loop import VirtualTimeLoop
 
 from areal_sc.errors import ArealError, IncarnationMismatch, PeerLost, RpcTimeout
 from areal_sc.transport.rpc.codec import (
@@ -67,6 +69,7 @@ class Network:
     """What lies between the controllers and the nodes.
 
     Attributes:
+        on_call: is told of every call before it is sent.
         on_message: is told of every message at each of its stages, before that stage is done.
         cuts: (node, direction) -> loop time until which nothing gets through.
         duplication: probability that a message arrives twice.
@@ -75,6 +78,7 @@ class Network:
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster = cluster
+        self.on_call: Callable[[Any], None] = lambda args: None
         self.on_message: Callable[[Stage, str, Peer], None] = lambda stage, method, peer: None
         self.cuts: dict[tuple[str, Direction], float] = {}
         self.duplication = 0.0
@@ -108,6 +112,15 @@ class Network:
             delay_s += rng.choice((0.25, 0.5, 1.0)) * self.jitter_s
         held_s = max(0.0, self.cuts.get((node, direction), 0.0) - now_s)
         return held_s + delay_s
+
+    def to_controller(self, take: Callable[..., None], *args: Any) -> None:
+        """The controllers take something now, or after their pause."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        if loop.paused_until_s > loop.world_s:
+            loop.call_later(loop.paused_until_s - loop.world_s, take, *args, context=Context())
+        else:
+            take(*args)
 
     def reset(self, node: str) -> None:
         """Connections to a node end: what is under way is lost."""
@@ -152,6 +165,7 @@ class NetworkConnection:
     async def call(
         self, method: Method[A, R], args: A, *, timeout_s: float, request_id: str | None = None
     ) -> R:
+        self._network.on_call(args)
         request_id = request_id or f"{next(self._network.request_ids):032x}"
         frame = encode(Request(request_id, self._incarnation, method.name, pack(args)))
         if self._is_closed:
@@ -190,7 +204,7 @@ class NetworkConnection:
         if self._keeps_trying or self._network.peer_at(self.address) is not None:
             self._repeat_soon()
         else:
-            self.fail_pending(self._peer_lost())
+            self._network.to_controller(self.fail_pending, self._peer_lost())
 
     def _peer_lost(self) -> PeerLost:
         return PeerLost(f"{self.node_id} is lost: the connection ended")
@@ -203,12 +217,13 @@ class NetworkConnection:
                 deliver(*args)
 
         delay_s = network.delay_s(self.node, direction)
-        loop.call_later(delay_s, arrive)
+        loop.call_later(delay_s, arrive, context=Context())
         if network.duplication and network.cluster.rng.random() < network.duplication:
-            loop.call_later(delay_s + network.cluster.rng.choice((0.0, 0.5)), arrive)
+            delay_s += network.cluster.rng.choice((0.0, 0.5))
+            loop.call_later(delay_s, arrive, context=Context())
 
     def _repeat_soon(self) -> None:
-        epoch = self._epoch
+        network, epoch = self._network, self._epoch
 
         def repeat() -> None:
             if self._epoch == epoch:
@@ -216,7 +231,8 @@ class NetworkConnection:
                     if request_id in self._pending:
                         self._send(request_id)
 
-        asyncio.get_running_loop().call_later(RECONNECT_S, repeat)
+        loop = asyncio.get_running_loop()
+        loop.call_later(RECONNECT_S, network.to_controller, repeat, context=Context())
 
     def _send(self, request_id: str) -> None:
         method, frame, _ = self._pending[request_id]
@@ -252,9 +268,9 @@ class NetworkConnection:
         elif key in served.finished:
             self._reply(request.request_id, served.finished[key])
         else:
-            task = asyncio.create_task(
-                self._execute(request, peer, served, key), name=f"{request.method} of {peer.name}"
-            )
+            work = self._execute(request, peer, served, key)
+            name = f"{request.method} of {peer.name}"
+            task = asyncio.get_running_loop().create_task(work, name=name, context=Context())
             served.running[key] = task, [self]
 
     async def _execute(self, request: Request, peer: Peer, served: Served, key: str) -> None:
@@ -290,7 +306,10 @@ class NetworkConnection:
             self._network.served(peer).running[request_id][0].cancel()
 
     def _reply(self, request_id: str, frame: bytes) -> None:
-        self._later(Direction.to_controller, self._take, request_id, frame)
+        def arrive() -> None:
+            self._network.to_controller(self._take, request_id, frame)
+
+        self._later(Direction.to_controller, arrive)
 
     def _take(self, request_id: str, frame: bytes) -> None:
         self.bytes_received += len(frame)

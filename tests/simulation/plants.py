@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from msgspec.structs import replace
+from simulation.virtual_loop import VirtualTimeLoop
 
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.memory_snapshots import MemorySnapshots
 from areal_sc.controller.node_workers import NodeWorkers
+from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.rollout_workers import RolloutWorkers
+from areal_sc.controller.training_groups import TrainingGroups
 from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.errors import WorkerLost
+from areal_sc.metadata import RowMetadata
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.workers.calls import GroupAttempt, GroupReply, Sweep
 from areal_sc.workers.operations import Operations
@@ -61,8 +65,8 @@ def fence_left_out() -> Iterator[None]:
 
 
 @contextmanager
-def record_before_its_act() -> Iterator[None]:
-    """A snapshot counts when it is begun; the rows that it will cover may go."""
+def snapshot_counted_when_begun() -> Iterator[None]:
+    """A snapshot counts before it is written; the rows that it will cover may go."""
     begin = MemorySnapshots.begin_when_due
 
     def begin_and_note(self: MemorySnapshots) -> None:
@@ -71,6 +75,46 @@ def record_before_its_act() -> Iterator[None]:
             self._history.note_in_memory(self._history.version)
 
     with patch.object(MemorySnapshots, "begin_when_due", begin_and_note):
+        yield
+
+
+@contextmanager
+def group_sent_before_its_record() -> Iterator[None]:
+    """Groups, and the batch, do not wait for the journal."""
+    begin = TrainingGroups.__init__
+
+    async def at_once() -> None:
+        pass
+
+    def begin_without(self: TrainingGroups, *args: Any) -> None:
+        *before, _, new_id = args
+        begin(self, *before, at_once, new_id)
+
+    with patch.object(TrainingGroups, "__init__", begin_without):
+        yield
+
+
+@contextmanager
+def version_announced_before_its_record() -> Iterator[None]:
+    """The journal is not waited for between the record of a version and its announcement."""
+
+    async def record(
+        self: RolloutController, version: int, trained_rows: Iterable[RowMetadata]
+    ) -> None:
+        self.groups.record_version(version, trained_rows)
+
+    with patch.object(RolloutController, "record_version_async", record):
+        yield
+
+
+@contextmanager
+def pause_counted_as_silence() -> Iterator[None]:
+    """The controllers' clock goes on while they stand still."""
+
+    def pause(self: VirtualTimeLoop, duration_s: float) -> None:
+        self.paused_until_s = max(self.world_s, self.paused_until_s) + duration_s
+
+    with patch.object(VirtualTimeLoop, "pause", pause):
         yield
 
 
@@ -108,7 +152,10 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         operation_run_twice,
         refund_forgotten,
         fence_left_out,
-        record_before_its_act,
+        group_sent_before_its_record,
+        version_announced_before_its_record,
+        snapshot_counted_when_begun,
+        pause_counted_as_silence,
         late_rejection_taken,
         shard_not_swept,
     )

@@ -73,6 +73,7 @@ class Settings:
     ends_at_last_step: bool = True
     evaluate_every: int = 0
     weight_update: WeightUpdateMethod = WeightUpdateMethod.pull
+    weight_step_timeout_s: float = 600.0
     num_prompts: int = 1000
     memory_every: int = 1
     keep_rows_steps: int = 0
@@ -222,6 +223,7 @@ class TrainingRun:
         """Eq. 3, counted by this book: floor(N / B) <= i + eta before the new group."""
         settings = self.settings
         assert version == self.rollout.version == self.actor.version
+        self.before_announcement(version)
         num_counted = len(self.admitted) - len(self.rejected)
         assert num_counted // settings.batch_groups <= version + settings.max_staleness
         num_unconsumed = len(self.admitted) - len(self.rejected) - len(self.trained_at)
@@ -232,6 +234,9 @@ class TrainingRun:
         assert max(num_unconsumed, taken) < settings.store_groups * settings.num_rollout_workers
         self.check_loads()
         self.admitted.append((prompt, version))
+
+    def before_announcement(self, version: int) -> None:
+        """Admission counts from this version."""
 
     def check_loads(self, num_promised: int | None = None) -> None:
         """What workers are chosen by is the sum of their stores' books, and within all limits."""
@@ -404,6 +409,9 @@ class SimulatedParallel(ParallelConfig):
 
 def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
     """The sections of a configuration, their `${...}` replaced."""
+    weight_update = WeightUpdateConfig(
+        settings.weight_update, folder="weights", step_timeout_s=settings.weight_step_timeout_s
+    )
     actor = ActorConfig(
         path="/no/model",
         parallel=SimulatedParallel(settings.num_ranks // settings.model_size, settings.model_size),
@@ -412,7 +420,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         ppo=PPOConfig(num_minibatches=settings.num_minibatches),
         memory_every_steps=settings.memory_every,
         keep_rows_steps=settings.keep_rows_steps,
-        weight_update=WeightUpdateConfig(settings.weight_update, folder="weights"),
+        weight_update=weight_update,
     )
     rollout = RolloutConfig(
         path="/no/model",
@@ -431,7 +439,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         group_timeout_s=settings.group_timeout_s,
         max_rejection_rate=settings.max_rejection_rate,
         rejection_window=settings.rejection_window,
-        weight_update=WeightUpdateConfig(settings.weight_update, folder="weights"),
+        weight_update=weight_update,
     )
     return actor, rollout
 

@@ -13,11 +13,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from simulation.behavior import Number
+from simulation.weight_groups import SimulatedWeightGroup
 
 from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.controller.train import LOGPROB_FIELDS
 from areal_sc.engines.base import RankPosition
-from areal_sc.errors import CheckpointError, ShardGone, StoreFull
+from areal_sc.errors import CheckpointError, EngineFailed, ShardGone, StaleCall, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -29,7 +30,7 @@ from areal_sc.metadata import (
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import BucketLayout, ShardReference, WeightGroup, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.operations import Operation, Operations
@@ -274,6 +275,9 @@ class SimulatedRolloutWorker(SimulatedWorker):
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
             calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
+            calls.WEIGHT_RANKS.served_by(self.weight_ranks),
+            calls.JOIN_WEIGHT_GROUP.served_by(self.join_weight_group),
+            calls.LEAVE_WEIGHT_GROUP.served_by(self.leave_weight_group),
             calls.PAUSE.served_by(self.fall_asleep),
             calls.RESUME.served_by(self.wake_up),
         ]
@@ -360,14 +364,40 @@ class SimulatedRolloutWorker(SimulatedWorker):
         assert not self.is_updating, f"{self.name} was given weights while it pulls others"
         self.is_updating = True
         try:
-            for _ in range(2):
-                for node_id, address, shard_id in weights.shards:
-                    (await self.cluster.reach(node_id, address)).require(shard_id)
-                await self.spend(self.cluster.behavior.publication_s)
+            if not (weights.broadcast and await self._has_received(weights.broadcast.group)):
+                await self._pull(weights)
         finally:
             self.is_updating = False
         self.version = weights.version
         self.history.append((self.cluster.now_s, self.version))
+
+    async def _pull(self, weights: WeightsReference) -> None:
+        for _ in range(2):
+            for node_id, address, shard_id in weights.shards:
+                (await self.cluster.reach(node_id, address)).require(shard_id)
+            await self.spend(self.cluster.behavior.publication_s)
+
+    async def _has_received(self, name: str) -> bool:
+        """Whether the broadcast came; else this worker leaves the group, and pulls."""
+        group = self.cluster.weight_groups[name]
+        try:
+            if not group.is_joined_by(self):
+                raise EngineFailed(f"not a rank of weight group {name}")
+            await group.receive(self)
+        except EngineFailed:
+            group.is_cancelled = True
+            return False
+        return True
+
+    async def weight_ranks(self, name: str) -> calls.WeightRanks:
+        is_member = bool(name) and self.cluster.weight_groups[name].is_joined_by(self)
+        return calls.WeightRanks(1, is_cuda=False, devices=(), is_member=is_member)
+
+    async def join_weight_group(self, join: calls.JoinWeightGroup) -> None:
+        await self.cluster.weight_groups[join.group.name].meet(self)
+
+    async def leave_weight_group(self, name: str) -> None:
+        self.cluster.weight_groups[name].close()
 
     def _versions(self, began_s: float, num_tokens: int) -> list[int]:
         """The version that sampled each of the tokens, which come at a steady pace until now."""
@@ -425,6 +455,7 @@ class SimulatedTrainWorker(SimulatedWorker):
         self.data_rank, model_rank = divmod(order.index, self.config["parallel"]["model"])
         self.is_head = model_rank == 0
         self.past: list[tuple[int, tuple[RowKey, ...]]] = []
+        self._weight_group: SimulatedWeightGroup | None = None
         self._writes: dict[Operation, tuple[SnapshotKey, list[tuple[int, tuple[RowKey, ...]]]]] = {}
 
     def methods(self) -> list[Served]:
@@ -436,6 +467,11 @@ class SimulatedTrainWorker(SimulatedWorker):
             calls.PPO_UPDATE.served_by(self.ppo_update),
             calls.SEAL_WEIGHTS.served_by(self.seal_weights),
             calls.SAVE_WEIGHTS.served_by(self.save_weights),
+            calls.WEIGHT_LAYOUTS.served_by(self.weight_layouts),
+            calls.OPEN_WEIGHT_GROUP.served_by(self.open_weight_group),
+            calls.MEET_WEIGHT_GROUP.served_by(self.meet_weight_group),
+            calls.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
+            calls.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
             calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
             calls.FINISH_WRITE.served_by(self.finish_write),
             calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
@@ -483,7 +519,7 @@ class SimulatedTrainWorker(SimulatedWorker):
         if change.operation not in self._writes:
             raise CheckpointError(f"{self.name} writes no {change.operation}")
         key, past = self._writes[change.operation]
-        await self.spend(self.cluster.behavior.sealing_s)
+        await self.cluster.write_snapshot(self)
         self.cluster.snapshots[key] = past
 
     async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
@@ -521,6 +557,38 @@ class SimulatedTrainWorker(SimulatedWorker):
             return calls.SavedWeights(f"version-{args.version}", self.store.last_sequence)
 
         return await self.operations.join(args.operation, save, next_version=args.version)
+
+    async def weight_layouts(self, _: None) -> tuple[BucketLayout, ...]:
+        return (BucketLayout(("w",), ("float32",), ((1,),)),)
+
+    async def open_weight_group(self, wanted: calls.OpenWeightGroup) -> WeightGroup:
+        if self._weight_group is not None:
+            self._weight_group.close()
+        timeout_s = self.config["weight_update"]["step_timeout_s"]
+        self._weight_group = SimulatedWeightGroup(wanted.name, self, timeout_s)
+        self.cluster.weight_groups[wanted.name] = self._weight_group
+        return self._weight_group.describe(wanted.world_size)
+
+    async def meet_weight_group(self, _: int) -> None:
+        assert self._weight_group is not None
+        await self._weight_group.meet(self)
+
+    async def broadcast_weights(self, _: None) -> calls.SentWeights:
+        if self.data_rank or not self.is_head:  # it only helps to gather them
+            return calls.SentWeights(0, "")
+        if self._weight_group is None:
+            raise StaleCall("there is no weight group; open one first")
+        try:
+            await self._weight_group.send()
+        except EngineFailed as error:
+            self._weight_group.close()
+            self._weight_group = None
+            return calls.SentWeights(0, str(error))
+        return calls.SentWeights(WEIGHTS_BYTES, "")
+
+    async def cancel_broadcast(self, name: str) -> None:
+        if self._weight_group is not None and self._weight_group.name == name:
+            self._weight_group.is_cancelled = True
 
     def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
         super().end(exit_status, keeps_memory=keeps_memory)

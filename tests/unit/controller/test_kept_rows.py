@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from simulation.cluster import SimulatedCluster
+from simulation.training_run import Settings, TrainingRun
+from simulation.virtual_loop import run_virtual
+from simulation.workers import SimulatedTrainWorker
 
 from areal_sc.controller.kept_rows import KeptRows
 from areal_sc.controller.ledger import Ledger
@@ -91,3 +97,35 @@ def test_rows_that_a_snapshot_will_cover_soon_stay(ledger: Ledger) -> None:
     rows.keep_from(3, is_being_covered=True)
     rows.release(ledger, VERSION)
     assert ledger.kept_steps == [3]
+
+
+class SlowSnapshots(SimulatedCluster):
+    """Ranks write for longer than a step takes."""
+
+    async def write_snapshot(self, rank: SimulatedTrainWorker) -> None:
+        await rank.spend(60.0)
+
+
+class RunThatKeepsRows(TrainingRun):
+    """Those of trained steps stay, since no snapshot covers them yet."""
+
+    def check_stores(self, batch: BatchMetadata) -> None:
+        """They hold more than what is left to be trained."""
+
+
+def test_a_snapshot_in_memory_that_was_skipped_is_made_up_for_at_once() -> None:
+    """Else the rows of the newest steps would wait for the next version, and may lack room."""
+
+    async def play() -> None:
+        run = RunThatKeepsRows(Settings(num_steps=4), SlowSnapshots)
+        async with run.started():
+            for _ in range(3):
+                await run.step()
+            written = run.cluster.snapshots
+            assert run.cluster.now_s < 60, "the snapshot of version 1 is still being written"
+            await asyncio.sleep(60)
+            assert {key.version for key in written} == {1}
+            await asyncio.sleep(60)
+            assert max(key.version for key in written) == 3
+
+    run_virtual(play())

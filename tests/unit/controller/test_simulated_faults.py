@@ -21,12 +21,15 @@ NUM_SEEDS = 100
 MAX_SEEDS = 1000
 
 FOUND_BY = {
-    "operation-run-twice": 21,
+    "operation-run-twice": 31,
     "refund-forgotten": 1,
-    "fence-left-out": 28,
-    "record-before-its-act": 85,
-    "late-rejection-taken": 9,
-    "shard-not-swept": 1,
+    "fence-left-out": 5,
+    "group-sent-before-its-record": 0,
+    "version-announced-before-its-record": 0,
+    "snapshot-counted-when-begun": 15,
+    "pause-counted-as-silence": 146,
+    "late-rejection-taken": 16,
+    "shard-not-swept": 5,
 }
 """The first seed that finds each bug; where the code has changed, others are played, too."""
 
