@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,10 +32,8 @@ class _LogFile(logging.FileHandler):
             sys.stderr.write(f"the log {self.baseFilename} cannot be written: {error.strerror}\n")
 
     def close(self) -> None:
-        try:
+        with suppress(OSError):  # of what could not be written before
             super().close()
-        except OSError:
-            pass  # what could not be written before
 
 
 def setup_logging(role: str, path: Path | None = None) -> None:

@@ -49,7 +49,6 @@ _LOCK_WAIT_S = 1.0
 
 _LINEAGE = ".lineage"
 _MARKER = "run.json"
-_MARKER_TEXT = json.dumps({"kind": "areal_sc run", "format_version": FORMAT_VERSION})
 _SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
 _SNAPSHOT_PREFIX = "step"
@@ -131,17 +130,14 @@ class RunFolder:
                 if resume == "must":
                     raise self._error("there is no run to resume")
                 return Opening.start
-            if not marker and (self.path / _MARKER).exists():
-                raise self._error(
-                    f"its {_MARKER} cannot be read, or is damaged: nothing goes on from it; write "
-                    f"{_MARKER_TEXT} into it if all else is well, or choose another run_dir"
-                )
             if not marker:
                 sample = ", ".join(entry.name for entry in entries[:3])
                 sample += ", ..." if len(entries) > 3 else ""
+                has_other = (self.path / _MARKER).exists()
+                why = f": its {_MARKER} is not a run's, or is damaged" if has_other else ""
                 raise self._error(
-                    f"it has other files in it ({sample}) and is not the folder of a run, so it is "
-                    "left alone; choose another run_dir"
+                    f"it has other files in it ({sample}) and is not the folder of a run{why}; so "
+                    "it is left alone; choose another run_dir"
                 )
             if overwrite:
                 return Opening.overwrite
@@ -342,7 +338,8 @@ class RunFolder:
 
     def _mark(self) -> None:
         """Makes the folder a run's."""
-        self.write_atomic(_MARKER, f"{_MARKER_TEXT}\n".encode())
+        marker = {"kind": "areal_sc run", "format_version": FORMAT_VERSION}
+        self.write_atomic(_MARKER, f"{json.dumps(marker)}\n".encode())
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
