@@ -122,6 +122,7 @@ class TrainController(Controller):
         num_ranks = self.config.parallel.num_ranks
         await self._launch(self.role, [self.config] * num_ranks, self._loss.search_path())
         self._recovery = await self._ranks.start(lineage)
+        self._recovery.on_outage = self.on_outage
 
     async def close_async(self) -> None:
         """Ends the workers."""

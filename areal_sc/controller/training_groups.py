@@ -20,6 +20,7 @@ event loop and change the ledger between two awaits only, so there is nothing to
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from areal_sc.config.schema import RolloutConfig
@@ -51,6 +52,7 @@ class TrainingGroups:
         total_steps: training steps that the run will make; nothing is admitted beyond what they
             need. None admits without end.
         num_finished: groups that gave rows, since the start of this process.
+        run_again: times that groups had to run again, by the worker that was lost.
         batch_metrics: means of the workflow's own metrics over the newest batch.
     """
 
@@ -69,6 +71,7 @@ class TrainingGroups:
         self.version = 0
         self.total_steps: int | None = config.total_steps or None
         self.num_finished = 0
+        self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
         self._config = config
         self._workers = workers
@@ -184,6 +187,7 @@ class TrainingGroups:
             elif self.ledger.needs_rows(run.group_id, run.attempt) and (
                 group := self.ledger.get(run.group_id)
             ):
+                self.run_again[group.worker or ""] += 1
                 self.ledger.requeue(run.group_id, "its rows are gone with their worker")
                 self._restored[run.group_id] = group
         self.admit()
@@ -273,6 +277,7 @@ class TrainingGroups:
                 reply = await self._workers.run_group(worker, group, source)
                 break
             except WorkerLost:  # says nothing of the group
+                self.run_again[worker.name] += 1
                 self.ledger.requeue(group.group_id, f"{worker.name} was lost")
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:

@@ -52,15 +52,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class History:
-    """A run's steps and evaluations, without those that it went back behind when it was resumed."""
+    """A run's steps and evaluations, without those that it went back behind when it was resumed.
+
+    Attributes:
+        num_worker_restarts: of workers that were lost, in all of its starts.
+    """
 
     steps: Sequence[StepMetrics]
     evaluations: Sequence[EvaluationResult]
+    num_worker_restarts: int = 0
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises: RunFolderError: as `read_metrics`; or a record lacks something."""
         found: list[StepMetrics | EvaluationResult] = []
+        num_restarts = 0
         for number, record in enumerate(read_metrics(path), start=1):
             try:
                 match record["kind"]:
@@ -70,6 +76,8 @@ class History:
                         found.append(EvaluationResult.from_record(record))
                     case "event" if record["name"] == "resumed":
                         found = [earlier for earlier in found if earlier.step <= record["step"]]
+                    case "event" if record["name"] == "workers_restarted":
+                        num_restarts += len(record["workers"])
             except (KeyError, TypeError) as error:
                 raise RunFolderError(
                     f"{path}, line {number}: expected a record of a run's metrics, but {error}; "
@@ -78,4 +86,5 @@ class History:
         return cls(
             [metrics for metrics in found if isinstance(metrics, StepMetrics)],
             [result for result in found if isinstance(result, EvaluationResult)],
+            num_restarts,
         )

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,7 @@ from areal_sc.trainer.display import Display, make_display
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
+from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.resume_checks import check_resumed
 from areal_sc.trainer.steps import Step, count
 from areal_sc.trainer.trackers.background import BackgroundTracker
@@ -150,6 +152,8 @@ class Run:
             for warning in check_resumed(self.folder):
                 self.display.warning(warning)
         rollout.rejections.on_warning = self.display.warning
+        outages = Outages(self._tell_outage, lambda: rollout.groups_run_again)
+        actor.on_outage = rollout.on_outage = outages.note
         rollout.has_display = True
         with ExitStack() as stack:
             with self.display.phase("start-up"):
@@ -184,6 +188,7 @@ class Run:
             first_step_s=self._first_step_s,
             num_rows_trained=account["rows_trained"],
             num_rows_trained_twice=account["rows_trained_twice"],
+            num_worker_restarts=history.num_worker_restarts,
             num_episodes_rejected=rollout.rejections.num_episodes,
             rejected_episodes=rollout.rejections.by_cause(),
         )
@@ -203,6 +208,11 @@ class Run:
             settings=yaml.safe_load(config_text(self.config)),
         )
         self.tell(lambda tracker: tracker.on_start(description))
+
+    def _tell_outage(self, outage: Outage) -> None:
+        logger.warning("%s", outage)
+        self.display.warning(str(outage))
+        self.log.event("workers_restarted", **asdict(outage))
 
     def _tracker_id(self) -> str:
         """The run's name for trackers, from the first start on."""
