@@ -40,7 +40,8 @@ class Outage:
         names = f"{', '.join(others)} and {last}" if others else last
         text = f"{names} {self.cause}; started again in {short_duration(self.duration_s)}"
         if self.num_groups:
-            text += f"; {self.num_groups} group{'s' * (self.num_groups != 1)} run again"
+            is_one = self.num_groups == 1
+            text += "; 1 group runs again" if is_one else f"; {self.num_groups} groups run again"
         return text
 
 
