@@ -16,8 +16,10 @@ from typing import Final
 from areal_sc.errors import WorkerError
 from areal_sc.trainer.quantities import short_duration
 
-SAME_EVENT_S: Final = 2.0
-"""Workers that are lost so soon after each other, of the same cause, are lost by one event."""
+SAME_EVENT_S: Final = 5.0
+"""Workers that are lost so soon after each other, of the same cause, are lost by one event.
+
+The controllers of two roles hear of it at different times, and of a node by different words."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Outages:
         worker, cause = _worker_and_cause(unit, error)
         now_s = self._clock()
         for outage in self._open:
-            if outage.cause == cause and now_s - outage.began_s < SAME_EVENT_S:
+            is_same = outage.cause.partition(":")[0] == cause.partition(":")[0]
+            if is_same and now_s - outage.began_s < SAME_EVENT_S:
                 break
         else:
             outage = _Open(now_s, cause)

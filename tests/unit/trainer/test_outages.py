@@ -63,6 +63,19 @@ def test_what_one_event_takes_along_is_one_sentence() -> None:
     ]
 
 
+def test_two_controllers_tell_of_one_node() -> None:
+    story = Story()
+    story.lose("train", "train/0", f"went down with node a: its agent {KILLED}")
+    story.now_s = 1.3
+    story.lose("rollout/0", "rollout/0", "went down with node a: its agent was started again")
+    story.bring_back("rollout/0", 4.0)
+    story.bring_back("train", 5.0)
+    names = "train/0 and rollout/0"
+    assert story.told == [
+        f"{names} went down with node a: its agent {KILLED}; started again in 5.00s"
+    ]
+
+
 def test_deaths_of_other_causes_or_times_are_told_by_themselves() -> None:
     story = Story()
     story.lose("rollout/0", "rollout/0")
