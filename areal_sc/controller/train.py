@@ -109,6 +109,7 @@ class TrainController(Controller):
 
     @property
     def version(self) -> int:
+        """Number of published training steps."""
         return self._ranks.history.version
 
     async def start_async(self) -> None:
