@@ -62,7 +62,8 @@ def read_json_lines(path: Path, line_type: type[T]) -> list[T]:
             found.append(decoder.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RunFolderError(
-                f"{path}, line {number}: expected a JSON object, got {line[:200]!r}: {error}"
+                f"{path}, line {number}: expected a JSON object, got {line[:200]!r}: {error}; "
+                "delete the line, or move the file away"
             ) from error
     return found
 

@@ -10,12 +10,30 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 LOG_TAIL_LINES: Final = 15
 _LOG_TAIL_BYTES: Final = 64 << 10
+
+
+class _LogFile(logging.FileHandler):
+    """Says once that it cannot be written, in place of a traceback for each record."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)  # a defect of the call
+        elif not self._has_failed:
+            self._has_failed = True
+            sys.stderr.write(f"the log {self.baseFilename} cannot be written: {error.strerror}\n")
+
+    def close(self) -> None:
+        with suppress(OSError):  # of what could not be written before
+            super().close()
 
 
 def setup_logging(role: str, path: Path | None = None) -> None:
@@ -25,7 +43,7 @@ def setup_logging(role: str, path: Path | None = None) -> None:
         role: prefix of every line, e.g. `rollout/0` or `controller`.
         path: log file, appended to.
     """
-    handler = logging.FileHandler(path) if path else logging.StreamHandler(sys.stderr)
+    handler = _LogFile(path) if path else logging.StreamHandler(sys.stderr)
     formatter = logging.Formatter(
         f"%(asctime)s.%(msecs)03d %(levelname)s {role} %(name)s: %(message)s", "%H:%M:%S"
     )

@@ -51,7 +51,7 @@ _LINEAGE = ".lineage"
 _MARKER = "run.json"
 _SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
-_SNAPSHOT_PREFIX = "step-"
+_SNAPSHOT_PREFIX = "step"
 
 _logger = logging.getLogger(__name__)
 
@@ -94,14 +94,18 @@ class RunFolder:
 
     def snapshot_path(self, step: int) -> Path:
         """Where the snapshot after `step` training steps lies once it is whole."""
-        return self.checkpoints / f"{_SNAPSHOT_PREFIX}{step:06d}"
+        return self.checkpoints / f"{_SNAPSHOT_PREFIX}-{step:06d}"
 
     def snapshots(self) -> list[Path]:
-        """Whole snapshots, oldest first."""
+        """Whole snapshots, oldest first.
+
+        Raises: OSError: their folder cannot be read.
+        """
         found = []
-        for folder in self.checkpoints.glob(f"{_SNAPSHOT_PREFIX}*"):
-            step = folder.name.removeprefix(_SNAPSHOT_PREFIX)
-            if step.isdecimal() and folder.is_dir():  # one being written has another name
+        folders = self.checkpoints.iterdir() if self.checkpoints.exists() else ()
+        for folder in folders:  # not glob, which finds nothing where it may not look
+            prefix, _, step = folder.name.rpartition("-")  # one being written has another name
+            if prefix == _SNAPSHOT_PREFIX and step.isdecimal() and folder.is_dir():
                 found.append((int(step), folder))
         return [folder for _, folder in sorted(found)]
 
@@ -129,9 +133,11 @@ class RunFolder:
             if not marker:
                 sample = ", ".join(entry.name for entry in entries[:3])
                 sample += ", ..." if len(entries) > 3 else ""
+                has_other = (self.path / _MARKER).exists()
+                why = f": its {_MARKER} is not a run's, or is damaged" if has_other else ""
                 raise self._error(
-                    f"it has other files in it ({sample}) and is not the folder of a run, so it is "
-                    "left alone; choose another run_dir"
+                    f"it has other files in it ({sample}) and is not the folder of a run{why}; so "
+                    "it is left alone; choose another run_dir"
                 )
             if overwrite:
                 return Opening.overwrite
@@ -171,7 +177,7 @@ class RunFolder:
             if (self.path / _LOCK).exists():
                 self._take_lock().close()
             if opening is Opening.resume:
-                check_resumable(self.config_path.read_text(), config_text)
+                check_resumable(self._begun_with(), config_text)
         return opening
 
     def open(self, *, config_text: str, resume: str = "auto", overwrite: bool = False) -> Opening:
@@ -192,7 +198,7 @@ class RunFolder:
             elif opening is Opening.restart:
                 self._set_aside()
             elif opening is Opening.resume:
-                for change in check_resumable(self.config_path.read_text(), config_text):
+                for change in check_resumable(self._begun_with(), config_text):
                     _logger.warning("setting changed since the run began: %s", change)
             self._mark()
             self.write_atomic(self.config_path, config_text.encode())
@@ -270,22 +276,36 @@ class RunFolder:
 
         Raises: RunFolderError: the folder cannot be written to, or its count is damaged.
         """
-        path = self.path / _LINEAGE
-        try:
-            lineage = int(path.read_text()) + 1 if path.exists() else 1
+        lineage = self.lineage + 1
+        with self._errors_named():
             self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
-        except (OSError, ValueError) as error:
-            raise RunFolderError(
-                f"cannot count in {path}: {error}; it must hold a number above all earlier ones"
-            ) from error
-        self.write_atomic(path, f"{lineage}\n".encode())
+        self.write_atomic(_LINEAGE, f"{lineage}\n".encode())
         return lineage
 
     @property
     def lineage(self) -> int:
-        """The number that `begin_lineage` gave last; 0: none."""
+        """The number that `begin_lineage` gave last; 0: none.
+
+        Raises: RunFolderError: the count is damaged.
+        """
         path = self.path / _LINEAGE
-        return int(path.read_text()) if path.exists() else 0
+        try:
+            return int(path.read_text()) if path.exists() else 0
+        except (OSError, ValueError) as error:
+            raise RunFolderError(
+                f"cannot count in {path}: {error}; it must hold a number above all earlier ones"
+            ) from error
+
+    def check_lineage(self, begun: int) -> None:
+        """Checks the count against a lineage that is known to have begun.
+
+        Raises: RunFolderError: the count is damaged, and would give that number again.
+        """
+        if self.lineage < begun:
+            raise RunFolderError(
+                f"{self.path / _LINEAGE} is damaged: it holds {self.lineage}, but lineage {begun} "
+                f"was begun; write {begun} into it"
+            )
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
@@ -323,6 +343,10 @@ class RunFolder:
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
+    def _begun_with(self) -> str:
+        """The settings that the run was begun with; what is no text in it stays visible."""
+        return self.config_path.read_text(errors="replace")
+
     def _error(self, text: str) -> RunFolderError:
         return RunFolderError(f"run folder {self.path}: {text}")
 
@@ -331,8 +355,9 @@ class RunFolder:
         try:
             yield
         except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
             raise self._error(
-                f"it cannot be used: {error.strerror}; choose another run_dir"
+                f"it cannot be used: {where}{error.strerror}; choose another run_dir"
             ) from error
 
     def _entries(self) -> list[Path]:

@@ -89,7 +89,7 @@ def check_resumable(old_text: str, new_text: str) -> list[str]:
 def _parse(text: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the second: of a date that is none
         raise RunFolderError(f"the run's config.yaml cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise RunFolderError("the run's config.yaml cannot be read: it is not a mapping")

@@ -17,7 +17,7 @@ from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.node_workers import Member
-from areal_sc.controller.recovery import Recovery
+from areal_sc.controller.recovery import OnOutage, Recovery
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
@@ -63,6 +63,8 @@ class Controller(ABC):
         fleet: its workers.
         worker_lost: why the run cannot go on, once one of its workers was given up, or its journal
             has failed.
+        on_outage: told when workers are lost, and when they do their work again; called on the
+            thread of the event loop.
         measures_free_memory: whether its engines take a share of the GPU memory that is free when
             they start.
     """
@@ -85,6 +87,7 @@ class Controller(ABC):
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys)
         self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
+        self.on_outage: OnOutage = lambda unit, cause: None
         self._counters: dict[str, WorkerCounters] = {}
         self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_sc.controller.journal_file import HEADER, read_segment, to_frame
-from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger_records import LedgerState, Publish, Record
 from areal_sc.disk import AppendedFile, Disk
 from areal_sc.errors import RunFolderError
 
@@ -196,6 +196,23 @@ class Journal:
             logger.warning("journal=%s a last record was cut short: bytes=%d", self._path, cut)
             self._disk.cut(self._path, num_bytes)
         return _number(self._path)
+
+
+def newest_policy(folder: Path, disk: Disk) -> tuple[int, int] | None:
+    """Lineage and version of the newest policy that the journal knows; None: there is none.
+
+    Raises: RunFolderError: its newest segment is damaged, or of another format.
+    """
+    try:
+        newest = max((name for name in disk.names(folder) if name.endswith(_SUFFIX)), default=None)
+        if newest is None:
+            return None
+        content = disk.read(folder / newest)
+    except OSError as error:
+        raise RunFolderError(f"cannot read {error.filename}: {error.strerror}") from error
+    segment = read_segment(content, folder / newest)
+    published = [record.version for record in segment.records if isinstance(record, Publish)]
+    return segment.state.lineage, max([segment.state.version, *published])
 
 
 def segment_paths(folder: Path, disk: Disk) -> list[Path]:

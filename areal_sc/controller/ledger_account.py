@@ -118,7 +118,10 @@ def read_account(
 
 
 def _read(path: Path, disk: Disk, account: RunAccount) -> Segment:
-    content = disk.read(path)
+    try:
+        content = disk.read(path)
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
     segment = read_segment(content, path)
     account.num_bytes += len(content)
     account.num_cut_bytes = len(content) - segment.num_bytes

@@ -314,7 +314,7 @@ class NodeWorkers:
         self.agent.lose()
         path = self._node.log_path
         for member in self._living:
-            cause = f"is lost with node {self._node.name}: its agent {how}"
+            cause = f"went down with node {self._node.name}: its agent {how}"
             self._lose(member, cause, path, log_tail(path))
         await self.agent.replace(how)
         self._heard_s = asyncio.get_running_loop().time()

@@ -38,6 +38,9 @@ from areal_sc.errors import ArealError, NodeLost, StepsLost, WorkerError, Worker
 
 logger = logging.getLogger(__name__)
 
+OnOutage = Callable[[str, WorkerError | None], None]
+"""Told that a unit is lost, and why, and is being started again; None: it does its work again."""
+
 
 class Recovery:
     """Drives the supervisor of one role.
@@ -48,7 +51,12 @@ class Recovery:
         bring_up: makes new processes of a unit do their work; is cancelled when one of them dies.
         on_given_up: is told once why the run cannot go on.
         on_change: is called after each change of a unit's state.
+
+    Attributes:
+        on_outage: see `OnOutage`.
     """
+
+    on_outage: OnOutage
 
     def __init__(
         self,
@@ -70,6 +78,8 @@ class Recovery:
         self._changed = asyncio.Event()
         self._failure: WorkerError | None = None
         self._is_closed = False
+        self._down: set[str] = set()
+        self.on_outage = lambda unit, cause: None
         fleet.on_silence = self._note_silence
         for unit, members in units.items():
             self._tell(Started(unit, _incarnations(members)))
@@ -115,13 +125,22 @@ class Recovery:
 
     def _tell(self, event: Event) -> None:
         before = self._supervisor.states
-        match self._supervisor.on(event):
+        action = self._supervisor.on(event)
+        match action:
             case Restart(unit, after_s) if not self._is_closed and self._failure is None:
                 self._restart_later(unit, after_s)
             case GiveUp() as end:
                 self._give_up(_last_death(end))
         if self._supervisor.states != before:
             self._note_change()
+        match event:
+            case Served(unit) if unit in self._down:
+                self._down.discard(unit)
+                self.on_outage(unit, None)
+            case Lost(_, cause) | StartFailed(_, cause) if isinstance(action, Restart):
+                if action.unit not in self._down:
+                    self._down.add(action.unit)
+                    self.on_outage(action.unit, cause)
 
     def _restart_later(self, unit: str, after_s: float) -> None:
         earlier = self._restarts.get(unit)

@@ -15,7 +15,7 @@ what fails meanwhile is raised by the next call that waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -130,6 +130,11 @@ class RolloutController(Controller):
         return self.groups.version
 
     @property
+    def groups_run_again(self) -> Mapping[str, int]:
+        """How often groups of training had to run again, by the worker that was lost."""
+        return self.groups.run_again
+
+    @property
     def batch_metrics(self) -> dict[str, float]:
         """Means of the workflow's own metrics over the newest batch."""
         return self.groups.batch_metrics
@@ -163,6 +168,7 @@ class RolloutController(Controller):
             self._give_up,
             self._workers.recount_soon,
         )
+        self._recovery.on_outage = self.on_outage
         self._workers.is_ready = self._recovery.is_ready
         self._background.start(self._watch.run(), "progress")
 

@@ -109,6 +109,7 @@ class TrainController(Controller):
 
     @property
     def version(self) -> int:
+        """Number of published training steps."""
         return self._ranks.history.version
 
     async def start_async(self) -> None:
@@ -122,6 +123,7 @@ class TrainController(Controller):
         num_ranks = self.config.parallel.num_ranks
         await self._launch(self.role, [self.config] * num_ranks, self._loss.search_path())
         self._recovery = await self._ranks.start(lineage)
+        self._recovery.on_outage = self.on_outage
 
     async def close_async(self) -> None:
         """Ends the workers."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from areal_sc.config.schema import RolloutConfig
@@ -55,6 +56,7 @@ class TrainingGroups:
         total_steps: training steps that the run will make; nothing is admitted beyond what they
             need. None admits without end.
         num_finished: groups that gave rows, since the start of this process.
+        run_again: times that groups had to run again, by the worker that was lost.
         batch_metrics: means of the workflow's own metrics over the newest batch.
     """
 
@@ -73,6 +75,7 @@ class TrainingGroups:
         self.version = 0
         self.total_steps: int | None = config.total_steps or None
         self.num_finished = 0
+        self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
         self._config = config
         self._workers = workers
@@ -192,6 +195,7 @@ class TrainingGroups:
             elif self.ledger.needs_rows(run.group_id, run.attempt) and (
                 group := self.ledger.get(run.group_id)
             ):
+                self.run_again[group.worker or ""] += 1
                 self._requeue(group)
         self.admit()
 
@@ -301,6 +305,7 @@ class TrainingGroups:
                 try:
                     reply = await self._workers.run_group(worker, group, source)
                 except WorkerLost as death:  # says nothing of the group, unless it is to blame
+                    self.run_again[worker.name] += 1
                     self.ledger.requeue(group.group_id, f"{worker.name} was lost")
                     if rejection := deaths.note(death):
                         reply = rejected_reply(group, rejection, self._config.group_size)

@@ -22,11 +22,13 @@ import logging
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rollout import RolloutController, RolloutState
 from areal_sc.controller.train import TrainController
 from areal_sc.durable import commit_folder, partial_of
@@ -173,6 +175,17 @@ def load_latest_snapshot(
     raise CheckpointError(
         f"no snapshot in {folder.checkpoints} can be read: " + "; ".join(warnings)
     )
+
+
+def newest_ledger(folder: RunFolder) -> LedgerState | None:
+    """The ledger of the newest snapshot whose controllers' state can be read.
+
+    Raises: RunFolderError: as `load_latest_snapshot`.
+    """
+    for path in reversed(folder.snapshots()):
+        with suppress(CheckpointError):  # `load_latest_snapshot` warns
+            return _read_state(path / CONTROLLERS, _step_of(path)).training
+    return None
 
 
 def _step_of(snapshot: Path) -> int:

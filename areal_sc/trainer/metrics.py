@@ -197,6 +197,7 @@ class Summary:
         reward_parts_before, reward_parts_after: see `StepMetrics.reward_parts`.
         max_token_staleness_trained, max_group_staleness: in policy versions.
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
+        num_worker_restarts: of workers that were lost and started again.
         rejected_episodes: their number by cause.
         controller_bytes_per_row: bytes on the controllers' sockets for each trained row.
     """
@@ -214,6 +215,7 @@ class Summary:
     max_group_staleness: int | None = None
     num_rows_trained: int | None = None
     num_rows_trained_twice: int | None = None
+    num_worker_restarts: int | None = None
     num_episodes_rejected: int | None = None
     rejected_episodes: Mapping[str, int] | None = None
     num_masked_tokens: int | None = None
@@ -240,8 +242,8 @@ def summarize(
         steps: every training step of the surviving history, once.
         evaluations: in the order in which they were made; the last one of a name counts.
         others: the fields that do not follow from these: `wall_time_s`, and what is known of
-            `first_step_s`, `num_rows_trained`, `num_rows_trained_twice`, `num_episodes_rejected`,
-            `rejected_episodes`.
+            `first_step_s`, `num_rows_trained`, `num_rows_trained_twice`,
+            `num_worker_restarts`, `num_episodes_rejected`, `rejected_episodes`.
     """
 
     def total(name: str) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from areal_sc.errors import RunFolderError
 from areal_sc.json_lines import JsonLines, read_json_lines
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.trackers.base import Tracker
@@ -51,21 +52,39 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class History:
-    """A run's steps and evaluations, without those that it went back behind when it was resumed."""
+    """A run's steps and evaluations, without those that it went back behind when it was resumed.
+
+    Attributes:
+        num_worker_restarts: of workers that were lost, in all of its starts.
+    """
 
     steps: Sequence[StepMetrics]
     evaluations: Sequence[EvaluationResult]
+    num_worker_restarts: int = 0
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises: RunFolderError: as `read_metrics`."""
-        found: list[Mapping[str, Any]] = []
-        for record in read_metrics(path):
-            if record["kind"] in ("step", "evaluation"):
-                found.append(record)
-            elif record["kind"] == "event" and record["name"] == "resumed":
-                found = [earlier for earlier in found if earlier["step"] <= record["step"]]
+        """Raises: RunFolderError: as `read_metrics`; or a record lacks something."""
+        found: list[StepMetrics | EvaluationResult] = []
+        num_restarts = 0
+        for number, record in enumerate(read_metrics(path), start=1):
+            try:
+                match record["kind"]:
+                    case "step":
+                        found.append(StepMetrics.from_record(record))
+                    case "evaluation":
+                        found.append(EvaluationResult.from_record(record))
+                    case "event" if record["name"] == "resumed":
+                        found = [earlier for earlier in found if earlier.step <= record["step"]]
+                    case "event" if record["name"] == "workers_restarted":
+                        num_restarts += len(record["workers"])
+            except (KeyError, TypeError) as error:
+                raise RunFolderError(
+                    f"{path}, line {number}: expected a record of a run's metrics, but {error}; "
+                    "delete the line, or move the file away"
+                ) from error
         return cls(
-            [StepMetrics.from_record(r) for r in found if r["kind"] == "step"],
-            [EvaluationResult.from_record(r) for r in found if r["kind"] == "evaluation"],
+            [metrics for metrics in found if isinstance(metrics, StepMetrics)],
+            [result for result in found if isinstance(result, EvaluationResult)],
+            num_restarts,
         )

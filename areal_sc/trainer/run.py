@@ -17,11 +17,12 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import yaml
 
@@ -31,6 +32,7 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
+from areal_sc.errors import RunFolderError
 from areal_sc.log import logging_to
 from areal_sc.preflight.checks import check_config, check_models
 from areal_sc.run_folder import Opening, RunFolder
@@ -43,6 +45,8 @@ from areal_sc.trainer.display import Display, make_display
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
+from areal_sc.trainer.outages import Outage, Outages
+from areal_sc.trainer.resume_checks import check_resumed
 from areal_sc.trainer.steps import Step, count
 from areal_sc.trainer.trackers.background import BackgroundTracker
 from areal_sc.trainer.trackers.base import RunDescription, Tracker
@@ -145,7 +149,12 @@ class Run:
             what `start` raises.
         """
         check_models(self.config)  # before any worker is started
+        if self._opening is Opening.resume:
+            for warning in check_resumed(self.folder):
+                self.display.warning(warning)
         rollout.rejections.on_warning = self.display.warning
+        outages = Outages(self._tell_outage, lambda: rollout.groups_run_again)
+        actor.on_outage = rollout.on_outage = outages.note
         rollout.has_display = True
         with ExitStack() as stack:
             with self.display.phase("start-up"):
@@ -180,6 +189,7 @@ class Run:
             first_step_s=self._first_step_s,
             num_rows_trained=account["rows_trained"],
             num_rows_trained_twice=account["rows_trained_twice"],
+            num_worker_restarts=history.num_worker_restarts,
             num_episodes_rejected=rollout.rejections.num_episodes,
             rejected_episodes=rollout.rejections.by_cause(),
         )
@@ -191,17 +201,31 @@ class Run:
     def _begin_trackers(self) -> None:
         if not self._trackers:
             return
-        id_path = self.folder.tracker_id_path
-        if not id_path.exists():
-            self.folder.write_atomic(id_path, uuid4().hex.encode())
         description = RunDescription(
-            id=id_path.read_text(),
+            id=self._tracker_id(),
             name=self.folder.path.name,
             folder=self.folder.path,
             project=self.config.tracker_project,
             settings=yaml.safe_load(config_text(self.config)),
         )
         self.tell(lambda tracker: tracker.on_start(description))
+
+    def _tell_outage(self, outage: Outage) -> None:
+        logger.warning("%s", outage)
+        self.display.warning(str(outage))
+        self.log.event("workers_restarted", **asdict(outage))
+
+    def _tracker_id(self) -> str:
+        """The run's name for trackers, from the first start on."""
+        path = self.folder.tracker_id_path
+        try:
+            return UUID(hex=path.read_text()).hex
+        except (OSError, ValueError) as error:
+            if not isinstance(error, FileNotFoundError):
+                self.display.warning(f"{path} is damaged ({error}): trackers begin a new run")
+        name = uuid4().hex
+        self.folder.write_atomic(path, name.encode())
+        return name
 
     def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
         step, warnings = load_latest_snapshot(self.folder, actor, rollout)
@@ -248,7 +272,12 @@ class Run:
 @contextmanager
 def _log_of_run(folder: RunFolder) -> Iterator[None]:
     """The script's log is the run's; an error that ends the run tells `run_script` its folder."""
-    with logging_to("controller", folder.logs / "controller.log"):
+    path = folder.logs / "controller.log"
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(logging_to("controller", path))
+        except OSError as error:
+            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
         try:
             yield
         except BaseException as error:

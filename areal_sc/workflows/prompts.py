@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.durable import replace_file
+from areal_sc.durable import write_atomic
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Prompts
 
@@ -43,18 +43,46 @@ class JsonlPrompts(Prompts):
         return dict(self._rows[index])
 
 
-def write_prompts(rows: Sequence[Mapping[str, Any]], path: Path) -> JsonlPrompts:
+class CopiedPrompts(JsonlPrompts):
+    """Rows that `write_prompts` has copied.
+
+    Args:
+        digest: of the file's content.
+    Raises: WorkflowError: as `JsonlPrompts`; or the content is another one by now.
+    """
+
+    def __init__(self, path: Path, digest: str) -> None:
+        self._digest = digest
+        super().__init__(path)
+        if _digest_of(path.read_bytes()) != digest:
+            raise WorkflowError(f"{path} is damaged: its checksum is wrong")
+
+    def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self.path, self._digest), {}
+
+
+def write_prompts(rows: Sequence[Mapping[str, Any]], folder: Path) -> CopiedPrompts:
     """Copies a list of prompts to where workers can read it. Blocks.
 
+    The file is named by its content, so an equal list replaces the copy that an earlier start left.
+
     Raises: WorkflowError: it is empty, or one of them is not a dict of JSON values.
+        OSError: the file cannot be written.
     """
     kind = type(rows).__name__
-    with replace_file(path) as file:
-        for index, row in enumerate(rows):
-            # surrogates: half of a pair may stand in text that was cut, and JSON can say so
-            line = json_row(row, index, kind) + "\n"
-            file.write(line.encode(errors="surrogatepass"))
-    return JsonlPrompts(path)
+    # surrogates: half of a pair may stand in text that was cut, and JSON can say so
+    content = b"".join(
+        f"{json_row(row, index, kind)}\n".encode(errors="surrogatepass")
+        for index, row in enumerate(rows)
+    )
+    digest = _digest_of(content)
+    path = folder / f"prompts-{digest}.jsonl"
+    write_atomic(path, content)
+    return CopiedPrompts(path, digest)
+
+
+def _digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def json_row(row: Any, index: int, kind: str) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import itertools
 import json
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,15 +122,14 @@ class SourceRegistry:
         self._numbers[id(source)] = number
 
     def _copy(self, rows: Sequence[Any]) -> Prompts:
-        path = self._folder / f"prompts-{secrets.token_hex(8)}.jsonl"
-        with _writing(path):
-            return write_prompts(rows, path)
+        with _writing(self._folder / "prompts-*.jsonl"):
+            return write_prompts(rows, self._folder)
 
     def _write(self, source: Referable) -> int:
         reference = reference_of(source).to_wire()
         self._write_session(list(references_in(reference)))
         wire = json.dumps(reference).encode()
-        number = int.from_bytes(hashlib.blake2b(wire, digest_size=6).digest())
+        number = _number_of(wire)
         path = self._folder / f"{number}.json"
         with _writing(path):
             write_atomic(path, wire)
@@ -164,6 +162,10 @@ def _writing(path: Path) -> Iterator[None]:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
+def _number_of(wire: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(wire, digest_size=6).digest())
+
+
 class SourceReader:
     """A worker's side: builds each referenced object once."""
 
@@ -181,10 +183,12 @@ class SourceReader:
         if number not in self._built:
             path = self._folder / f"{int(number)}.json"
             try:
-                wire = json.loads(path.read_text())
-            except FileNotFoundError:
-                raise WorkflowError(f"source {number}: {path} does not exist") from None
-            self._built[number] = resolve(ObjectReference.from_wire(wire))
+                wire = path.read_bytes()
+            except OSError as error:
+                raise WorkflowError(f"source {number}: {path}: {error.strerror}") from None
+            if _number_of(wire) != number:
+                raise WorkflowError(f"source {number}: {path} is damaged: its checksum is wrong")
+            self._built[number] = resolve(ObjectReference.from_wire(json.loads(wire)))
         source = self._built[number]
         if not isinstance(source, expected):
             raise WorkflowError(

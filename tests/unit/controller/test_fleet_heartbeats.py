@@ -141,7 +141,7 @@ def test_the_workers_of_a_node_whose_agent_ended_are_lost(tmp_path: Path) -> Non
             await asyncio.sleep(1.0)
             assert watched.lost.keys() == {"rollout/2", "rollout/3"}
             for _, error in watched.lost.values():
-                assert "lost with node node-1: its agent ended with exit code 5" in str(error)
+                assert "went down with node node-1: its agent ended with exit code 5" in str(error)
                 assert error.log_tail == ("out of memory",)
 
     run_virtual(scenario())

@@ -59,12 +59,12 @@ def test_rows_keep_their_keys_and_text(tmp_path: Path) -> None:
         {"prompt": "a\u2028b", "answer": "ä"},
         {"prompt": "\ud83d", "n": 3, "nested": {"x": [1, None]}},
     ]
-    prompts = write_prompts(rows, tmp_path / "list.jsonl")
+    prompts = write_prompts(rows, tmp_path)
     assert [prompts[i] for i in range(len(prompts))] == rows
 
 
 def test_a_row_given_out_can_be_changed(tmp_path: Path) -> None:
-    prompts = write_prompts([{"prompt": "x"}], tmp_path / "list.jsonl")
+    prompts = write_prompts([{"prompt": "x"}], tmp_path)
     prompts[0]["prompt"] = "changed"
     assert prompts[0] == {"prompt": "x"}
 
@@ -105,5 +105,5 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", ["y", {"prompt": object()}])
 def test_a_list_that_cannot_be_written_is_refused(tmp_path: Path, row: Any) -> None:
     with pytest.raises(WorkflowError, match=r"row 1 of the dataset \(list\)"):
-        write_prompts([{"prompt": "x"}, row], tmp_path / "list.jsonl")
+        write_prompts([{"prompt": "x"}, row], tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,118 @@
+"""Deaths of workers as a user reads them: one sentence for each, once all is well again.
+
+    lost ──► an outage begins, or one of the same cause gets one worker more
+    back ──► when the last of its workers is back, the outage is told
+
+One event, a fork server's death say, takes several workers along; they make one outage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from areal_sc.errors import WorkerError
+from areal_sc.trainer.quantities import short_duration
+
+SAME_EVENT_S: Final = 5.0
+"""Workers that are lost so soon after each other, of the same cause, are lost by one event.
+
+The controllers of two roles hear of it at different times, and of a node by different words."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """Workers that were lost, and do their work again.
+
+    Attributes:
+        cause: in words that follow their names.
+        duration_s: until the last of them did its work again.
+        num_groups: of training that run again.
+    """
+
+    workers: tuple[str, ...]
+    cause: str
+    duration_s: float
+    num_groups: int
+
+    def __str__(self) -> str:
+        *others, last = self.workers
+        names = f"{', '.join(others)} and {last}" if others else last
+        text = f"{names} {self.cause}; started again in {short_duration(self.duration_s)}"
+        if self.num_groups:
+            is_one = self.num_groups == 1
+            text += "; 1 group runs again" if is_one else f"; {self.num_groups} groups run again"
+        return text
+
+
+@dataclass(eq=False)
+class _Open:
+    began_s: float
+    cause: str
+    units: set[str] = field(default_factory=set)
+    num_before: dict[str, int] = field(default_factory=dict)  # of each worker
+
+
+class Outages:
+    """Makes outages of what controllers tell; see `OnOutage`.
+
+    Args:
+        tell: is called with each outage that is over.
+        groups_run_again: as of the `RolloutController`.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Outage], None],
+        groups_run_again: Callable[[], Mapping[str, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tell = tell
+        self._groups_run_again = groups_run_again
+        self._clock = clock
+        self._open: list[_Open] = []
+
+    def note(self, unit: str, cause: WorkerError | None) -> None:
+        """A unit is lost; without a cause, it is back."""
+        if cause is not None:
+            self._lose(unit, cause)
+            return
+        for outage in self._open:
+            outage.units.discard(unit)
+            if not outage.units:
+                self._tell(self._ended(outage))
+        self._open = [outage for outage in self._open if outage.units]
+
+    def _lose(self, unit: str, error: WorkerError) -> None:
+        worker, cause = _worker_and_cause(unit, error)
+        now_s = self._clock()
+        for outage in self._open:
+            is_same = outage.cause.partition(":")[0] == cause.partition(":")[0]
+            if is_same and now_s - outage.began_s < SAME_EVENT_S:
+                break
+        else:
+            outage = _Open(now_s, cause)
+            self._open.append(outage)
+        outage.units.add(unit)
+        outage.num_before[worker] = self._groups_run_again().get(worker, 0)
+
+    def _ended(self, outage: _Open) -> Outage:
+        num_now = self._groups_run_again()
+        return Outage(
+            tuple(outage.num_before),
+            outage.cause,
+            self._clock() - outage.began_s,
+            sum(num_now.get(worker, 0) - num for worker, num in outage.num_before.items()),
+        )
+
+
+def _worker_and_cause(unit: str, error: WorkerError) -> tuple[str, str]:
+    """Of a message such as "worker rollout/1 ended with signal 9 (SIGKILL); its log is ..."."""
+    text = str(error).removesuffix(f"; its log is {error.log_path}")
+    kind, _, rest = text.partition(" ")
+    if kind != "worker":
+        return unit, f"was lost: {text}"
+    worker, _, cause = rest.partition(" ")
+    return worker, cause
