@@ -130,6 +130,8 @@ def main() -> None:
     quick = {"steps": 30, "rollout": 2, "train": 2, "reward": 1, "forks": 1}
     quick |= {"reward_forks": 0, "agent": 0, "stopped": 0}
     arguments = report.parse(parser, **quick)
+    if arguments.quick:
+        arguments.overrides += ["task.warm_start.steps=20", "evaluation.num_prompts=16"]
     with (
         tempfile.TemporaryDirectory(prefix="chaos-") as folder,
         tempfile.TemporaryDirectory(prefix="chaos-", dir="/dev/shm") as memory,

@@ -15,7 +15,7 @@ what fails meanwhile is raised by the next call that waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -101,10 +101,7 @@ class RolloutController(Controller):
             new_id,
         )
         self._samples = BatchSamples(
-            self.config.samples,
-            self.fleet,
-            self._background,
-            self._folder.samples_path,
+            self.config.samples, self.fleet, self._background, self._folder.samples_path
         )
         self._outside = OutsideGroups(
             self.config,
@@ -128,11 +125,6 @@ class RolloutController(Controller):
     def version(self) -> int:
         """The policy version that admission and batch forming count from."""
         return self.groups.version
-
-    @property
-    def groups_run_again(self) -> Mapping[str, int]:
-        """How often groups of training had to run again, by the worker that was lost."""
-        return self.groups.run_again
 
     @property
     def batch_metrics(self) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Outages:
 
     Args:
         tell: is called with each outage that is over.
-        groups_run_again: as of the `RolloutController`.
+        groups_run_again: how often groups had to run again, by the worker that was lost.
     """
 
     def __init__(

@@ -153,7 +153,7 @@ class Run:
             for warning in check_resumed(self.folder):
                 self.display.warning(warning)
         rollout.rejections.on_warning = self.display.warning
-        outages = Outages(self._tell_outage, lambda: rollout.groups_run_again)
+        outages = Outages(self._tell_outage, lambda: rollout.groups.run_again)
         actor.on_outage = rollout.on_outage = outages.note
         rollout.has_display = True
         with ExitStack() as stack:

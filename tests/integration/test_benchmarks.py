@@ -22,6 +22,7 @@ LIMIT_S = 240
 
 PROMISED = {
     "async_speedup": {"async_over_sync", "async_floor_s_per_step", "sync_wait_share"},
+    "chaos": {"rows_lost", "rows_trained_twice", "false_zero_rewards", "leftovers"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "generate_throughput --against sglang": {"local_over_sglang"},

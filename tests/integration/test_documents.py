@@ -46,6 +46,7 @@ NOT_RUN_HERE = {
     "python -m areal_sc samples runs/minimal": "tests/integration/test_new_project.py",
     "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
+    "python -m areal_sc ledger runs/minimal": "tests/unit/commands",
     ONE_GPU: "needs a GPU, and a model of the hub",
     f"{ONE_GPU} --dry-run": "needs a GPU, and a model of the hub",
 }
