@@ -279,7 +279,8 @@ def account(books: Books, kills: list[Kill], run_dir: Path, num_steps: int) -> d
         "num_rows_trained_by_the_run": summary["num_rows_trained"],
     }
     for kind in KINDS:
-        metrics |= _recovery_times(kind, kills, books)
+        if kind != "server":  # its work stands in the books of its rollout worker
+            metrics |= _recovery_times(kind, kills, books)
     return metrics
 
 
