@@ -35,7 +35,7 @@ from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import STALE, Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
-from areal_sc.errors import ConfigError, WorkerLost
+from areal_sc.errors import ConfigError, StepsLost, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workflows.prompts import prompt_at
@@ -114,7 +114,7 @@ class TrainingGroups:
         """As `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
-            a group. WaitTimeout: nothing changed for too long.
+            a group. WaitTimeout: nothing changed for too long. StepsLost: see `_take_back`.
         """
         if self.total_steps is not None and self.version >= self.total_steps:
             raise ConfigError(
@@ -200,7 +200,16 @@ class TrainingGroups:
         self.admit()
 
     def _take_back(self) -> None:
-        """Groups of the current batch that have lost their rows run again; it is formed anew."""
+        """Groups of the current batch that have lost their rows run again; it is formed anew.
+
+        Raises: StepsLost: its step is recorded as trained, though the version was not announced.
+        """
+        if self.ledger.version > self.version:
+            raise StepsLost(
+                f"step {self.version + 1} was trained, and cannot be repeated: the train workers "
+                "died before its weights were announced, and rows of it are gone; run the same "
+                "command again: it goes on from the newest snapshot on the disk"
+            )
         logger.warning(
             "step=%d its batch is formed anew: the rows of %d groups are gone",
             *(self.version + 1, len(self._lost)),

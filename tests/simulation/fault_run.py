@@ -295,9 +295,9 @@ class FaultRun(TrainingRun):
         They also go when the stores have no room for them and snapshots cannot be written.
         """
         cluster = self.cluster
-        has_lost_rows = bool(cluster.lost_groups & self.trained_at.keys())
+        has_lost_rows = bool(cluster.lost_groups & self.trained_at.keys()) or self.num_lost_batches
         has_let_go = self._has_let_go and cluster.num_failed_snapshots > 0
-        return has_lost_rows or cluster.num_lost_snapshots > 0 or has_let_go
+        return bool(has_lost_rows) or cluster.num_lost_snapshots > 0 or has_let_go
 
     async def _play(self) -> None:
         async with self.started():
