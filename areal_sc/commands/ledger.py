@@ -46,10 +46,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     def note(group: GroupAccount) -> None:
         if not arguments.totals:
-            print(show(group))
+            sys.stdout.write(show(group) + "\n")
 
     account = read_account(RunFolder(folder).ledger, note)
-    print(show(account))
+    sys.stdout.write(show(account) + "\n")
     sys.stdout.flush()
 
 
