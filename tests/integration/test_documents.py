@@ -41,6 +41,8 @@ NOT_RUN_HERE = {
     "import sys": "tests/integration/test_minimal.py",
     "with Run(config) as run:": "examples/own_loop.py",  # of which it has the lines
     "prompts = load_prompts(": "needs the hub; test_prompt_sources.py has one of its own",
+    "import asyncio": "tests/unit/workflows/test_weighted.py",
+    'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "make quickstart": "takes minutes; test_run_whole.py runs its script",
     "make test": ".ci/run",
     "python -m areal_sc samples runs/minimal": "tests/integration/test_new_project.py",
@@ -154,6 +156,7 @@ def test_settings_without_a_command_line(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text("{run_dir: r, total_steps: 1, actor: {path: m}}")
     monkeypatch.setattr(sys, "argv", ["x.py", "--config", "x.yaml"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "x.py", raising=False)
     run_block("load_config({", ActorConfig=ActorConfig)
 
 

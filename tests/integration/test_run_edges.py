@@ -17,7 +17,8 @@ def test_the_death_of_the_agent_ends_the_run_and_is_named(
     """It, or its fork server, takes all workers along."""
     memory = tmp_path / "memory"
     shared = f"transport.shared_memory={memory}"
-    with tiny_run(tmp_path / "run", tiny_model_folder, "total_steps=100000", shared) as run:
+    settings = ("total_steps=100000", "scheduler.max_deaths=0", shared)
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
         run.wait_for_step(2)
         parents = {pid: _parent(pid) for pid in run.processes()}
         (agent,) = (pid for pid, parent in parents.items() if parent == run.pid)
